@@ -1,0 +1,150 @@
+#include "door.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <unordered_set>
+#include <vector>
+
+namespace tw {
+
+double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+static long futex(std::atomic<u32>& word, int op, u32 value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<u32*>(&word), op, value, timeout, nullptr, 0);
+}
+
+void ring(Door& door) {
+    // Pairs with the fence in park(): either the waiter sees the new word, or we see the waiter.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (door.parked.load(std::memory_order_relaxed) == 0) return;
+    door.bell.fetch_add(1, std::memory_order_release);
+    futex(door.bell, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void park(Door& door, u32 seen, double seconds) {
+    timespec t{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<double>(static_cast<time_t>(seconds))) * 1e9)};
+    futex(door.bell, FUTEX_WAIT, seen, &t);
+}
+
+Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
+    if (target.reached(at_least)) return Outcome::reached;
+    const double start = now();
+    do {
+        for (int i = 0; i < 16; i++) {
+            if (target.reached(at_least)) return Outcome::reached;
+            relax();
+        }
+    } while (now() - start < spin_seconds);
+    Door& door = *target.door;
+    const double end = start + std::min(seconds, slice_seconds);
+    Outcome outcome = Outcome::interrupted;
+    door.parked.fetch_add(1, std::memory_order_seq_cst);
+    for (;;) {
+        const u32 seen = door.bell.load(std::memory_order_acquire);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (target.reached(at_least)) { outcome = Outcome::reached; break; }
+        if (target.lost()) { outcome = Outcome::lost; break; }
+        const double left = end - now();
+        if (left <= 0) { outcome = seconds <= slice_seconds ? Outcome::timed_out : Outcome::interrupted; break; }
+        park(door, seen, left);
+    }
+    door.parked.fetch_sub(1, std::memory_order_relaxed);
+    return outcome;
+}
+
+namespace {
+
+struct Registry {
+    std::mutex mutex;
+    std::unordered_set<Door*> doors;
+    std::unordered_set<Progress*> engines;
+    std::unordered_set<Life*> lives;
+    std::unordered_set<int> fds;
+};
+
+// Never destroyed: threads and late destructors may still use it while the process ends.
+Registry& registry() {
+    static Registry* r = new Registry;
+    return *r;
+}
+
+}  // namespace
+
+void enlist(Door* door) { std::lock_guard g(registry().mutex); registry().doors.insert(door); }
+void dismiss(Door* door) { std::lock_guard g(registry().mutex); registry().doors.erase(door); }
+void enlist(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.insert(p); }
+void dismiss(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.erase(p); }
+
+void ring_all() {
+    std::lock_guard g(registry().mutex);
+    for (Door* d : registry().doors) {
+        d->bell.fetch_add(1, std::memory_order_release);
+        futex(d->bell, FUTEX_WAKE, INT_MAX, nullptr);
+    }
+    for (Progress* p : registry().engines) p->kick();
+}
+
+Life::Life(std::shared_ptr<Life> parent) : parent_(std::move(parent)) {
+    std::lock_guard g(registry().mutex);
+    registry().lives.insert(this);
+}
+
+Life::~Life() {
+    std::lock_guard g(registry().mutex);
+    registry().lives.erase(this);
+}
+
+void Life::lose(const std::string& reason) {
+    {
+        std::lock_guard g(mutex_);
+        if (lost_.load()) return;
+        reason_ = reason;
+        lost_.store(1, std::memory_order_release);
+    }
+    if (parent_) parent_->child_lost_.store(1, std::memory_order_release);
+    ring_all();
+}
+
+std::string Life::reason() {
+    if (forked()) return "it belongs to the parent process: a forked child cannot use it";
+    std::lock_guard g(mutex_);
+    return reason_;
+}
+
+void close_on_fork(int fd) { std::lock_guard g(registry().mutex); registry().fds.insert(fd); }
+void forget_fd(int fd) { std::lock_guard g(registry().mutex); registry().fds.erase(fd); }
+
+static void before_fork() { registry().mutex.lock(); }
+static void after_fork_in_parent() { registry().mutex.unlock(); }
+
+static void after_fork_in_child() {
+    Registry& r = registry();
+    for (Life* life : r.lives) life->mark_forked();
+    // The numbers stay taken, by /dev/null: objects copied from the parent will close them again.
+    const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (null >= 0) {
+        for (int fd : r.fds) dup3(null, fd, O_CLOEXEC);
+        close(null);
+    }
+    r.fds.clear();
+    r.engines.clear();
+    r.mutex.unlock();
+}
+
+void install_fork_handlers() {
+    static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    (void)once;
+}
+
+}  // namespace tw

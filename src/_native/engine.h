@@ -1,0 +1,147 @@
+// The tcp engine: applies one-sided operations that peers send, without Python.
+//
+// A connection has two ends: the initiator posts operations, the target applies them to its regions and
+// acknowledges in order. Frames are a fixed 64-byte header, little-endian, and a payload. docs/devices.md has the format.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "span.h"
+
+namespace tw {
+
+enum class Op : u32 { write = 1, read = 2, fetch_add = 3, compare_swap = 4, ack = 16, refuse = 17, data = 18, old_value = 19 };
+enum class Refusal : u32 { none = 0, key = 1, range = 2, access = 3, alignment = 4 };
+
+constexpr u32 frame_magic = 0x31465754;  // "TWF1"
+constexpr u64 no_signal = ~u64{0};
+
+struct Frame {
+    u32 magic = frame_magic;
+    u32 op = 0;
+    u64 id = 0;
+    u64 key = 0, offset = 0, length = 0;
+    u64 signal_key = 0, signal_offset = no_signal, signal_value = 0;  // atomics: operand in signal_key and signal_value
+};
+static_assert(sizeof(Frame) == 64);
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "frames are little-endian"
+#endif
+
+class Engine;
+
+class Connection : public std::enable_shared_from_this<Connection> {
+  public:
+    Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> life);
+    ~Connection();
+    // The operation's number; waits while too many are outstanding. 0: the connection is lost, or `seconds` passed.
+    // `memory` is a write's source or a read's destination.
+    u64 post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds);
+    Target completion() { return {&done_, &door_, life.get(), engine_life_.get()}; }
+    u64 done() const { return done_.load(std::memory_order_acquire); }
+    Refusal refusal(u64 id);
+    u64 old_value(u64 id);
+    void close(const std::string& reason);
+
+    const std::shared_ptr<Life> life;
+
+  private:
+    friend class Engine;
+    struct Outgoing {
+        Frame frame;
+        std::shared_ptr<Span> span;
+        const char* payload;
+        u64 length, sent;
+    };
+    struct Pending {
+        u64 id;
+        std::shared_ptr<Span> span;
+        char* at;
+        u64 length;
+    };
+    void enqueue(Frame frame, std::shared_ptr<Span> span, const char* payload, u64 length);
+    void flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held
+    void update_interest();                                    // send_mutex_ held
+    void writable();
+    bool readable();
+    bool parse();
+    bool begin_request(const Frame& f);
+    bool begin_reply(const Frame& f);
+    void end_payload();
+    void expect(std::shared_ptr<Span> span, char* at, u64 length);
+    bool broken(const char* why);
+    void complete(u64 id);
+
+    Engine& engine_;
+    const std::shared_ptr<Life> engine_life_;
+    const int fd_;
+    const u64 token_;
+    const bool initiator_;
+    std::atomic<bool> dead_{false};
+    Door door_;
+
+    std::mutex send_mutex_;
+    std::deque<Outgoing> outgoing_;
+    u64 posted_ = 0;
+    u32 interest_ = 0;
+
+    std::mutex result_mutex_;  // pending_, refusals_, old_values_
+    std::deque<Pending> pending_;
+    std::unordered_map<u64, Refusal> refusals_;
+    std::unordered_map<u64, u64> old_values_;
+    std::atomic<u64> done_{0};
+
+    // receiving; under the engine's drive mutex
+    std::vector<char> staging_;
+    size_t begin_ = 0, end_ = 0;
+    bool in_payload_ = false;
+    Frame frame_{};
+    Refusal refused_ = Refusal::none;
+    std::shared_ptr<Span> into_;
+    char* at_ = nullptr;  // null: the payload is refused and thrown away
+    u64 left_ = 0;
+    u64 applied_ = 0, acknowledged_ = 0;
+};
+
+class Engine : public Progress {
+  public:
+    explicit Engine(std::shared_ptr<Life> life);
+    ~Engine() override;
+    void expose(u64 key, std::shared_ptr<Span> span, bool writable);
+    void withdraw(u64 key);
+    std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Life> life);
+    Outcome wait(const Target& target, u64 at_least, double seconds) override;
+    void kick() override;
+    void close();
+    size_t connections();
+
+  private:
+    friend class Connection;
+    struct Exposed {
+        std::shared_ptr<Span> span;
+        bool writable;
+    };
+    std::shared_ptr<Connection> find(u64 token);
+    bool look(u64 key, Exposed& out);
+    void drop(u64 token);
+    bool progress(int timeout_ms);  // drive_mutex_ held
+    void arm(bool on);
+    void run();
+
+    const std::shared_ptr<Life> life_;
+    int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1;
+    std::atomic<bool> stop_{false}, closed_{false};
+    std::mutex drive_mutex_;
+    std::mutex table_mutex_;
+    std::unordered_map<u64, Exposed> exposed_;
+    std::unordered_map<u64, std::shared_ptr<Connection>> connections_;
+    u64 next_token_ = 16;
+    std::thread thread_;
+    pid_t pid_;
+};
+
+}  // namespace tw

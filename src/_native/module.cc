@@ -1,0 +1,256 @@
+// tensorwire._native: what Python sees of the native core.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "copy.h"
+#include "engine.h"
+#include "monitor.h"
+#include "span.h"
+#include "window.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace tw;
+
+namespace {
+
+constexpr u64 release_gil_bytes = 64 << 10;  // below, releasing the GIL costs more than it gives
+
+struct Memory {
+    std::shared_ptr<Span> span;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const Span& s = *nb::inst_ptr<Memory>(nb::handle(self))->span;
+    return PyBuffer_FillInfo(view, self, s.base, static_cast<Py_ssize_t>(s.nbytes), s.writable ? 0 : 1, flags);
+}
+
+int get_window(PyObject* self, Py_buffer* view, int flags) {
+    const Window& w = *nb::inst_ptr<Window>(nb::handle(self));
+    return PyBuffer_FillInfo(view, self, w.base, static_cast<Py_ssize_t>(w.nbytes), 0, flags);
+}
+
+PyType_Slot window_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_window)}, {0, nullptr}};
+PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
+void check(const Memory& m, u64 offset, u64 length) {
+    if (!m.span->holds(offset, length)) throw nb::index_error("out of the region's range");
+}
+
+std::atomic<u64>& word(const Memory& m, u64 offset) {
+    check(m, offset, 8);
+    if (!m.span->aligned(offset)) throw nb::value_error("a signal word must be 8-byte aligned");
+    return *m.span->word(offset);
+}
+
+void store(const Memory& m, u64 offset, u64 value) {
+    word(m, offset).store(value, std::memory_order_release);
+    ring(m.span->header->door);
+}
+
+void move(char* target, const char* source, u64 nbytes) {
+    if (nbytes < release_gil_bytes) {
+        copy(target, source, nbytes);
+        return;
+    }
+    nb::gil_scoped_release release;
+    copy(target, source, nbytes);
+}
+
+void put(const Memory& source, u64 source_offset, const Memory& target, u64 target_offset, u64 nbytes) {
+    check(source, source_offset, nbytes);
+    check(target, target_offset, nbytes);
+    move(target.span->base + target_offset, source.span->base + source_offset, nbytes);
+}
+
+void put_signal(const Memory& source, u64 source_offset, const Memory& target, u64 target_offset, u64 nbytes,
+                const Memory& signal, u64 signal_offset, u64 value) {
+    put(source, source_offset, target, target_offset, nbytes);
+    store(signal, signal_offset, value);
+}
+
+// 0: reached, 1: timed out, 2: lost.
+int wait_outcome(const Target& target, Progress* progress, u64 at_least, double seconds) {
+    if (target.reached(at_least)) return 0;
+    const double end = now() + seconds;
+    for (;;) {
+        Outcome outcome;
+        {
+            nb::gil_scoped_release release;
+            const double left = std::max(0.0, end - now());
+            outcome = progress ? progress->wait(target, at_least, left) : wait_parked(target, at_least, left);
+        }
+        if (outcome != Outcome::interrupted) return static_cast<int>(outcome);
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
+    word(m, offset);
+    const std::shared_ptr<Span> keep = m.span;
+    return wait_outcome(keep->target(offset, peer), keep->progress.get(), at_least, seconds);
+}
+
+u64 post(Connection& c, const Frame& frame, std::shared_ptr<Span> memory, u64 offset, double seconds) {
+    nb::gil_scoped_release release;
+    return c.post(frame, std::move(memory), offset, seconds);
+}
+
+struct PulseBytes {
+    static int send(Pulse& p, nb::bytes data, double seconds) {
+        const char* at = data.c_str();
+        const size_t n = data.size();
+        nb::gil_scoped_release release;
+        return p.send(at, n, seconds);
+    }
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Tensorwire's native core: shared words, waits, copies and the tcp engine.";
+    install_fork_handlers();
+    nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+        try {
+            std::rethrow_exception(p);
+        } catch (const std::system_error& e) {
+            nb::object args = nb::make_tuple(e.code().value(), e.what());
+            PyErr_SetObject(PyExc_OSError, args.ptr());
+        }
+    });
+
+    nb::class_<Life>(m, "Life", "Alive until lost, once and for good.", nb::is_weak_referenceable())
+        .def("__init__", [](Life* self, std::shared_ptr<Life> parent) { new (self) Life(std::move(parent)); }, "parent"_a.none() = nb::none())
+        .def("lose", &Life::lose, "reason"_a, nb::call_guard<nb::gil_scoped_release>(), "Marks it lost and wakes every waiter of the process.")
+        .def_prop_ro("lost", &Life::lost)
+        .def_prop_ro("child_lost", &Life::child_lost)
+        .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
+        .def_prop_ro("reason", &Life::reason);
+
+    nb::class_<Memory>(m, "Memory", "A span of memory that transfers may touch.", nb::type_slots(memory_slots), nb::is_weak_referenceable())
+        .def(nb::init<const Memory&>(), "other"_a)
+        .def_static("allocate", [](u64 nbytes, bool reserve) {
+                 nb::gil_scoped_release release;
+                 return Memory{Span::allocate(nbytes, reserve)};
+             }, "nbytes"_a, "reserve"_a = true, "A new sealed memfd, zeroed; touched if `reserve`.")
+        .def_static("map", [](int fd, bool writable) {
+                 nb::gil_scoped_release release;
+                 return Memory{Span::map(fd, writable)};
+             }, "fd"_a, "writable"_a, "A peer's memfd.")
+        .def_static("wrap", [](nb::object buffer) {
+                 auto span = Span::wrap(buffer.ptr());
+                 if (!span) throw nb::python_error();
+                 return Memory{std::move(span)};
+             }, "buffer"_a, "Memory of a contiguous Python buffer.")
+        .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Engine> engine) {
+                 self.span->own = std::move(own);
+                 self.span->progress = std::move(engine);
+             }, "own"_a, "engine"_a.none() = nb::none(), "Whose memory it is, and what must run while somebody waits on it.")
+        .def_prop_ro("nbytes", [](const Memory& s) { return s.span->nbytes; })
+        .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
+        .def_prop_ro("address", [](const Memory& s) { return reinterpret_cast<uintptr_t>(s.span->base); })
+        .def_prop_ro("writable", [](const Memory& s) { return s.span->writable; })
+        .def_prop_ro("closed", [](const Memory& s) { return s.span->header->closed.load(std::memory_order_acquire) != 0; })
+        .def("mark_closed", [](Memory& s) { if (s.span->writable || s.span->fd < 0) s.span->header->closed.store(1, std::memory_order_release); })
+        .def("load", [](const Memory& s, u64 offset) { return word(s, offset).load(std::memory_order_acquire); }, "offset"_a)
+        .def("store", &store, "offset"_a, "value"_a, "Release store of a signal word, and wake its waiters.")
+        .def("fetch_add", [](const Memory& s, u64 offset, u64 value) {
+                 const u64 old = word(s, offset).fetch_add(value, std::memory_order_acq_rel);
+                 ring(s.span->header->door);
+                 return old;
+             }, "offset"_a, "value"_a)
+        .def("compare_swap", [](const Memory& s, u64 offset, u64 expected, u64 value) {
+                 word(s, offset).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
+                 ring(s.span->header->door);
+                 return expected;
+             }, "offset"_a, "expected"_a, "value"_a)
+        .def("wait", &wait_word, "offset"_a, "at_least"_a, "seconds"_a, "peer"_a.none() = nb::none(),
+             "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost.");
+
+    m.def("put", &put, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "Copies between mapped memories.");
+    m.def("put_signal", &put_signal, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "signal"_a, "signal_offset"_a, "value"_a,
+          "Copies, then stores the signal with release.");
+
+    nb::class_<Window>(m, "Window", "A copy-on-write view of regions, side by side in one address range.", nb::type_slots(window_slots))
+        .def(nb::init<u64>(), "nbytes"_a)
+        .def("place", [](Window& w, u64 offset, const Memory& memory, u64 source, u64 length) { w.place(offset, memory.span, source, length); },
+             "offset"_a, "memory"_a, "source"_a, "length"_a)
+        .def("refresh", &Window::refresh, "offset"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("modified", &Window::modified, "limit"_a, nb::call_guard<nb::gil_scoped_release>(), "Offsets of pages written through the window.")
+        .def_ro("nbytes", &Window::nbytes)
+        .def_prop_ro("address", [](const Window& w) { return reinterpret_cast<uintptr_t>(w.base); });
+
+    nb::class_<Monitor>(m, "Monitor", "A thread that notices hang-ups of watched sockets.")
+        .def(nb::init<>())
+        .def("watch", &Monitor::watch, "fd"_a, "life"_a)
+        .def("forget", &Monitor::forget, "fd"_a)
+        .def("close", &Monitor::close, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Pulse>(m, "Pulse", "A thread that sends heartbeats on a socket, and the one way to send anything else there.")
+        .def("__init__", [](Pulse* self, int fd, nb::bytes beat, double interval) { new (self) Pulse(fd, std::string(beat.c_str(), beat.size()), interval); },
+             "fd"_a, "beat"_a, "interval"_a)
+        .def("send", &PulseBytes::send, "data"_a, "seconds"_a, "0, or the errno that ended the connection.")
+        .def("close", &Pulse::close, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Engine>(m, "Engine", "The tcp engine of one device.")
+        .def("__init__", [](Engine* self, std::shared_ptr<Life> life) { new (self) Engine(std::move(life)); }, "life"_a)
+        .def("expose", [](Engine& e, u64 key, const Memory& memory, bool writable) { e.expose(key, memory.span, writable); }, "key"_a, "memory"_a, "writable"_a)
+        .def("withdraw", &Engine::withdraw, "key"_a)
+        .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Life> life) { return e.connect(fd, initiator, std::move(life)); },
+             "fd"_a, "initiator"_a, "life"_a, nb::keep_alive<0, 1>(), "Takes over a connected, authenticated socket.")
+        .def_prop_ro("connections", &Engine::connections)
+        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Connection>(m, "Connection", "One connection of the engine.")
+        .def("write", [](Connection& c, const Memory& source, u64 source_offset, u64 length, u64 key, u64 offset, u64 signal_key, u64 signal_offset, u64 value, double seconds) {
+                 check(source, source_offset, length);
+                 Frame f;
+                 f.op = static_cast<u32>(Op::write);
+                 f.key = key; f.offset = offset; f.length = length;
+                 f.signal_key = signal_key; f.signal_offset = signal_offset; f.signal_value = value;
+                 return post(c, f, source.span, source_offset, seconds);
+             }, "source"_a, "source_offset"_a, "length"_a, "key"_a, "offset"_a, "signal_key"_a, "signal_offset"_a, "value"_a, "seconds"_a)
+        .def("signal", [](Connection& c, u64 key, u64 offset, u64 value, double seconds) {
+                 Frame f;
+                 f.op = static_cast<u32>(Op::write);
+                 f.signal_key = key; f.signal_offset = offset; f.signal_value = value;
+                 return post(c, f, nullptr, 0, seconds);
+             }, "key"_a, "offset"_a, "value"_a, "seconds"_a)
+        .def("read", [](Connection& c, const Memory& target, u64 target_offset, u64 length, u64 key, u64 offset, double seconds) {
+                 check(target, target_offset, length);
+                 Frame f;
+                 f.op = static_cast<u32>(Op::read);
+                 f.key = key; f.offset = offset; f.length = length;
+                 return post(c, f, target.span, target_offset, seconds);
+             }, "target"_a, "target_offset"_a, "length"_a, "key"_a, "offset"_a, "seconds"_a)
+        .def("fetch_add", [](Connection& c, u64 key, u64 offset, u64 value, double seconds) {
+                 Frame f;
+                 f.op = static_cast<u32>(Op::fetch_add);
+                 f.key = key; f.offset = offset; f.length = 8; f.signal_value = value;
+                 return post(c, f, nullptr, 0, seconds);
+             }, "key"_a, "offset"_a, "value"_a, "seconds"_a)
+        .def("compare_swap", [](Connection& c, u64 key, u64 offset, u64 expected, u64 value, double seconds) {
+                 Frame f;
+                 f.op = static_cast<u32>(Op::compare_swap);
+                 f.key = key; f.offset = offset; f.length = 8; f.signal_key = expected; f.signal_value = value;
+                 return post(c, f, nullptr, 0, seconds);
+             }, "key"_a, "offset"_a, "expected"_a, "value"_a, "seconds"_a)
+        .def("wait", [](Connection& c, Engine& e, u64 id, double seconds) { return wait_outcome(c.completion(), &e, id, seconds); }, "engine"_a, "id"_a, "seconds"_a)
+        .def_prop_ro("done", &Connection::done)
+        .def_prop_ro("life", [](Connection& c) { return c.life; })
+        .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)
+        .def("old_value", &Connection::old_value, "id"_a)
+        .def("close", &Connection::close, "reason"_a, nb::call_guard<nb::gil_scoped_release>());
+
+    m.attr("NO_SIGNAL") = no_signal;
+    m.attr("PAGE") = page;
+    m.attr("STREAMING_BYTES") = static_cast<u64>(streaming_bytes);
+    m.def("close_on_fork", &close_on_fork, "fd"_a);
+    m.def("forget_fd", &forget_fd, "fd"_a);
+}

@@ -1,0 +1,145 @@
+#include "monitor.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+
+namespace tw {
+
+std::thread start_thread(void (*body)(void*), void* argument) {
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    std::thread t(body, argument);
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    return t;
+}
+
+Monitor::Monitor() : pid_(getpid()) {
+    epoll_ = epoll_create1(EPOLL_CLOEXEC);
+    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+    epoll_event e{};
+    e.events = EPOLLIN;
+    e.data.fd = wake_;
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &e);
+    close_on_fork(epoll_);
+    close_on_fork(wake_);
+    thread_ = start_thread([](void* self) { static_cast<Monitor*>(self)->run(); }, this);
+}
+
+void Monitor::watch(int fd, std::shared_ptr<Life> life) {
+    std::lock_guard g(mutex_);
+    lives_[fd] = std::move(life);
+    epoll_event e{};
+    e.events = EPOLLRDHUP;  // EPOLLHUP and EPOLLERR come by themselves
+    e.data.fd = fd;
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &e)) {
+        lives_.erase(fd);
+        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+    }
+}
+
+void Monitor::forget(int fd) {
+    if (getpid() != pid_) return;
+    std::lock_guard g(mutex_);
+    if (lives_.erase(fd)) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+}
+
+void Monitor::run() {
+    epoll_event events[16];
+    while (!stop_) {
+        const int n = epoll_wait(epoll_, events, 16, -1);
+        for (int i = 0; i < n; i++) {
+            const int fd = events[i].data.fd;
+            if (fd == wake_) continue;
+            std::shared_ptr<Life> life;
+            {
+                std::lock_guard g(mutex_);
+                auto it = lives_.find(fd);
+                if (it == lives_.end()) continue;
+                life = std::move(it->second);
+                lives_.erase(it);
+                epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+            }
+            life->lose("its process closed the connection or died");
+        }
+    }
+}
+
+void Monitor::close() {
+    if (getpid() != pid_) {
+        if (thread_.joinable()) thread_.detach();
+        return;
+    }
+    if (stop_.exchange(true)) return;
+    const u64 one = 1;
+    if (write(wake_, &one, 8) < 0) { /* full means it is awake */ }
+    if (thread_.joinable()) thread_.join();
+    forget_fd(epoll_);
+    forget_fd(wake_);
+    ::close(epoll_);
+    ::close(wake_);
+}
+
+Monitor::~Monitor() { close(); }
+
+Pulse::Pulse(int fd, std::string beat, double interval) : fd_(fd), beat_(std::move(beat)), interval_(interval), pid_(getpid()) {
+    thread_ = start_thread([](void* self) { static_cast<Pulse*>(self)->run(); }, this);
+}
+
+int Pulse::send(const char* data, size_t nbytes, double seconds) {
+    if (getpid() != pid_) return EPERM;
+    std::lock_guard g(mutex_);
+    const double end = now() + seconds;
+    for (size_t sent = 0; sent < nbytes;) {
+        const ssize_t n = ::send(fd_, data + sent, nbytes - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) { sent += static_cast<size_t>(n); continue; }
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno != EAGAIN) return errno;
+        const double left = end - now();
+        if (left <= 0) {
+            if (sent) shutdown(fd_, SHUT_RDWR);  // half a frame: nothing after it could be read
+            return ETIMEDOUT;
+        }
+        pollfd p{fd_, POLLOUT, 0};
+        poll(&p, 1, static_cast<int>(left * 1000) + 1);
+    }
+    return 0;
+}
+
+void Pulse::run() {
+    std::unique_lock g(sleep_mutex_);
+    while (!stop_) {
+        sleep_.wait_for(g, std::chrono::duration<double>(interval_));
+        if (stop_) break;
+        g.unlock();
+        send(beat_.data(), beat_.size(), interval_);
+        g.lock();
+    }
+}
+
+void Pulse::close() {
+    if (getpid() != pid_) {
+        if (thread_.joinable()) thread_.detach();
+        return;
+    }
+    {
+        std::lock_guard g(sleep_mutex_);
+        stop_ = true;
+    }
+    sleep_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+Pulse::~Pulse() { close(); }
+
+}  // namespace tw

@@ -1,0 +1,56 @@
+// Native threads that notice death while Python computes: hang-ups of watched sockets, and our own heartbeat.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <thread>
+
+#include "door.h"
+
+namespace tw {
+
+// Starts a thread that takes no signals: Python's handlers run in the main thread.
+std::thread start_thread(void (*body)(void*), void* argument);
+
+// One epoll thread: a watched socket whose peer is gone ends the life that goes with it.
+class Monitor {
+  public:
+    Monitor();
+    ~Monitor();
+    void watch(int fd, std::shared_ptr<Life> life);
+    void forget(int fd);  // before the descriptor is closed
+    void close();
+
+  private:
+    void run();
+    int epoll_ = -1, wake_ = -1;
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::map<int, std::shared_ptr<Life>> lives_;
+    std::thread thread_;
+    pid_t pid_;
+};
+
+// Sends `beat` on a socket every `interval` seconds; other frames go through send(), so that none interleave.
+class Pulse {
+  public:
+    Pulse(int fd, std::string beat, double interval);
+    ~Pulse();
+    // 0, or the errno that ended the connection; ETIMEDOUT leaves a torn frame behind and closes it.
+    int send(const char* data, size_t nbytes, double seconds);
+    void close();
+
+  private:
+    void run();
+    int fd_;
+    std::string beat_;
+    double interval_;
+    std::mutex mutex_;
+    std::mutex sleep_mutex_;
+    std::condition_variable sleep_;
+    bool stop_ = false;
+    std::thread thread_;
+    pid_t pid_;
+};
+
+}  // namespace tw

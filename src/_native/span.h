@@ -1,0 +1,53 @@
+// A span of memory that transfers may touch: mapped from a sealed memfd, or borrowed from a Python buffer.
+#pragma once
+
+#include <Python.h>
+
+#include "door.h"
+
+namespace tw {
+
+constexpr u64 page = 4096;
+
+// The page in front of every mapped span. Processes that map it share the door and the closed flag.
+struct Header {
+    static constexpr u64 expected = 0x31657269776e6574;  // "tenwire1"
+    u64 magic = expected;
+    u64 nbytes = 0;
+    std::atomic<u32> closed{0};
+    alignas(64) Door door;
+};
+static_assert(sizeof(Header) <= page);
+
+class Span {
+  public:
+    // Throws std::system_error with the errno of what failed.
+    static std::shared_ptr<Span> allocate(u64 nbytes, bool reserve);
+    static std::shared_ptr<Span> map(int fd, bool writable);
+    static std::shared_ptr<Span> wrap(PyObject* buffer);  // sets a Python error and returns null
+    ~Span();
+    Span(const Span&) = delete;
+    Span& operator=(const Span&) = delete;
+
+    bool holds(u64 offset, u64 length) const { return offset <= nbytes && length <= nbytes - offset; }
+    bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
+    std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
+    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get()}; }
+
+    char* base = nullptr;
+    u64 nbytes = 0;
+    Header* header = nullptr;
+    int fd = -1;
+    bool writable = true;
+    std::shared_ptr<Life> own;            // the device this span belongs to
+    std::shared_ptr<Progress> progress;   // what must run while somebody waits here
+
+  private:
+    Span() = default;
+    char* map_ = nullptr;
+    u64 map_bytes_ = 0;
+    Py_buffer view_{};
+    bool borrowed_ = false;
+};
+
+}  // namespace tw

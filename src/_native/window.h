@@ -1,0 +1,41 @@
+// A copy-on-write view of regions, side by side in one address range.
+//
+// A framework's parameter lives here: it shows what others write into the region, while a stray in-place write
+// of user code lands in a private page, where it hurts nobody and can be found (the kernel's pagemap tells).
+#pragma once
+
+#include <vector>
+
+#include "span.h"
+
+namespace tw {
+
+class Window {
+  public:
+    explicit Window(u64 nbytes);  // reserves address space only
+    ~Window();
+    Window(const Window&) = delete;
+    Window& operator=(const Window&) = delete;
+
+    // Shows span[source, source + length) at `offset`; all three are multiples of the page.
+    void place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 length);
+    // Drops private pages in [offset, offset + length): the regions' own bytes show again.
+    void refresh(u64 offset, u64 length);
+    // Offsets of pages somebody wrote to through this window; at most `limit` of them.
+    std::vector<u64> modified(size_t limit);
+
+    char* base = nullptr;
+    u64 nbytes = 0;
+
+  private:
+    struct Extent {
+        u64 offset, source, length;
+        std::shared_ptr<Span> span;
+    };
+    void show(const Extent& extent, u64 from, u64 length);
+    std::vector<Extent> extents_;
+    std::vector<u64> entries_;
+    int pagemap_ = -1;
+};
+
+}  // namespace tw

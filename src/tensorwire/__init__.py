@@ -1,0 +1,1 @@
+"""Tensorwire: train across processes and machines by one-sided writes."""

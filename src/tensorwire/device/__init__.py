@@ -1,0 +1,21 @@
+"""A remote machine is a memory device: allocate, register, write, read, signal."""
+
+from tensorwire.device.contract import Capabilities, Channel, Completion, Device
+from tensorwire.device.loopback import LoopbackDevice
+from tensorwire.device.region import Region, RemoteRegion, RemoteView, View
+from tensorwire.device.shm import ShmDevice
+from tensorwire.device.tcp import TcpDevice
+
+__all__ = [
+    "Capabilities",
+    "Channel",
+    "Completion",
+    "Device",
+    "LoopbackDevice",
+    "Region",
+    "RemoteRegion",
+    "RemoteView",
+    "ShmDevice",
+    "TcpDevice",
+    "View",
+]

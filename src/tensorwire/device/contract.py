@@ -1,0 +1,263 @@
+"""The device contract. A new device is one file that implements it and passes the conformance suite.
+
+Order on a channel: write -> write, write -> signal, write -> read. A completed write means that the source may be
+reused and that the bytes are in the target's memory; only a signal tells the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire._native import Life, Memory
+from tensorwire.device.region import Access, Region, RemoteView, View
+from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError, Unsupported
+from tensorwire.observe import counters
+
+Signal = tuple[RemoteView, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a device can do beyond the contract's core."""
+
+    maps: bool  # a peer's region can be mapped: born in the slot, sent by signal alone
+    shares_registered: bool  # register() gives memory a peer can reach, not only a local source
+    atomics: bool = True
+
+
+class Completion(ABC):
+    """What write and read return. It carries an error, never a status number."""
+
+    @abstractmethod
+    def wait(self, timeout: float = 60.0) -> None:
+        """Returns when the operation is done; raises its error.
+
+        Raises `RemoteAccessError`, `PeerLost`, or `WaitTimeout`: then the transfer goes on, and neither its source
+        nor its target may be reused.
+        """
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self.done:
+            self.wait()
+            return
+        yield from asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+
+
+class Done(Completion):
+    """The completion of an operation that was over when the call returned."""
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float = 60.0) -> None:
+        return
+
+
+DONE = Done()
+
+
+class Failed(Done):
+    """The completion of an operation that was refused before the call returned."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self, timeout: float = 60.0) -> None:
+        raise self._error
+
+
+class Channel(ABC):
+    """A reliable, ordered connection from this device to a peer's. Safe to use from several threads."""
+
+    def __init__(self, device: Device, life: Life) -> None:
+        self.device = device
+        self.life = life
+
+    @abstractmethod
+    def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
+        """Puts ``source`` into the peer's memory, then raises the signal word. Sizes must be equal.
+
+        Raises `ArgumentError` at once for sizes that differ; the completion carries what the target refused.
+        """
+
+    @abstractmethod
+    def signal(self, target: RemoteView, value: int) -> Completion:
+        """Sets the peer's 8-byte word, after every earlier write of this channel."""
+
+    @abstractmethod
+    def read(self, target: View, source: RemoteView) -> Completion:
+        """Fills ``target`` from the peer's memory, as it is after every earlier write of this channel."""
+
+    @abstractmethod
+    def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
+        """Adds to the peer's 8-byte word, modulo 2**64; returns what it was."""
+
+    @abstractmethod
+    def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
+        """Replaces the peer's 8-byte word if it is ``expected``; returns what it was."""
+
+    def map(self, target: RemoteView) -> Memory | None:
+        """The peer's whole region as local memory, where this device can map it; else None."""
+        return None
+
+    def on_lost(self, call: Callable[[str], None]) -> None:
+        """Calls ``call(reason)`` once when the peer is lost; at once if it already is."""
+        self.device._call_when_lost(self, call)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the peer is gone."""
+        return self.life.lost
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the channel; what is outstanding fails with `PeerLost`. Idempotent."""
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_alive(self) -> None:
+        if self.life.lost:
+            raise PeerLost(self.device.why_lost(self))
+
+
+class Device(ABC):
+    """This process's end of one transport."""
+
+    name: str
+    capabilities: Capabilities
+
+    def __init__(self) -> None:
+        self.life = Life()
+
+    @property
+    @abstractmethod
+    def address(self) -> bytes:
+        """What a peer passes to ``connect``. A secret: it admits its holder."""
+
+    @abstractmethod
+    def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
+        """A channel to the peer with that address. Raises `PeerLost` or `AuthenticationError`."""
+
+    @abstractmethod
+    def _expose(self, region: Region, access: Access) -> int:
+        """A key that admits peers to ``region``."""
+
+    @abstractmethod
+    def _withdraw(self, region: Region) -> None:
+        """Ends every key of ``region``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every channel and region of this device. Idempotent."""
+
+    def allocate(self, nbytes: int, alignment: int = 4096, *, reserve: bool = True) -> Region:
+        """Zeroed, registered memory that a peer may be let into.
+
+        ``reserve=False`` neither reserves nor touches it (sparse regions): then lack of memory shows at first use.
+        Raises `OutOfMemory` or `ArgumentError`.
+        """
+        if nbytes < 0 or alignment < 1 or alignment & (alignment - 1) or alignment > 4096:
+            raise ArgumentError("allocate: nbytes >= 0 and an alignment that is a power of two up to 4096")
+        self._check_open()
+        try:
+            memory = Memory.allocate(nbytes, reserve)
+        except OSError as error:
+            raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: {error.args[1]}") from None
+        return self._adopt(memory)
+
+    def register(self, buffer: Any) -> Region:
+        """Memory that exists already, as a region; anything contiguous with the buffer protocol.
+
+        Raises `ArgumentError` for other objects.
+        """
+        self._check_open()
+        try:
+            memory = Memory.wrap(buffer)
+        except (TypeError, BufferError, ValueError) as error:
+            raise ArgumentError(f"register needs contiguous memory with the buffer protocol: {error}") from None
+        return self._adopt(memory)
+
+    def _adopt(self, memory: Memory) -> Region:
+        counters.registrations += 1
+        self._bind(memory)
+        return Region(self, memory, self._withdraw)
+
+    def _bind(self, memory: Memory) -> None:
+        memory.bind(self.life, None)
+
+    def why_lost(self, channel: Channel | None = None) -> str:
+        """A sentence for `PeerLost`."""
+        for life in (channel.life if channel is not None else None, self.life):
+            if life is not None and life.lost:
+                return f"{self.name}: the peer is lost: {life.reason}"
+        return f"{self.name}: a peer is lost"
+
+    def abort(self, reason: str) -> None:
+        """Fails everything outstanding and wakes every waiter of this device."""
+        self.life.lose(reason)
+
+    def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
+        import threading
+
+        def watch() -> None:
+            word = Memory.allocate(8)
+            word.bind(self.life)
+            while word.wait(0, 1, 3600.0, channel.life) == 1:
+                pass
+            call(self.why_lost(channel))
+
+        threading.Thread(target=watch, name="tensorwire-on-lost", daemon=True).start()
+
+    def _check_open(self) -> None:
+        if self.life.lost:
+            raise PeerLost(f"{self.name}: this device cannot be used any more: {self.life.reason}")
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_sizes(source: int, target: int) -> None:
+    """Both ends of a transfer have the same size."""
+    if source != target:
+        raise ArgumentError(f"sizes differ: {source} bytes into {target}")
+
+
+def check_word(view: RemoteView) -> None:
+    """A signal or atomic word is 8 aligned bytes."""
+    if view.nbytes != 8 or view.offset % 8:
+        raise ArgumentError("a signal or atomic word is a view of 8 bytes at a multiple of 8")
+
+
+REFUSALS = {
+    1: "no open region has that key",
+    2: "out of the region's range",
+    3: "the region is read-only for this key",
+    4: "the word is not 8-byte aligned",
+}
+
+
+def refused(device: str, code: int) -> RemoteAccessError:
+    """The error for a target's refusal."""
+    return RemoteAccessError(f"{device}: the target refused: {REFUSALS.get(code, f'code {code}')}")
+
+
+def unshared(device: str) -> Unsupported:
+    """The error for showing a peer memory that the device cannot map."""
+    return Unsupported(f"{device} shows peers only memory from allocate(): copy there, or use it as a source")

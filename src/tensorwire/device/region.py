@@ -1,0 +1,157 @@
+"""Registered memory: what we own (regions, views) and what a peer lets us reach (remote regions, remote views)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tensorwire._native import Memory
+from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
+
+if TYPE_CHECKING:
+    from tensorwire.device.contract import Channel, Device
+
+Access = Literal["read", "write"]
+
+_DEVICES = ("loopback", "shm", "tcp", "verbs")
+_WIRE = struct.Struct("<4sHBBQQQ")  # magic, version, device, access, key, length, address
+_MAGIC = b"TWRR"
+_VERSION = 1
+
+
+def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
+    """Refuses a span that does not lie within ``length`` bytes."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > length:
+        raise ArgumentError(f"{what}: bytes {offset}..{offset + nbytes} are outside its {length} bytes")
+
+
+class View:
+    """A part of a region: what a write sends and a read fills. Prepare it once, use it every step."""
+
+    __slots__ = ("nbytes", "offset", "region")
+
+    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
+        self.region = region
+        self.offset = offset
+        self.nbytes = nbytes
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes themselves."""
+        return memoryview(self.region)[self.offset : self.offset + self.nbytes]
+
+
+class Region(Memory):
+    """A span of registered memory of one device, with the buffer protocol and DLPack.
+
+    Made by ``Device.allocate`` and ``Device.register``; keeps its device alive. After ``close()`` peers are refused,
+    while arrays that look into it stay valid until they are dropped.
+    """
+
+    def __init__(self, device: Device, memory: Memory, withdraw: Callable[[Region], None]) -> None:
+        super().__init__(memory)
+        self.device = device
+        self.keys: dict[str, int] = {}
+        self._withdraw = withdraw
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> View:
+        """Bytes ``offset`` to ``offset + nbytes`` (to the end by default)."""
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        check_range("region", offset, nbytes, self.nbytes)
+        return View(self, offset, nbytes)
+
+    def remote(self, access: Access = "write") -> RemoteRegion:
+        """A capability for this region: whoever holds it may read, or read and write, until ``close()``.
+
+        Raises `RegionClosed`, or `Unsupported` where the device cannot show this memory to a peer.
+        """
+        if self.closed:
+            raise RegionClosed("this region was closed: allocate another one")
+        if access not in ("read", "write"):
+            raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
+        key = self.device._expose(self, access)
+        return RemoteRegion(self.device.name, key, self.nbytes, access)
+
+    def wait(self, offset: int, at_least: int, timeout: float, channel: Channel | None = None) -> None:
+        """Waits until the signal word at ``offset`` is ``at_least``; spins about 5 us, then blocks, without the GIL.
+
+        ``channel``: the channel whose loss ends the wait; without it the loss of any channel of the device does.
+        Raises `PeerLost`, `WaitTimeout` (the word may still be written later) or `RegionClosed`.
+        """
+        outcome = Memory.wait(self, offset, at_least, timeout, channel.life if channel is not None else None)
+        if outcome == 0:
+            return
+        if outcome == 1:
+            raise WaitTimeout(f"a signal did not reach {at_least} within {timeout:g} s; it may still arrive")
+        raise PeerLost(self.device.why_lost(channel))
+
+    def close(self) -> None:
+        """Ends every capability for this region. Idempotent."""
+        if not self.closed:
+            self.mark_closed()
+            self._withdraw(self)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __dlpack__(self, **options: Any) -> Any:
+        import numpy
+
+        return numpy.frombuffer(self, numpy.uint8).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
+    def __repr__(self) -> str:
+        return f"<{self.device.name} region of {self.nbytes} bytes{', closed' if self.closed else ''}>"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """A capability for a peer's region. ``pack`` and ``unpack`` are its fixed wire form (40 bytes, little-endian)."""
+
+    device: str
+    key: int
+    length: int
+    access: Access
+    address: int = 0
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> RemoteView:
+        """Bytes ``offset`` to ``offset + nbytes`` of the peer's region."""
+        nbytes = self.length - offset if nbytes is None else nbytes
+        check_range("remote region", offset, nbytes, self.length)
+        return RemoteView(self, offset, nbytes)
+
+    def pack(self) -> bytes:
+        """The capability as bytes, for the control connection."""
+        access = 1 if self.access == "write" else 0
+        return _WIRE.pack(_MAGIC, _VERSION, _DEVICES.index(self.device), access, self.key, self.length, self.address)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> RemoteRegion:
+        """Raises `ArgumentError` for anything but what ``pack`` made."""
+        if len(data) != _WIRE.size:
+            raise ArgumentError(f"a remote region is {_WIRE.size} bytes, not {len(data)}")
+        magic, version, device, access, key, length, address = _WIRE.unpack(data)
+        if magic != _MAGIC or version != _VERSION or device >= len(_DEVICES) or access > 1:
+            raise ArgumentError("not a remote region of this version of Tensorwire")
+        return cls(_DEVICES[device], key, length, "write" if access else "read", address)
+
+
+class RemoteView:
+    """A part of a peer's region: where a write lands and a read comes from."""
+
+    __slots__ = ("nbytes", "offset", "region")
+
+    def __init__(self, region: RemoteRegion, offset: int, nbytes: int) -> None:
+        self.region = region
+        self.offset = offset
+        self.nbytes = nbytes

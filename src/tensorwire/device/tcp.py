@@ -1,0 +1,246 @@
+"""The tcp device: one-sided operations that a native engine of the target applies. Runs everywhere.
+
+What crosses a socket is copied by the kernel; Tensorwire itself copies nothing. Frames: docs/devices.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+
+import msgspec
+
+from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory
+from tensorwire.device import handshake
+from tensorwire.device.acceptor import Acceptor
+from tensorwire.device.contract import (
+    DONE,
+    Capabilities,
+    Channel,
+    Completion,
+    Device,
+    Signal,
+    check_sizes,
+    check_word,
+    refused,
+)
+from tensorwire.device.region import Access, Region, RemoteView, View
+from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
+from tensorwire.observe import counters
+
+_POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
+# On loopback large buffers only spill the cache; on real links the kernel's autotuning must stay on.
+_LOOPBACK_BUFFER = 256 << 10
+_USER_TIMEOUT_MS = 10_000
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tcp device listens, and the token that admits to it."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class TcpDevice(Device):
+    """Transfers over TCP. Listens on ``host`` (loopback unless told otherwise)."""
+
+    name = "tcp"
+    capabilities = Capabilities(maps=False, shares_registered=True)
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__()
+        self._engine = Engine(self.life)
+        self._token = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._channels: set[TcpChannel] = set()
+        self._inbound: list[Connection] = []
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _tune(listener, local=host in ("127.0.0.1", "::1"))
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            self._engine.close()
+            raise ArgumentError(f"tcp: cannot listen on {host}:{port}: {error.strerror}") from None
+        self._address = Address(host, listener.getsockname()[1], self._token)
+        self._acceptor = Acceptor(listener, self._greet, "tensorwire-tcp")
+
+    @property
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._address)
+
+    def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
+        self._check_open()
+        try:
+            where = msgspec.msgpack.decode(address, type=Address)
+        except msgspec.MsgspecError:
+            raise ArgumentError("not the address of a tcp device") from None
+        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _tune(sock, local=where.host in ("127.0.0.1", "::1"))
+            sock.settimeout(timeout)
+            sock.connect((where.host, where.port))
+            handshake.initiate(sock, where.token, b"tcp")
+        except OSError as error:
+            sock.close()
+            if isinstance(error, PeerLost):
+                raise
+            raise PeerLost(f"tcp: cannot reach {where.host}:{where.port}: {error}") from None
+        except BaseException:
+            sock.close()
+            raise
+        life = Life(self.life)
+        channel = TcpChannel(self, self._engine.connect(_release(sock), True, life), life)
+        with self._lock:
+            self._channels.add(channel)
+        return channel
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.settimeout(30.0)
+        handshake.accept(sock, self._token)
+        connection = self._engine.connect(_release(sock), False, Life(self.life))
+        with self._lock:
+            self._inbound = [c for c in self._inbound if not c.life.lost]
+            self._inbound.append(connection)
+
+    def _bind(self, memory: Memory) -> None:
+        memory.bind(self.life, self._engine)
+
+    def _expose(self, region: Region, access: Access) -> int:
+        if access == "write" and not region.writable:
+            raise ArgumentError("this memory is read-only: ask for access='read'")
+        if access not in region.keys:
+            region.keys[access] = secrets.randbits(64)
+            self._engine.expose(region.keys[access], region, access == "write")
+        return region.keys[access]
+
+    def _withdraw(self, region: Region) -> None:
+        for key in region.keys.values():
+            self._engine.withdraw(key)
+
+    def close(self) -> None:
+        self._acceptor.close()
+        with self._lock:
+            channels, self._channels = self._channels, set()
+            self._inbound = []
+        for channel in channels:
+            channel._connection.close("the channel was closed")
+        self._engine.close()
+
+
+class TcpChannel(Channel):
+    """A channel over one TCP connection."""
+
+    def __init__(self, device: TcpDevice, connection: Connection, life: Life) -> None:
+        super().__init__(device, life)
+        self._connection = connection
+        self._engine = device._engine
+
+    def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
+        check_sizes(source.nbytes, target.nbytes)
+        if source.region.closed:
+            raise RegionClosed("the source region was closed")
+        region = target.region
+        if signal is None:
+            key, at, value = 0, NO_SIGNAL, 0
+        else:
+            check_word(signal[0])
+            key, at, value = signal[0].region.key, signal[0].offset, signal[1]
+        counters.messages += 1
+        counters.bytes += source.nbytes
+        posted = self._connection.write(
+            source.region, source.offset, source.nbytes, region.key, target.offset, key, at, value, _POST_SECONDS
+        )
+        return self._completion(posted, source.region)
+
+    def signal(self, target: RemoteView, value: int) -> Completion:
+        check_word(target)
+        counters.messages += 1
+        return self._completion(self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS))
+
+    def read(self, target: View, source: RemoteView) -> Completion:
+        check_sizes(source.nbytes, target.nbytes)
+        if target.region.closed:
+            raise RegionClosed("the target region was closed")
+        counters.messages += 1
+        counters.bytes += source.nbytes
+        posted = self._connection.read(
+            target.region, target.offset, target.nbytes, source.region.key, source.offset, _POST_SECONDS
+        )
+        return self._completion(posted, target.region)
+
+    def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
+        check_word(target)
+        counters.messages += 1
+        posted = self._connection.fetch_add(target.region.key, target.offset, value % 2**64, timeout)
+        self._completion(posted).wait(timeout)
+        return self._connection.old_value(posted)
+
+    def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
+        check_word(target)
+        counters.messages += 1
+        posted = self._connection.compare_swap(target.region.key, target.offset, expected, value, timeout)
+        self._completion(posted).wait(timeout)
+        return self._connection.old_value(posted)
+
+    def _completion(self, posted: int, memory: Region | None = None) -> Completion:
+        if posted == 0:
+            self._check_alive()
+            raise WaitTimeout(f"tcp: the channel stayed full for {_POST_SECONDS:g} s; the operation was not started")
+        return TcpCompletion(self, posted, memory)
+
+    def close(self) -> None:
+        device = self.device
+        assert isinstance(device, TcpDevice)
+        with device._lock:
+            device._channels.discard(self)
+        self._connection.close("the channel was closed")
+
+
+class TcpCompletion(Completion):
+    """An operation on its way; keeps its memory alive."""
+
+    __slots__ = ("_channel", "_memory", "_posted")
+
+    def __init__(self, channel: TcpChannel, posted: int, memory: Region | None) -> None:
+        self._channel = channel
+        self._posted = posted
+        self._memory = memory
+
+    @property
+    def done(self) -> bool:
+        return self._channel._connection.done >= self._posted or self._channel.lost
+
+    def wait(self, timeout: float = 60.0) -> None:
+        channel = self._channel
+        outcome = channel._connection.wait(channel._engine, self._posted, timeout)
+        if outcome == 1:
+            raise WaitTimeout(
+                f"tcp: no acknowledgement within {timeout:g} s; the transfer goes on: do not reuse its memory"
+            )
+        if outcome == 2:
+            raise PeerLost(channel.device.why_lost(channel))
+        refusal = channel._connection.refusal(self._posted)
+        if refusal:
+            raise refused("tcp", refusal)
+
+
+def _tune(sock: socket.socket, *, local: bool) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    if local:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
+
+
+def _release(sock: socket.socket) -> int:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(False)
+    return sock.detach()

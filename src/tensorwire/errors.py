@@ -1,0 +1,100 @@
+"""Every error Tensorwire raises on purpose.
+
+::
+
+    TensorwireError
+    ├── ArgumentError (ValueError)      a wrong argument; nothing was changed
+    ├── Unsupported (NotImplementedError)  asked for what this version or device cannot do
+    ├── OutOfMemory (MemoryError)       registered memory that cannot be had, or is above the limit
+    ├── DeviceError
+    │   ├── RemoteAccessError           the target refused: wrong key, out of range, read-only, closed
+    │   ├── RegionClosed                a local region was used after close()
+    │   ├── PeerLost (ConnectionError)  the process at the other end is gone
+    │   └── WaitTimeout (TimeoutError)  nothing arrived in time; what becomes of the transfer is in the message
+    ├── ControlError
+    │   ├── AuthenticationError         the other side does not hold the job's secret
+    │   ├── ProtocolError               a malformed, oversized or unexpected frame
+    │   └── PlanMismatch                processes of one job do not agree on what is transferred
+    ├── JobEnded                        the job ended; says who ended it and why
+    └── ParameterModified               user code changed a parameter that lives in the store
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "AuthenticationError",
+    "ControlError",
+    "DeviceError",
+    "JobEnded",
+    "OutOfMemory",
+    "ParameterModified",
+    "PeerLost",
+    "PlanMismatch",
+    "ProtocolError",
+    "RegionClosed",
+    "RemoteAccessError",
+    "TensorwireError",
+    "Unsupported",
+    "WaitTimeout",
+]
+
+
+class TensorwireError(Exception):
+    """Base of everything below."""
+
+
+class ArgumentError(TensorwireError, ValueError):
+    """A wrong argument; nothing was changed."""
+
+
+class Unsupported(TensorwireError, NotImplementedError):
+    """Asked for what this version or this device cannot do."""
+
+
+class OutOfMemory(TensorwireError, MemoryError):
+    """Registered memory that cannot be had, or that is above the job's limit."""
+
+
+class DeviceError(TensorwireError):
+    """Something about a transfer."""
+
+
+class RemoteAccessError(DeviceError):
+    """The target refused an operation; its memory is untouched and the channel lives on."""
+
+
+class RegionClosed(DeviceError):
+    """A local region was used after ``close()``."""
+
+
+class PeerLost(DeviceError, ConnectionError):
+    """The process at the other end is gone; outstanding operations did not complete."""
+
+
+class WaitTimeout(DeviceError, TimeoutError):
+    """Nothing arrived in time. The transfer itself goes on: its memory must not be reused yet."""
+
+
+class ControlError(TensorwireError):
+    """Something about the control connection."""
+
+
+class AuthenticationError(ControlError):
+    """The other side does not hold the job's secret."""
+
+
+class ProtocolError(ControlError):
+    """A malformed, oversized or unexpected frame."""
+
+
+class PlanMismatch(ControlError):
+    """Processes of one job do not agree on what is transferred."""
+
+
+class JobEnded(TensorwireError):
+    """The job ended. The message says who ended it and why."""
+
+
+class ParameterModified(TensorwireError):
+    """User code changed a parameter whose values live in the store."""

@@ -1,0 +1,65 @@
+"""Counters of this process. Tests assert them; the demo and the benchmarks print them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """Totals since the process began.
+
+    ``messages``: writes, reads, signals and atomics handed to a device. ``bytes``: their payload.
+    ``mapped_bytes``: payload that was born in mapped memory and sent by signal alone: no byte moved.
+    ``copies``, ``copied_bytes``: user-space copies of payload made by Tensorwire (the kernel's own, in sockets, are
+    not counted). ``registrations``: regions allocated or registered. ``rpcs``: requests on the control connection.
+    ``pickles``: objects pickled or unpickled by anyone while ``pickles_counted()`` is active.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    mapped_bytes: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
+    registrations: int = 0
+    rpcs: int = 0
+    pickles: int = 0
+
+    def snapshot(self) -> Counters:
+        """A copy that later events do not change."""
+        return Counters(**asdict(self))
+
+    def since(self, earlier: Counters) -> Counters:
+        """What happened after ``earlier``."""
+        return Counters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+
+counters = Counters()
+
+
+@contextlib.contextmanager
+def pickles_counted() -> Iterator[Counters]:
+    """Counts, for as long as it is active, every call of the ``pickle`` module's entry points in this process."""
+    names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
+    originals = {name: getattr(pickle, name) for name in names}
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counters.pickles += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(pickle, name, counting(original))
+    try:
+        yield counters
+    finally:
+        for name, original in originals.items():
+            setattr(pickle, name, original)
