@@ -115,6 +115,7 @@ struct PulseBytes {
 
 NB_MODULE(_native, m) {
     m.doc() = "Tensorwire's native core: shared words, waits, copies and the tcp engine.";
+    nb::set_leak_warnings(false);  // a script may end in the middle of anything
     install_fork_handlers();
     nb::register_exception_translator([](const std::exception_ptr& p, void*) {
         try {

@@ -1,0 +1,5 @@
+"""``python -m tensorwire.cli``."""
+
+from tensorwire.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""``tensorwire run``."""
+
+from __future__ import annotations
+
+import click
+
+from tensorwire.control.member import DEVICES
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Workers on this machine.")
+@click.option("--servers", type=click.IntRange(1), default=1, show_default=True, help="Servers on this machine.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="How many machines take part.")
+@click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is, from 0.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="The transport.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    workers: int, servers: int, rendezvous: str | None, nodes: int, node: int, device: str, command: tuple[str, ...]
+) -> int:
+    """Run COMMAND as the workers of a job, with parameter servers beside them.
+
+    \b
+    One machine:
+      tensorwire run --workers 2 --servers 1 -- python train.py
+    Two machines, on each (with --node 1 on the second):
+      export TENSORWIRE_SECRET_FILE=~/.tensorwire-secret
+      tensorwire run --rendezvous HOST:PORT --nodes 2 --node 0 --workers 1 --servers 1 -- python train.py
+
+    The exit status is that of the first process that failed.
+    """
+    from tensorwire.launch.run import Run, RunOptions
+
+    return Run(RunOptions(command, workers, servers, rendezvous, nodes, node, device))()

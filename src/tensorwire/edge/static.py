@@ -1,0 +1,149 @@
+"""The static edge: a tensor whose size the plan knows. One write and one signal a step; mapped, a signal alone.
+
+Slots come in rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word says
+which step lies in its slot; the producer's *credit* word says which step the consumer has given back. A producer may
+fill the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, nobody asks.
+
+A credit need not be a message of its own: where another edge's signal implies it (a store's new version implies that
+the gradient was read), both edges share one word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorwire.device import Channel, Completion, Region, RemoteView, View
+from tensorwire.errors import ArgumentError
+from tensorwire.observe import counters
+
+DEFAULT_TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A signal word in our own memory, that the peer of ``channel`` raises."""
+
+    region: Region
+    offset: int
+    channel: Channel
+
+    def wait(self, at_least: int, timeout: float) -> None:
+        """Raises `PeerLost` or `WaitTimeout`."""
+        self.region.wait(self.offset, at_least, timeout, self.channel)
+
+    @property
+    def value(self) -> int:
+        """What it holds now."""
+        return self.region.load(self.offset)
+
+
+class Producer:
+    """The sending end.
+
+    Payload: with ``slots`` it goes into the consumer's memory. Where the channel maps that memory, ``slot()`` hands out
+    the consumer's slot itself, and what is born there is sent by signal alone; elsewhere it hands out a part of
+    ``source`` (this device's registered memory, one view a slot), which ``send`` writes across. Without ``slots``
+    the consumer reads our memory in place, and ``send`` is always a signal alone.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        arrival: RemoteView,
+        *,
+        slots: Sequence[RemoteView] = (),
+        source: Sequence[View] = (),
+        credit: Word | None = None,
+    ) -> None:
+        self._channel = channel
+        self._arrival = arrival
+        self._slots = list(slots)
+        self._source = list(source)
+        self._credit = credit
+        self.depth = max(1, len(self._slots))
+        self.nbytes = self._slots[0].nbytes if self._slots else 0
+        self._sent: list[Completion | None] = [None] * self.depth
+        self._memory = self._find_memory()
+        self._last = 0
+
+    def _find_memory(self) -> list[memoryview]:
+        if not self._slots:
+            return []
+        mapped = self._channel.map(self._slots[0]) if not self._source else None
+        if mapped is not None:
+            whole = memoryview(mapped)
+            return [whole[s.offset : s.offset + s.nbytes] for s in self._slots]
+        if len(self._source) != self.depth or any(v.nbytes != self.nbytes for v in self._source):
+            raise ArgumentError("an edge that is not mapped needs one source view a slot, each of the slot's size")
+        return [v.buffer for v in self._source]
+
+    @property
+    def memory(self) -> memoryview:
+        """The one slot of an edge of depth 1, whoever owns it now."""
+        return self._memory[0]
+
+    @property
+    def mapped(self) -> bool:
+        """Whether sending moves no byte."""
+        return not self._source
+
+    def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
+        """The memory that step ``step`` is to be born in, once the consumer has given it back."""
+        self._check(step)
+        if self._credit is not None:
+            self._credit.wait(step - self.depth, timeout)
+        earlier = self._sent[step % self.depth]
+        if earlier is not None:
+            earlier.wait(timeout)  # its bytes may still be on their way
+            self._sent[step % self.depth] = None
+        return self._memory[step % self.depth]
+
+    def send(self, step: int, *, payload: bool = True) -> None:
+        """Makes step ``step`` arrive; ``payload=False`` raises the signal only. The caller has filled ``slot(step)``."""
+        self._check(step)
+        self._last = step
+        if self._source and payload:
+            at = step % self.depth
+            self._sent[at] = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
+            return
+        if payload:
+            counters.mapped_bytes += self.nbytes
+        self._channel.signal(self._arrival, step)
+
+    def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Returns when everything sent is in the consumer's memory, or raises what became of it."""
+        for at, completion in enumerate(self._sent):
+            if completion is not None:
+                completion.wait(timeout)
+                self._sent[at] = None
+
+    def _check(self, step: int) -> None:
+        if step <= self._last:
+            raise ArgumentError(f"edge steps grow: step {step} after {self._last}")
+
+
+class Consumer:
+    """The receiving end. ``slots`` are views of our memory that the producer fills, or of mapped memory of its own."""
+
+    def __init__(
+        self, arrival: Word, *, slots: Sequence[memoryview] = (), credit: tuple[Channel, RemoteView] | None = None
+    ) -> None:
+        self._arrival = arrival
+        self._slots = list(slots)
+        self._credit = credit
+
+    def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview | None:
+        """Waits for step ``step``; its slot (None for an edge without slots), valid until ``release(step)``."""
+        self._arrival.wait(step, timeout)
+        return self._slots[step % len(self._slots)] if self._slots else None
+
+    def ready(self, step: int) -> bool:
+        """Whether ``receive(step)`` would return at once."""
+        return self._arrival.value >= step
+
+    def release(self, step: int) -> None:
+        """Gives the slot of ``step`` back to the producer."""
+        if self._credit is not None:
+            channel, word = self._credit
+            channel.signal(word, step)

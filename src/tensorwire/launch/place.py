@@ -1,0 +1,145 @@
+"""Where this process stands: roles from ``tensorwire run``, torchrun, Slurm, plain RANK variables, or alone."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tensorwire.control.client import split_address
+from tensorwire.errors import ArgumentError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place. ``starter`` says who gave it: run, torchrun, ranks or alone.
+
+    ``rendezvous`` is where the coordinator is (run) or is to be (ranks); None for torchrun, whose store tells, and
+    for a process that is alone.
+    """
+
+    starter: str
+    rank: int
+    workers: int
+    servers: int
+    rendezvous: str | None
+    several_hosts: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.workers:
+            raise ArgumentError(f"rank {self.rank} is not one of {self.workers} workers")
+        if self.servers < 1:
+            raise ArgumentError("a job needs at least one server")
+
+
+def find_place(
+    environment: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rendezvous: str | None = None,
+    servers: int | None = None,
+) -> Place:
+    """This process's place; arguments win over the environment. Raises `ArgumentError`."""
+    given = (rank is not None, world_size is not None, rendezvous is not None)
+    if any(given) and not all(given):
+        raise ArgumentError("init(rank=, world_size=, rendezvous=) belong together: give all three or none")
+    servers = servers if servers is not None else _number(environment, "TENSORWIRE_SERVERS")
+    if rank is not None and world_size is not None and rendezvous is not None:
+        return _by_rank(rank, world_size, rendezvous, servers)
+    if "TENSORWIRE_COORDINATOR" in environment:
+        where = environment["TENSORWIRE_COORDINATOR"]
+        mine, workers = _need(environment, "TENSORWIRE_RANK"), _need(environment, "TENSORWIRE_WORKERS")
+        return Place("run", mine, workers, _need(environment, "TENSORWIRE_SERVERS"), where, not is_loopback(where))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        mine, world = _need(environment, "RANK"), _need(environment, "WORLD_SIZE")
+        several = _need(environment, "LOCAL_WORLD_SIZE") != world
+        return Place("torchrun", mine, world, servers or world, None, several)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        where = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
+        return _by_rank(_need(environment, "RANK"), _need(environment, "WORLD_SIZE"), where, servers)
+    if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", 1) != 1:
+        mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
+        return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
+    return Place("alone", 0, 1, servers or 1, None, False)
+
+
+def _by_rank(rank: int, workers: int, rendezvous: str, servers: int | None) -> Place:
+    split_address(rendezvous)
+    return Place("ranks", rank, workers, servers or workers, rendezvous, not is_loopback(rendezvous))
+
+
+def _slurm_rendezvous(environment: Mapping[str, str]) -> str:
+    if "MASTER_ADDR" in environment:
+        host = environment["MASTER_ADDR"]
+    elif _number(environment, "SLURM_NNODES", 1) == 1:
+        host = "127.0.0.1"
+    else:
+        raise ArgumentError(
+            "Slurm on several nodes: set MASTER_ADDR, e.g. to $(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
+        )
+    port = environment.get("MASTER_PORT") or str(20000 + (_number(environment, "SLURM_JOB_ID", 0) or 0) % 20000)
+    return f"{host}:{port}"
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    text = environment.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"{name} must be a whole number, not {text!r}") from None
+
+
+def _need(environment: Mapping[str, str], name: str) -> int:
+    value = _number(environment, name)
+    if value is None:
+        raise ArgumentError(f"{name} is not set: it belongs to the variables the launcher gives")
+    return value
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``HOST:PORT`` stays on this machine."""
+    host, _ = split_address(address)
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> str:
+    """The address a device should listen on: the interface that routes to the rendezvous.
+
+    ``TENSORWIRE_IFACE`` (an interface's name) overrides. Raises `ArgumentError` if there is no such interface.
+    """
+    name = environment.get("TENSORWIRE_IFACE")
+    if name:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+            except OSError:
+                raise ArgumentError(f"TENSORWIRE_IFACE: no interface {name!r} with an IPv4 address here") from None
+        return socket.inet_ntoa(packed[20:24])
+    if rendezvous is None or is_loopback(rendezvous):
+        return "127.0.0.1"
+    host, port = split_address(rendezvous)
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as sock:
+            sock.connect(where)  # sends nothing: asks the routing table
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise ArgumentError(f"there is no route to the rendezvous {rendezvous}: {error}") from None
+
+
+def device_choice(environment: Mapping[str, str]) -> str:
+    """``TENSORWIRE_DEVICE``: auto, shm or tcp."""
+    return environment.get("TENSORWIRE_DEVICE", "auto")
+
+
+def worker_environment(base: Mapping[str, str], **values: object) -> dict[str, str]:
+    """``base`` with ``TENSORWIRE_*`` values."""
+    return {**base, **{f"TENSORWIRE_{k.upper()}": str(v) for k, v in values.items()}}
+

@@ -1,0 +1,82 @@
+"""``python -m tensorwire.launch.server``: a server process. It serves every store of its job, each in a thread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import msgspec
+
+from tensorwire.control import Member
+from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout
+from tensorwire.launch.place import device_choice, listening_host
+from tensorwire.observe import spans
+from tensorwire.store.wiring import StoreSpec
+
+
+def _serve(member: Member, name: str, spec: StoreSpec) -> None:
+    from tensorwire.store.server import StoreServer
+
+    try:
+        welcome = member.client.welcome
+        server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
+        try:
+            server.run()
+        finally:
+            server.close()
+    except (JobEnded, PeerLost):
+        pass  # the job's end has a cause of its own
+    except TensorwireError as error:
+        # A worker that left early may have failed, and how its process ends says more.
+        member.fail(f"stopped: {error}", settle=3.0)
+    except Exception as error:
+        member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+
+
+def serve(member: Member) -> None:
+    """Serves store after store until the job ends."""
+    threads = []
+    try:
+        for number in itertools.count():
+            name = f"store/{number}"
+            while True:
+                try:
+                    spec = msgspec.msgpack.decode(member.client.lookup(name), type=StoreSpec)
+                    break
+                except WaitTimeout:
+                    continue
+            thread = threading.Thread(target=_serve, args=(member, name, spec), name=name, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except JobEnded:
+        for thread in threads:
+            thread.join(10.0)
+
+
+def main() -> int:
+    """Joins the job that the environment names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
+    address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
+    index = int(os.environ["TENSORWIRE_INDEX"])
+    host = listening_host(address, os.environ)
+    try:
+        member = Member(address, secret, "server", index, device=device_choice(os.environ), host=host)
+    except TensorwireError as error:
+        print(f"tensorwire: server {index}: {error}", file=sys.stderr)
+        return 1
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
+    serve(member)
+    failed = member.client.cause is not None
+    spans.write(f"server-{index}")
+    member.close(goodbye=not failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A worker's side of one store: where its parameters are seen, and how a round goes. Knows no framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from tensorwire._native import Window
+from tensorwire.control import Member
+from tensorwire.device import Channel, Region, RemoteRegion
+from tensorwire.edge import Producer, Word
+from tensorwire.errors import PeerLost, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.plan import Bucket, Plan, make_plan
+from tensorwire.store.rounds import Operation, head_bytes, pack_head
+from tensorwire.store.wiring import WORD, ServerDoor, StoreSpec, WorkerDoor, inbox
+
+
+def step_timeout() -> float:
+    """Seconds that a step may wait for other workers: ``TENSORWIRE_TIMEOUT``, 1800 by default."""
+    return float(os.environ.get("TENSORWIRE_TIMEOUT", "1800"))
+
+
+class _Server:
+    """What this worker shares with one server."""
+
+    def __init__(self, client: StoreClient, index: int) -> None:
+        plan, spec, member = client.plan, client.spec, client.member
+        self.index = index
+        self.buckets = plan.buckets[index]
+        self.channel: Channel = member.channel("server", index)
+        key = f"{client.name}/server {index}/{member.name}"
+        door = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerDoor)
+        self.inbox = RemoteRegion.unpack(door.inbox)
+        if self.inbox.device != self.channel.device.name:
+            raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
+        self.shown = RemoteRegion.unpack(door.parameters) if door.parameters else None
+        self.layout = inbox(plan, index, len(spec.numeric))
+        device = self.channel.device
+        self.versions: Region = device.allocate(WORD * max(1, len(self.buckets)))
+        # Where the server's memory cannot be mapped, what it will receive is put together here.
+        maps = device.capabilities.maps
+        self.staging: Region | None = None if maps else device.allocate(self.layout.nbytes)
+        size = head_bytes(len(spec.numeric), len(spec.tensors))
+        self.head = self._producer(self.layout.head, size, self.layout.head_word, None)
+        self.pushes = [
+            self._producer(self.layout.slots + b.shard, b.nbytes, self.layout.word(b.index), self.version(b.index))
+            for b in self.buckets
+        ]
+
+    def _producer(self, offset: int, nbytes: int, word: int, credit: Word | None) -> Producer:
+        source = [] if self.staging is None else [self.staging.view(offset, nbytes)]
+        return Producer(
+            self.channel,
+            self.inbox.view(word, 8),
+            slots=[self.inbox.view(offset, nbytes)],
+            source=source,
+            credit=credit,
+        )
+
+    def version(self, bucket: int) -> Word:
+        """The word that says which version of a bucket is out; also the credit of its gradient slot."""
+        return Word(self.versions, WORD * bucket, self.channel)
+
+
+class StoreClient:
+    """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``window``.
+
+    All workers construct it with the same ``spec``; raises `PlanMismatch` (and ends the job) if they differ.
+    """
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
+        self.member, self.name, self.spec = member, name, spec
+        self.plan: Plan = make_plan(spec.tensors, servers, bucket_bytes=spec.bucket_bytes, whole=spec.whole)
+        encoded = msgspec.msgpack.encode(spec)
+        text = f"rule {spec.rule} {spec.groups}\n{self.plan.describe()}"
+        member.client.compare(name, self.plan.digest(encoded), text, workers)
+        if member.index == 0:
+            member.client.publish(name, encoded)
+        self.step = 0
+        self._servers = [_Server(self, s) for s in range(servers)]
+        self.order: list[Bucket] = self.plan.in_order()
+        self.window = Window(self.plan.space_bytes)
+        self._space = self._place_parameters()
+        self._open()
+
+    def _place_parameters(self) -> dict[str, Region]:
+        """Fills the window: with the servers' own memory where it can be mapped, else with ours that they write."""
+        space: dict[str, Region] = {}
+        for index, at, shard, nbytes in self.plan.runs():
+            server = self._servers[index]
+            mapped = None if server.shown is None else server.channel.map(server.shown.view())
+            if mapped is not None:
+                self.window.place(at, mapped, shard, nbytes)
+                continue
+            device = server.channel.device
+            if device.name not in space:
+                space[device.name] = device.allocate(self.plan.space_bytes)
+            self.window.place(at, space[device.name], at, nbytes)
+        return space
+
+    def _open(self) -> None:
+        for server in self._servers:
+            ours = self._space.get(server.channel.device.name)
+            parameters = None if ours is None else ours.remote("write").pack()
+            door = WorkerDoor(server.versions.remote("write").pack(), parameters)
+            key = f"{self.name}/{self.member.name}/server {server.index}"
+            self.member.client.publish(key, msgspec.msgpack.encode(door), to=[f"server {server.index}"])
+
+    # ---- one round
+
+    def begin(self, operation: Operation, options: Sequence[float], present: bytes) -> None:
+        """Opens a round on every server."""
+        self.step += 1
+        block = pack_head(operation, self.step, options, present)
+        for server in self._servers:
+            server.head.slot(self.step)[:] = block
+            server.head.send(self.step)
+
+    def slot(self, bucket: Bucket) -> memoryview:
+        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        return self._servers[bucket.server].pushes[bucket.index].slot(self.step, step_timeout())
+
+    def memory(self, bucket: Bucket) -> memoryview:
+        """The slot itself, without asking whether it is free: for views that are made once."""
+        return self._servers[bucket.server].pushes[bucket.index].memory
+
+    def send(self, bucket: Bucket) -> None:
+        """Pushes a bucket whose slot has been filled."""
+        self._servers[bucket.server].pushes[bucket.index].send(self.step)
+
+    def wait(self) -> None:
+        """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
+        start = clock()
+        for bucket in self.order:
+            try:
+                self._servers[bucket.server].version(bucket.index).wait(self.step, step_timeout())
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"step {self.step} of {self.name} did not complete within {step_timeout():g} s: another worker has not "
+                    "come to it (TENSORWIRE_TIMEOUT sets the limit)"
+                ) from None
+        spans.add("wait", self.step, start, clock())
+
+    def finish(self) -> None:
+        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        if self.step < 0:
+            return
+        try:
+            self.begin(Operation.FINISH, [0.0] * len(self.spec.numeric), bytes(len(self.spec.tensors)))
+            for server in self._servers:
+                server.head.flush(30.0)
+        except (PeerLost, WaitTimeout):
+            pass
+        self.step = -1
+
+    def explain(self, error: TensorwireError) -> TensorwireError:
+        """The job's own cause for a lost peer."""
+        return self.member.explain(error)

@@ -1,0 +1,187 @@
+"""One server's share of one store: waits for the workers' rounds, applies the rule, publishes the new version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tensorwire.control import Member
+from tensorwire.device import Channel, Device, Region, RemoteRegion
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import OutOfMemory, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.plan import Plan, make_plan
+from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
+from tensorwire.store.rules import OptimizerRule
+from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+
+_PATIENCE = 60.0  # between looks while workers compute: how long they take is theirs to say
+
+
+class _Worker:
+    """What this server shares with one worker: its inbox here, its version words there."""
+
+    def __init__(self, server: StoreServer, index: int) -> None:
+        self.index = index
+        self.channel = server.member.channel("worker", index)
+        self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
+        self.inbox = self.channel.device.allocate(self.layout.nbytes)
+        self.memory = memoryview(self.inbox)
+        start = self.layout.slots
+        buckets = server.plan.buckets[server.index]
+        self.slots = [self.memory[start + b.shard : start + b.shard + b.nbytes] for b in buckets]
+        size = head_bytes(len(server.spec.numeric), len(server.spec.tensors))
+        head = self.memory[self.layout.head : self.layout.head + size]
+        self.head = Consumer(self._word(self.layout.head_word), slots=[head])
+        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
+        self.pulls: list[Producer] = []
+
+    def _word(self, offset: int) -> Word:
+        return Word(self.inbox, offset, self.channel)
+
+    def open(self, server: StoreServer, door: WorkerDoor) -> None:
+        """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
+        versions = RemoteRegion.unpack(door.versions)
+        target = None if door.parameters is None else RemoteRegion.unpack(door.parameters)
+        source = None if target is None else server.source_on(self.channel)
+        for b in server.plan.buckets[server.index]:
+            arrival = versions.view(WORD * b.index, 8)
+            if target is None or source is None:
+                self.pulls.append(Producer(self.channel, arrival))
+            else:
+                slots = [target.view(b.space, b.nbytes)]
+                self.pulls.append(
+                    Producer(self.channel, arrival, slots=slots, source=[source.view(b.shard, b.nbytes)])
+                )
+
+
+class StoreServer:
+    """Serves its shard of the store ``name`` to all workers until they finish."""
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
+        self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        self.plan: Plan = make_plan(spec.tensors, servers, bucket_bytes=spec.bucket_bytes, whole=spec.whole)
+        check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
+        self._regions: dict[str, Region] = {}
+        self.parameters = self._allocate_parameters(workers)
+        self.workers = [_Worker(self, w) for w in range(workers)]
+        for worker in self.workers:
+            shown = self.parameters.remote("read").pack() if worker.channel.device is self.parameters.device else b""
+            door = ServerDoor(worker.inbox.remote("write").pack(), shown)
+            member.client.publish(f"{name}/server {self.index}/worker {worker.index}", msgspec.msgpack.encode(door), to=[f"worker {worker.index}"])
+        for worker in self.workers:
+            key = f"{name}/worker {worker.index}/server {self.index}"
+            worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
+        self.rule = OptimizerRule(spec, self.plan, self.index, memoryview(self.parameters), workers)
+        self.step = 0
+
+    def _allocate_parameters(self, workers: int) -> Region:
+        """On a device whose memory workers can map, if any worker is reached that way."""
+        devices: list[Device] = [self.member.channel("worker", w).device for w in range(workers)]
+        best = next((d for d in devices if d.capabilities.maps), devices[0])
+        return best.allocate(self.plan.shard_bytes[self.index])
+
+    def source_on(self, channel: Channel) -> Region:
+        """The parameters as a source for writes on that channel's device."""
+        device = channel.device
+        if device is self.parameters.device:
+            return self.parameters
+        if device.name not in self._regions:
+            self._regions[device.name] = device.register(self.parameters)
+        return self._regions[device.name]
+
+    def run(self) -> None:
+        """Round after round, until every worker has finished."""
+        while True:
+            self.step += 1
+            heads = [self._head(worker) for worker in self.workers]
+            operation = self._agree(heads)
+            if operation is Operation.FINISH:
+                return
+            if operation is Operation.ASSIGN:
+                self._assign()
+            else:
+                self._update(heads)
+
+    def _head(self, worker: _Worker) -> Head:
+        while True:
+            try:
+                block = worker.head.receive(self.step, _PATIENCE)
+                break
+            except WaitTimeout:
+                self.member.check()
+        assert block is not None
+        head = unpack_head(block, len(self.spec.numeric), len(self.spec.tensors))
+        if head.step != self.step:
+            raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {self.step}")
+        return head
+
+    def _agree(self, heads: Sequence[Head]) -> Operation:
+        first = heads[0].operation
+        for index, head in enumerate(heads):
+            if head.operation is not first:
+                raise TensorwireError(disagreement(heads[0].operation, head.operation, index, self.step))
+        return first
+
+    def _assign(self) -> None:
+        for bucket, push in enumerate(self.workers[0].pushes):
+            slot = push.receive(self.step)
+            assert slot is not None
+            self.rule.assign(bucket, slot)
+            self._publish(bucket)
+
+    def _update(self, heads: Sequence[Head]) -> None:
+        self.rule.set_options(heads[0].options)
+        present = [head.present for head in heads]
+        for bucket in range(len(self.plan.buckets[self.index])):
+            for worker in self.workers:
+                worker.pushes[bucket].receive(self.step)
+            ready = clock()
+            self.rule.update(bucket, [w.slots[bucket] for w in self.workers], present)
+            spans.add("update", self.step, ready, clock())
+            self._publish(bucket)
+
+    def _publish(self, bucket: int) -> None:
+        for worker in self.workers:
+            pull = worker.pulls[bucket]
+            if not pull.mapped:
+                pull.slot(self.step)  # the last version's bytes have left
+            pull.send(self.step)
+
+    def close(self) -> None:
+        """Frees the store's memory."""
+        for worker in self.workers:
+            worker.inbox.close()
+        for region in self._regions.values():
+            region.close()
+        self.parameters.close()
+
+
+def disagreement(first: Operation, other: Operation, worker: int, step: int) -> str:
+    """What to tell people whose workers do not do the same thing in one round."""
+    if Operation.FINISH in (first, other):
+        done, going = (0, worker) if first is Operation.FINISH else (worker, 0)
+        return (
+            f"worker {done} finished while worker {going} goes on with step {step - 1}: "
+            "give every worker the same number of steps"
+        )
+    loaded, not_loaded = (0, worker) if first is Operation.ASSIGN else (worker, 0)
+    return (
+        f"worker {loaded} loaded parameters before step {step - 1} and worker {not_loaded} did not: "
+        "call load_state_dict on every worker"
+    )
+
+
+def check_memory(nbytes: int, who: str) -> None:
+    """Refuses a plan that does not fit the machine, before step 1. Raises `OutOfMemory`."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            if nbytes > available:
+                raise OutOfMemory(
+                    f"{who} would register {nbytes / 2**20:.0f} MiB, and this machine has {available / 2**20:.0f} MiB "
+                    "free: use more servers on other machines, or fewer workers a server"
+                )
