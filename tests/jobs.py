@@ -1,0 +1,122 @@
+"""Real jobs for tests: a coordinator here, servers and workers as forked processes that share warm imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tensorwire.control import Cause, Coordinator
+
+JOIN_SECONDS = 90.0
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.optim", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])
+
+
+@dataclass
+class Ended:
+    """How a job went: each worker's result (or its error's text), exit codes, and the cause of its end."""
+
+    results: list[Any]
+    errors: list[str]
+    codes: list[int | None]
+    cause: Cause | None
+
+    def ok(self) -> list[Any]:
+        """The results of a job in which nothing failed."""
+        assert self.cause is None, self.cause
+        assert self.errors == [""] * len(self.errors), self.errors
+        assert self.codes == [0] * len(self.codes), self.codes
+        return self.results
+
+
+def _environment(address: str, secret: str, device: str, workers: int, servers: int) -> None:
+    os.environ.update(
+        TENSORWIRE_COORDINATOR=address,
+        TENSORWIRE_SECRET=secret,
+        TENSORWIRE_DEVICE=device,
+        TENSORWIRE_WORKERS=str(workers),
+        TENSORWIRE_SERVERS=str(servers),
+        TENSORWIRE_GRACE="20",
+    )
+
+
+def _server(address: str, secret: str, device: str, workers: int, servers: int, index: int) -> None:
+    from tensorwire.launch import server
+
+    _environment(address, secret, device, workers, servers)
+    os.environ["TENSORWIRE_INDEX"] = str(index)
+    raise SystemExit(server.main())
+
+
+def _worker(
+    address: str,
+    secret: str,
+    device: str,
+    workers: int,
+    servers: int,
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    import torch
+
+    import tensorwire as tw
+
+    torch.set_num_threads(1)
+    _environment(address, secret, device, workers, servers)
+    os.environ["TENSORWIRE_RANK"] = str(rank)
+    try:
+        with tw.init() as job:
+            result = function(job, *args)
+        pipe.send_bytes(pickle.dumps(("", result)))  # plain pickle: torch would share tensors by descriptor
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps((f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None)))
+        raise SystemExit(1) from None
+
+
+def run_job(
+    function: Callable[..., Any], *args: Any, workers: int = 2, servers: int = 1, device: str = "auto"
+) -> Ended:
+    """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone."""
+    secret = secrets.token_hex(32)
+    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers)
+    common = (coordinator.address, secret, device, workers, servers)
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [context.Process(target=_server, args=(*common, i)) for i in range(servers)]
+    processes += [
+        context.Process(target=_worker, args=(*common, r, function, args, pipes[r][1])) for r in range(workers)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        results: list[Any] = []
+        errors: list[str] = []
+        for mine, _ in pipes:
+            try:
+                error, result = pickle.loads(mine.recv_bytes()) if mine.poll(JOIN_SECONDS) else ("no answer", None)
+            except EOFError:
+                error, result = "died", None
+            errors.append(error)
+            results.append(result)
+            mine.close()
+        for process in processes:
+            process.join(JOIN_SECONDS)
+        return Ended(results, errors, [p.exitcode for p in processes], coordinator.cause)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        coordinator.close()
