@@ -14,7 +14,7 @@ from tensorwire.edge import Producer, Word
 from tensorwire.errors import PeerLost, ProtocolError, TensorwireError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Bucket, Plan, make_plan
+from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import Operation, head_bytes, pack_head
 from tensorwire.store.wiring import WORD, ServerDoor, StoreSpec, WorkerDoor, inbox
 
@@ -72,16 +72,15 @@ class StoreClient:
     All workers construct it with the same ``spec``; raises `PlanMismatch` (and ends the job) if they differ.
     """
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        self.member, self.name, self.spec = member, name, spec
-        self.plan: Plan = make_plan(spec.tensors, servers, bucket_bytes=spec.bucket_bytes, whole=spec.whole)
+    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) -> None:
+        self.member, self.name, self.spec, self.plan = member, name, spec, plan
         encoded = msgspec.msgpack.encode(spec)
         text = f"rule {spec.rule} {spec.groups}\n{self.plan.describe()}"
         member.client.compare(name, self.plan.digest(encoded), text, workers)
         if member.index == 0:
             member.client.publish(name, encoded)
         self.step = 0
-        self._servers = [_Server(self, s) for s in range(servers)]
+        self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
         self.window = Window(self.plan.space_bytes)
         self._space = self._place_parameters()

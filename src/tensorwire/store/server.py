@@ -13,7 +13,7 @@ from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import OutOfMemory, ProtocolError, TensorwireError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Plan, make_plan
+from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
 from tensorwire.store.rules import OptimizerRule
 from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
@@ -63,7 +63,7 @@ class StoreServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        self.plan: Plan = make_plan(spec.tensors, servers, bucket_bytes=spec.bucket_bytes, whole=spec.whole)
+        self.plan: Plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
         self._regions: dict[str, Region] = {}
         self.parameters = self._allocate_parameters(workers)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tensorwire.store.plan import PAGE, Plan, TensorSpec
+from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan
 from tensorwire.store.rounds import head_bytes
 
 WORD = 64  # bytes between signal words: each has its cache line
@@ -25,6 +25,10 @@ class StoreSpec(msgspec.Struct, frozen=True):
     numeric: list[tuple[int, str, int]]
     bucket_bytes: int
     whole: bool
+
+    def plan(self, servers: int) -> Plan:
+        """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
+        return make_plan(self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole)
 
 
 class Inbox(msgspec.Struct, frozen=True):

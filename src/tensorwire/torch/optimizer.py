@@ -74,8 +74,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _connect(self, spec: StoreSpec) -> StoreClient:
         job = self._job
+        plan = spec.plan(job.num_servers)  # refused here, it has not taken a name that servers wait for
         try:
-            return StoreClient(job.member, job.next_store(), spec, job.num_workers, job.num_servers)
+            return StoreClient(job.member, job.next_store(), spec, plan, job.num_workers)
         except TensorwireError as error:
             raise job.member.explain(error) from None
 
