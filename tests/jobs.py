@@ -17,7 +17,7 @@ from tensorwire.control import Cause, Coordinator
 JOIN_SECONDS = 90.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.optim", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])
+context.set_forkserver_preload(["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])
 
 
 @dataclass

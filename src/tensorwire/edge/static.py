@@ -92,7 +92,7 @@ class Producer:
         """The memory that step ``step`` is to be born in, once the consumer has given it back."""
         self._check(step)
         if self._credit is not None:
-            self._credit.wait(step - self.depth, timeout)
+            self._credit.wait(max(0, step - self.depth), timeout)
         earlier = self._sent[step % self.depth]
         if earlier is not None:
             earlier.wait(timeout)  # its bytes may still be on their way

@@ -1,0 +1,170 @@
+"""Static edges: rings, credits, either side first, born in the slot where mapped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tensorwire.device import Channel, Device, LoopbackDevice, Region, ShmDevice, TcpDevice
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
+from tensorwire.observe import counters
+
+NBYTES = 4096
+KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
+
+
+@dataclass
+class Pair:
+    """A producer's and a consumer's device, with channels both ways."""
+
+    producer: Device
+    consumer: Device
+    there: Channel
+    back: Channel
+
+
+@pytest.fixture(params=list(KINDS))
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    a, b = KINDS[request.param](), KINDS[request.param]()
+    yield Pair(a, b, a.connect(b.address), b.connect(a.address))
+    a.close()
+    b.close()
+
+
+def make_edge(pair: Pair, depth: int) -> tuple[Producer, Consumer, Region]:
+    inbox = pair.consumer.allocate(64 + depth * NBYTES)
+    credits_ = pair.producer.allocate(64)
+    remote = inbox.remote()
+    source = []
+    if not pair.producer.capabilities.maps:
+        staging = pair.producer.allocate(depth * NBYTES)
+        source = [staging.view(i * NBYTES, NBYTES) for i in range(depth)]
+    producer = Producer(
+        pair.there,
+        remote.view(0, 8),
+        slots=[remote.view(64 + i * NBYTES, NBYTES) for i in range(depth)],
+        source=source,
+        credit=Word(credits_, 0, pair.there),
+    )
+    slots = [memoryview(inbox)[64 + i * NBYTES : 64 + (i + 1) * NBYTES] for i in range(depth)]
+    credit = (pair.back, credits_.remote().view(0, 8))
+    return producer, Consumer(Word(inbox, 0, pair.back), slots=slots, credit=credit), inbox
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_thousand_steps_in_a_ring(pair: Pair, depth: int) -> None:
+    producer, consumer, _ = make_edge(pair, depth)
+    wrong: list[int] = []
+
+    def consume() -> None:
+        for step in range(1, 1001):
+            slot = consumer.receive(step, 60.0)
+            assert slot is not None
+            if bytes(slot) != bytes([step % 251]) * NBYTES:
+                wrong.append(step)
+            consumer.release(step)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for step in range(1, 1001):
+        producer.slot(step, 60.0)[:] = bytes([step % 251]) * NBYTES
+        producer.send(step)
+    thread.join()
+    assert wrong == []
+
+
+def test_the_producer_may_come_first(pair: Pair) -> None:
+    producer, consumer, _ = make_edge(pair, 2)
+    for step in (1, 2):
+        producer.slot(step, 60.0)[:] = bytes([step]) * NBYTES
+        producer.send(step)
+    with pytest.raises(WaitTimeout):
+        producer.slot(3, 0.01)  # no credit yet
+    for step in (1, 2):
+        slot = consumer.receive(step, 60.0)
+        assert slot is not None
+        assert slot[0] == step
+        consumer.release(step)
+    producer.slot(3, 60.0)
+
+
+def test_the_consumer_may_come_first(pair: Pair) -> None:
+    producer, consumer, _ = make_edge(pair, 1)
+    assert not consumer.ready(1)
+    with pytest.raises(WaitTimeout):
+        consumer.receive(1, 0.01)
+    producer.slot(1, 60.0)[:5] = b"hello"
+    producer.send(1)
+    slot = consumer.receive(1, 60.0)
+    assert slot is not None
+    assert consumer.ready(1)
+    assert bytes(slot[:5]) == b"hello"
+
+
+def test_mapped_edges_are_born_in_the_slot(pair: Pair) -> None:
+    producer, consumer, inbox = make_edge(pair, 1)
+    maps = pair.producer.capabilities.maps
+    assert producer.mapped == maps
+    slot = producer.slot(1, 60.0)
+    slot[:3] = b"abc"
+    assert (bytes(memoryview(inbox)[64:67]) == b"abc") == maps  # there already, before it was sent
+    before = counters.snapshot()
+    producer.send(1)
+    consumer.receive(1, 60.0)
+    sent = counters.since(before)
+    assert sent.messages == 1
+    assert sent.copies == 0
+    assert (sent.mapped_bytes, sent.bytes) == ((NBYTES, 0) if maps else (0, NBYTES))
+
+
+def test_a_signal_without_payload(pair: Pair) -> None:
+    producer, consumer, _ = make_edge(pair, 1)
+    before = counters.snapshot()
+    producer.send(1, payload=False)
+    consumer.receive(1, 60.0)
+    assert counters.since(before).bytes == 0
+
+
+def test_steps_must_grow(pair: Pair) -> None:
+    producer, _, _ = make_edge(pair, 1)
+    producer.send(5, payload=False)
+    for step in (5, 4):
+        with pytest.raises(ArgumentError, match="steps grow"):
+            producer.send(step)
+
+
+def test_a_lost_peer_wakes_both_ends(pair: Pair) -> None:
+    producer, consumer, _ = make_edge(pair, 1)
+    producer.slot(1, 60.0)
+    producer.send(1)
+    raised: list[type[BaseException]] = []
+    started = threading.Event()
+
+    def wait_for_credit() -> None:
+        started.set()
+        try:
+            producer.slot(2, 60.0)
+        except PeerLost as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=wait_for_credit)
+    thread.start()
+    started.wait()
+    pair.consumer.close()
+    thread.join(30.0)
+    assert raised == [PeerLost]
+    pair.producer.close()
+    with pytest.raises(PeerLost):
+        consumer.receive(2, 60.0)
+
+
+def test_an_unmapped_edge_needs_matching_sources(pair: Pair) -> None:
+    inbox = pair.consumer.allocate(8192)
+    wrong = pair.producer.allocate(100)
+    remote = inbox.remote()
+    with pytest.raises(ArgumentError, match="one source view a slot"):
+        Producer(pair.there, remote.view(0, 8), slots=[remote.view(64, 200)], source=[wrong.view(0, 100)])
