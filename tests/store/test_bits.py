@@ -123,8 +123,15 @@ def test_bits_of_every_optimizer(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_bits_of_other_dtypes(dtype: str) -> None:
-    check(2, 2, "shm", [("Adam", OPTIONS["Adam"], dtype), ("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.5}, dtype)])
+    check(
+        2, 2, "shm", [("Adam", OPTIONS["Adam"], dtype), ("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.5}, dtype)]
+    )
 
 
 def test_bits_of_an_implementation_the_user_chose() -> None:
-    check(2, 1, "shm", [("Adam", {"lr": 0.01, "foreach": True}, "float32"), ("Adam", {"lr": 0.01, "fused": False}, "float32")])
+    check(
+        2,
+        1,
+        "shm",
+        [("Adam", {"lr": 0.01, "foreach": True}, "float32"), ("Adam", {"lr": 0.01, "fused": False}, "float32")],
+    )

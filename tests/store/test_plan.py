@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,12 +46,12 @@ def check(plan: Plan, whole: bool) -> None:
                 assert piece.start % CUT == 0
                 seen.setdefault(piece.tensor, []).append((piece.start, piece.stop))
     spans.sort()
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     for i, t in enumerate(plan.tensors):
         parts = sorted(seen[i])
         assert parts[0][0] == 0
         assert parts[-1][1] == t.elements
-        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
         assert not whole or len(parts) == 1
         assert plan.offsets[i] % ALIGNMENT == 0
         assert plan.offsets[i] + t.nbytes <= plan.space_bytes
@@ -63,7 +65,7 @@ def check_runs(plan: Plan) -> None:
         assert space % PAGE == shard % PAGE == nbytes % PAGE == 0
         assert shard + nbytes <= plan.shard_bytes[server]
     ends = sorted((space, space + nbytes) for _, space, _, nbytes in runs)
-    assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     for bucket in plan.in_order():
         assert any(
             server == bucket.server
@@ -85,9 +87,10 @@ def test_any_tensors_over_any_servers(drawn: list[tuple[tuple[int, ...], str]], 
 
 def test_big_tensors_are_split_over_all_servers_and_small_ones_share_buckets() -> None:
     plan = make_plan(specs([((1 << 20,), "float32"), *[((100,), "float32")] * 20]), 2)
-    assert [sum(p.stop - p.start for b in s for p in b.pieces if p.tensor == 0) for s in plan.buckets] == [0, 1 << 20] or [
-        sum(p.stop - p.start for b in s for p in b.pieces if p.tensor == 0) for s in plan.buckets
-    ] == [1 << 20, 0]
+    assert [sum(p.stop - p.start for b in s for p in b.pieces if p.tensor == 0) for s in plan.buckets] == [
+        0,
+        1 << 20,
+    ] or [sum(p.stop - p.start for b in s for p in b.pieces if p.tensor == 0) for s in plan.buckets] == [1 << 20, 0]
     plan = make_plan(specs([((4 << 20,), "float32"), *[((100,), "float32")] * 20]), 2)
     assert [sum(p.stop - p.start for b in s for p in b.pieces if p.tensor == 0) for s in plan.buckets] == [2 << 20] * 2
     small = [b for s in plan.buckets for b in s if b.pieces[0].tensor != 0]

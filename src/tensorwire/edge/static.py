@@ -100,7 +100,7 @@ class Producer:
         return self._memory[step % self.depth]
 
     def send(self, step: int, *, payload: bool = True) -> None:
-        """Makes step ``step`` arrive; ``payload=False`` raises the signal only. The caller has filled ``slot(step)``."""
+        """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
         self._check(step)
         self._last = step
         if self._source and payload:

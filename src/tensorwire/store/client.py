@@ -139,8 +139,8 @@ class StoreClient:
                 self._servers[bucket.server].version(bucket.index).wait(self.step, step_timeout())
             except WaitTimeout:
                 raise WaitTimeout(
-                    f"step {self.step} of {self.name} did not complete within {step_timeout():g} s: another worker has not "
-                    "come to it (TENSORWIRE_TIMEOUT sets the limit)"
+                    f"step {self.step} of {self.name} did not complete within {step_timeout():g} s: another worker has "
+                    "not come to it (TENSORWIRE_TIMEOUT sets the limit)"
                 ) from None
         spans.add("wait", self.step, start, clock())
 

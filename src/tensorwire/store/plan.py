@@ -22,7 +22,18 @@ CUT = 1024  # elements: vectorised optimizers give the same bits on both sides o
 BUCKET_BYTES = 4 << 20
 
 # Bytes of an element; the dtypes a parameter may have.
-DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+DTYPES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -133,9 +144,7 @@ class _Builder:
         self.shards[server] = _up(self.shards[server], PAGE)
 
     def add(self, server: int, pieces: Sequence[Piece], nbytes: int) -> None:
-        bucket = Bucket(
-            server, len(self.buckets[server]), self.space, self.shards[server], nbytes, tuple(pieces)
-        )
+        bucket = Bucket(server, len(self.buckets[server]), self.space, self.shards[server], nbytes, tuple(pieces))
         self.buckets[server].append(bucket)
         self.space += nbytes
         self.shards[server] += nbytes
@@ -176,9 +185,7 @@ def make_plan(
         build.page(server)
         _gather(build, server, sorted(mine), tensors, offsets, whole)
     shards = tuple(_up(n, PAGE) for n in build.shards)
-    return Plan(
-        tuple(tensors), tuple(offsets), _up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets)
-    )
+    return Plan(tuple(tensors), tuple(offsets), _up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets))
 
 
 def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> None:

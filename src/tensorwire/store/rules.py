@@ -29,9 +29,8 @@ def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
     if name == "LBFGS":
         raise Unsupported("LBFGS evaluates the model several times a step; a server cannot")
     if getattr(torch.optim, name, None) is not optimizer or name not in ELEMENTWISE + WHOLE:
-        raise Unsupported(
-            f"servers apply torch.optim's {', '.join(ELEMENTWISE + WHOLE)}; {optimizer.__module__}.{name} is none of them"
-        )
+        known = ", ".join(ELEMENTWISE + WHOLE)
+        raise Unsupported(f"servers apply torch.optim's {known}; {optimizer.__module__}.{name} is none of them")
     return name
 
 
@@ -106,11 +105,13 @@ class _BucketRule:
             tensor_over(parameters, plan.tensors[p.tensor].dtype, bucket.shard + p.offset, p.stop - p.start)
             for p in bucket.pieces
         ]
-        self._masters = [self._master(own, piece, spec.whole) for own, piece in zip(self._own, bucket.pieces)]
+        self._masters = [
+            self._master(own, piece, spec.whole) for own, piece in zip(self._own, bucket.pieces, strict=False)
+        ]
         self._sums = [None if m is None else torch.empty_like(m) for m in self._masters]
         self._views: dict[int, list[torch.Tensor]] = {}
         by_group: dict[int, list[torch.nn.Parameter]] = {}
-        for piece, master in zip(bucket.pieces, self._masters):
+        for piece, master in zip(bucket.pieces, self._masters, strict=False):
             if master is not None:
                 by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
         self._groups = sorted(by_group)
@@ -137,8 +138,8 @@ class _BucketRule:
     def set_options(self, spec: StoreSpec, values: tuple[float, ...]) -> None:
         if self._optimizer is None:
             return
-        groups = dict(zip(self._groups, self._optimizer.param_groups))
-        for (group, option, index), value in zip(spec.numeric, values):
+        groups = dict(zip(self._groups, self._optimizer.param_groups, strict=False))
+        for (group, option, index), value in zip(spec.numeric, values, strict=False):
             if group not in groups:
                 continue
             template = spec.groups[group][option]
@@ -151,7 +152,7 @@ class _BucketRule:
 
     @torch.no_grad()
     def assign(self, slot: memoryview) -> None:
-        for own, master, value in zip(self._own, self._masters, self._slot(0, slot)):
+        for own, master, value in zip(self._own, self._masters, self._slot(0, slot), strict=False):
             own.copy_(value)
             if master is not None and master.data_ptr() != own.data_ptr():
                 master.copy_(own.view(master.shape))
@@ -161,13 +162,13 @@ class _BucketRule:
         if self._optimizer is None:
             return
         views = [self._slot(w, slot) for w, slot in enumerate(slots)]
-        for i, (piece, master, total) in enumerate(zip(self._bucket.pieces, self._masters, self._sums)):
+        for i, (piece, master, total) in enumerate(zip(self._bucket.pieces, self._masters, self._sums, strict=False)):
             if master is None or total is None:
                 continue
             mine = [views[w][i] for w in range(workers) if present[w][piece.tensor]]
             master.grad = _mean(mine, total, workers)
         self._optimizer.step()
-        for own, master in zip(self._own, self._masters):
+        for own, master in zip(self._own, self._masters, strict=False):
             if master is not None and master.data_ptr() != own.data_ptr():
                 own.copy_(master.view(own.shape))
 

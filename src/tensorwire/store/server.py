@@ -53,9 +53,7 @@ class _Worker:
                 self.pulls.append(Producer(self.channel, arrival))
             else:
                 slots = [target.view(b.space, b.nbytes)]
-                self.pulls.append(
-                    Producer(self.channel, arrival, slots=slots, source=[source.view(b.shard, b.nbytes)])
-                )
+                self.pulls.append(Producer(self.channel, arrival, slots=slots, source=[source.view(b.shard, b.nbytes)]))
 
 
 class StoreServer:
@@ -71,7 +69,11 @@ class StoreServer:
         for worker in self.workers:
             shown = self.parameters.remote("read").pack() if worker.channel.device is self.parameters.device else b""
             door = ServerDoor(worker.inbox.remote("write").pack(), shown)
-            member.client.publish(f"{name}/server {self.index}/worker {worker.index}", msgspec.msgpack.encode(door), to=[f"worker {worker.index}"])
+            member.client.publish(
+                f"{name}/server {self.index}/worker {worker.index}",
+                msgspec.msgpack.encode(door),
+                to=[f"worker {worker.index}"],
+            )
         for worker in self.workers:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))

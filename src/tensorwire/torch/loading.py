@@ -11,9 +11,7 @@ import torch
 from tensorwire.errors import Unsupported
 
 
-def watch_loading(
-    params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]
-) -> None:
+def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
     """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``.
 
     An optimizer is given parameters, not modules; the modules that own them are found once, among all live ones.
@@ -33,7 +31,7 @@ def watch_loading(
         mine = [p for p in module._parameters.values() if p is not None]
         if any(id(p) in ours for p in mine):
             others.update(id(p) for p in mine if id(p) not in ours)
-            module.register_load_state_dict_post_hook(hook)
+            module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _modules() -> list[torch.nn.Module]:

@@ -27,8 +27,8 @@ _NOT_OPTIONS = ("params", "param_names")
 class StoreOptimizer(torch.optim.Optimizer):
     """Applies ``optimizer_class`` on the job's servers to the mean of all workers' gradients.
 
-    ``named_parameters``: ``model.named_parameters()``, or parameter groups whose ``params`` are (name, parameter) pairs.
-    ``options`` are those of the class; they are read again from ``param_groups`` in every ``step()``, on worker 0.
+    ``named_parameters``: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs.
+    ``options`` are those of the class; ``step()`` reads them again from ``param_groups``, and worker 0's count.
 
     After construction every worker's parameters have worker 0's values and live in the store: their memory shows the
     version that the last ``step()`` ended with, and changes in no other moment. Changing them in place or moving them
@@ -57,7 +57,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         tensors = [
             _spec(name, p, g)
             for g, group in enumerate(self.param_groups)
-            for name, p in zip(group["param_names"], group["params"])
+            for name, p in zip(group["param_names"], group["params"], strict=False)
         ]
         fixed = [{k: _plain(k, v) for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.param_groups]
         self._numeric = _numeric(fixed)
@@ -88,7 +88,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def _move_in(self) -> None:
         """Parameters become what the window shows: one storage each, so that saving one writes one."""
         window = memoryview(self._client.window)
-        for p, spec, offset in zip(self._params, self._client.plan.tensors, self._client.plan.offsets):
+        for p, spec, offset in zip(self._params, self._client.plan.tensors, self._client.plan.offsets, strict=False):
             p.data = tensor_over(window, spec.dtype, offset, spec.elements).view(spec.shape)
         self._remember()
 
@@ -98,7 +98,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- a step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients, waits for the new version of every parameter.
 
         A parameter without a gradient here counts as zero; without one anywhere it stays as it is.
@@ -133,7 +133,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _push(self, bucket: Bucket, values: list[torch.Tensor | None]) -> None:
         self._client.slot(bucket)
-        for piece, slot in zip(bucket.pieces, self._slots[id(bucket)]):
+        for piece, slot in zip(bucket.pieces, self._slots[id(bucket)], strict=False):
             value = values[piece.tensor]
             if value is None:
                 continue
@@ -145,7 +145,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> list[torch.Tensor | None]:
         """Every parameter's gradient as one flat row, or None."""
         found: list[torch.Tensor | None] = []
-        for name, p in zip(self._names, self._params):
+        for name, p in zip(self._names, self._params, strict=False):
             g = p.grad
             if g is None:
                 found.append(None)
@@ -183,14 +183,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._note_loaded(self._names)
 
     def _note_loaded(self, names: Iterable[str] | Iterable[torch.nn.Parameter]) -> None:
-        by_id = {id(p): n for n, p in zip(self._names, self._params)}
+        by_id = {id(p): n for n, p in zip(self._names, self._params, strict=False)}
         for item in names:
             self._written.add(item if isinstance(item, str) else by_id[id(item)])
 
     def _check_parameters(self) -> None:
         """Raises `ParameterModified` for values that changed without the store."""
         changed = []
-        for name, p, (address, version) in zip(self._names, self._params, self._marks):
+        for name, p, (address, version) in zip(self._names, self._params, self._marks, strict=False):
             if p.data_ptr() != address:
                 raise ParameterModified(
                     f"parameter {name!r} was moved out of the store's memory (.to(), .half(), .data =): "
@@ -213,7 +213,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _current_options(self) -> list[float]:
         """The numbers of all groups' options, in the order of ``_numeric``."""
-        for group, fixed in zip(self.param_groups, self._fixed):
+        for group, fixed in zip(self.param_groups, self._fixed, strict=False):
             for key, was in fixed.items():
                 if not _is_number(was) and not _is_numbers(was) and _plain(key, group[key]) != was:
                     raise Unsupported(f"option {key!r} was {was!r} at construction and cannot become {group[key]!r}")
@@ -272,7 +272,7 @@ def _defaults(optimizer_class: type[torch.optim.Optimizer], options: dict[str, A
 def _spec(name: str, p: torch.nn.Parameter, group: int) -> TensorSpec:
     if p.device.type != "cpu":
         raise ArgumentError(f"parameter {name!r} is on {p.device}; this version's store holds CPU parameters only")
-    if p.layout != torch.strided or type(p) is torch.nn.parameter.UninitializedParameter:
+    if p.layout != torch.strided or isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise Unsupported(f"parameter {name!r} is not an ordinary dense tensor")
     return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group)
 

@@ -1,0 +1,53 @@
+# Two commands for newcomers: `make demo`, `make test`. Needs python3 (3.10 to 3.13) with venv, a C++ compiler, make.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ~/.config/pip) are the user's and pass through.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
+SETUP := $(VENV)/.setup
+
+.PHONY: demo test check setup format docs stubs clean
+
+demo: setup
+	$(BIN)/python examples/fcn5/demo.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_public_names.py
+
+setup: $(SETUP)
+
+# --no-build-isolation: the build then keeps its own cache, and a change of C++ costs seconds.
+$(SETUP): $(NATIVE) constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "tensorwire needs Python 3.10 to 3.13; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing what the build needs, and PyTorch; the first time takes minutes"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt scikit-build-core nanobind cmake ninja
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-c constraints.txt -e '.[torch,demo,dev]'
+	@touch $@
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' --no-build-isolation
+	$(BIN)/mkdocs build --strict
+
+# The native module's types, kept in the source tree for mypy; a test compares.
+stubs: setup
+	$(BIN)/python -m nanobind.stubgen -m tensorwire._native -o src/tensorwire/_native.pyi
+	$(BIN)/ruff format src/tensorwire/_native.pyi
+
+clean:
+	rm -rf build dist site $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,108 @@
+"""The public names are what the documentation says, documented, and nothing more."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorwire
+
+SOURCE = Path(tensorwire.__file__).parent
+LAYERS = ["observe", "device", "control", "edge", "store", "launch", "torch", "cli"]
+PUBLIC = {
+    "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
+    "tensorwire.torch": {"StoreOptimizer"},
+    "tensorwire.device": {
+        "Capabilities",
+        "Channel",
+        "Completion",
+        "Device",
+        "LoopbackDevice",
+        "Region",
+        "RemoteRegion",
+        "RemoteView",
+        "ShmDevice",
+        "TcpDevice",
+        "View",
+    },
+    "tensorwire.edge": {"Consumer", "Producer", "Word"},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) == PUBLIC[name]
+    for public in module.__all__:
+        assert hasattr(module, public)
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in SOURCE.rglob("*.py"))
+
+
+def test_every_public_thing_has_a_docstring() -> None:
+    bare = []
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        if ast.get_docstring(tree) is None:
+            bare.append(str(path))
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.ClassDef, ast.Module)):
+                continue
+            for child in node.body:
+                kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+                if not isinstance(child, kinds) or child.name.startswith("_") or ast.get_docstring(child):
+                    continue
+                # An override says what its contract says; a private class's members are private.
+                inherits = isinstance(node, ast.ClassDef) and (node.bases or node.name.startswith("_"))
+                if not inherits:
+                    bare.append(f"{path.name}: {child.name}")
+    assert bare == []
+
+
+def test_layers_import_only_downward() -> None:
+    wrong = []
+    for path in modules():
+        layer = path.relative_to(SOURCE).parts[0]
+        if layer not in LAYERS:
+            continue
+        for name in re.findall(r"^\s*(?:from|import) tensorwire\.(\w+)", path.read_text(), re.M):
+            if name in LAYERS and LAYERS.index(name) > LAYERS.index(layer):
+                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+    assert wrong == []
+
+
+def test_nothing_pickles_or_evaluates() -> None:
+    wrong = []
+    for path in modules():
+        if path.name == "counters.py":  # counts pickles, makes none
+            continue
+        for line in path.read_text().splitlines():
+            if re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill)|\beval\(|\bexec\(", line):
+                wrong.append(f"{path.name}: {line.strip()}")
+    assert wrong == []
+
+
+def test_files_stay_readable() -> None:
+    long = [p.name for p in modules() if len(p.read_text().splitlines()) > 600]
+    assert long == []
+
+
+def test_importing_tensorwire_does_not_import_torch() -> None:
+    code = "import sys, tensorwire; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_module_imports() -> None:
+    for info in pkgutil.walk_packages(tensorwire.__path__, "tensorwire."):
+        if not info.name.endswith("__main__"):
+            assert inspect.ismodule(importlib.import_module(info.name))
