@@ -93,6 +93,8 @@ void put(const Memory& source, u64 source_offset, const Memory& target, u64 targ
     check(source, source_offset, nbytes);
     check(target, target_offset, nbytes);
     check_writable(target);
+    // A write is not seen before the one in front of it, on any processor.
+    std::atomic_thread_fence(std::memory_order_release);
     move(target.span->base + target_offset, source.span->base + source_offset, nbytes);
 }
 
