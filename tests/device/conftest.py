@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ settings.load_profile("device")
 
 def _descriptors() -> dict[str, str]:
     found = {}
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the listing's own
-            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+            found[fd.name] = str(fd.readlink())
     return found
 
 
@@ -42,10 +41,11 @@ def _children() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No thread, process, descriptor or name outlives the test."""
-    before = _descriptors(), _children(), set(os.listdir("/dev/shm")), set(threading.enumerate())
+    before = _descriptors(), _children(), set(threading.enumerate())
     yield
+    assert "/dev/shm" not in Path("/proc/self/maps").read_text(), "a mapping has a name"
     gc.collect()
-    for thread in set(threading.enumerate()) - before[3]:
+    for thread in set(threading.enumerate()) - before[2]:
         assert thread.daemon, f"{thread} was left"
         thread.join(10.0)
         assert not thread.is_alive(), f"{thread} was left"
@@ -53,7 +53,6 @@ def nothing_left() -> Iterator[None]:
     left = {fd: what for fd, what in _descriptors().items() if before[0].get(fd) != what}
     assert not left, "descriptors were left"
     assert _children() <= before[1], "processes were left"
-    assert set(os.listdir("/dev/shm")) <= before[2], "names were left in /dev/shm"
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,11 @@ def test_the_last_of_several_writes_to_one_place_stays(pair: Pair) -> None:
 
 def test_a_read_sees_every_earlier_write(pair: Pair) -> None:
     nbytes = 1 << 20
-    region, source, back = pair.target.allocate(nbytes), pair.initiator.allocate(nbytes), pair.initiator.allocate(nbytes)
+    region, source, back = (
+        pair.target.allocate(nbytes),
+        pair.initiator.allocate(nbytes),
+        pair.initiator.allocate(nbytes),
+    )
     for i in range(1, 6):
         array(source)[:] = pattern(i, nbytes)
         wrote = pair.channel.write(source.view(), region.remote().view())
