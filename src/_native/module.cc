@@ -161,6 +161,8 @@ struct PulseBytes {
 
 NB_MODULE(_native, m) {
     m.doc() = "Tensorwire's native core: shared words, waits, copies and the tcp engine.";
+    // A process may end without closing its devices: their threads keep them, and the kernel tells the peers.
+    nb::set_leak_warnings(false);
     install_fork_handlers();
     nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Unlocked::end_of_interpreter));
     nb::register_exception_translator([](const std::exception_ptr& p, void*) {

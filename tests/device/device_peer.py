@@ -63,11 +63,11 @@ def verify(region: Region, plan: list[tuple[int, int, int]]) -> int:
 class Peer:
     """A child process with one device. Usable as a context manager; then it is gone at the end."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, inherit: tuple[int, ...] = ()) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, kind, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **options)
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), *inherit])
         self._pipe = Connection(ours.detach())
         self.pid = self.process.pid
         self.address = self.call("address")
