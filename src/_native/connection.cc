@@ -14,7 +14,6 @@ namespace tw {
 
 namespace {
 constexpr size_t staging_bytes = 64 << 10;
-constexpr u64 most_outstanding = 4096;   // operations an initiator may have in flight
 constexpr size_t most_replies = 1024;    // replies a target queues before it stops reading
 constexpr int reads_per_turn = 64;       // then other connections get theirs
 }  // namespace
@@ -27,18 +26,31 @@ Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::s
 
 Connection::~Connection() {
     dismiss(&door_);
+    if (fd_ < 0) return;
     forget_fd(fd_);
     ::close(fd_);
 }
 
 void Connection::close(const std::string& reason) {
+    if (life->forked()) return;  // a thread that the child does not have may hold a mutex
     if (dead_.exchange(true)) return;
-    shutdown(fd_, SHUT_RDWR);
+    shutdown(fd_, SHUT_RDWR);  // whoever is receiving comes back soon
     std::deque<Outgoing> unsent;
+    std::deque<Pending> unanswered;
+    std::shared_ptr<Span> into;
     {
+        std::unique_lock receiving(receive_mutex_, std::defer_lock);
+        if (receiver_.load() != std::this_thread::get_id()) receiving.lock();
         std::lock_guard g(send_mutex_);
+        std::lock_guard r(result_mutex_);
         epoll_ctl(engine_.inner_, EPOLL_CTL_DEL, fd_, nullptr);
-        unsent.swap(outgoing_);  // sources are free again: nothing of them will be sent any more
+        unsent.swap(outgoing_);
+        unanswered.swap(pending_);
+        into.swap(into_);
+        at_ = nullptr;
+        forget_fd(fd_);
+        ::close(fd_);
+        fd_ = -1;
     }
     life->lose(reason);
     engine_.drop(token_);
@@ -51,19 +63,20 @@ bool Connection::broken(const char* why) {
 
 // ---- sending
 
-u64 Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds) {
+Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, u64& id) {
+    if (life->lost() || engine_life_->lost()) return Outcome::lost;
     std::vector<std::shared_ptr<Span>> finished;
-    std::unique_lock g(send_mutex_);
     const double end = now() + seconds;
-    while (!dead_ && posted_ - done() >= most_outstanding) {
+    std::unique_lock g(send_mutex_);
+    while (!dead_ && !has_room()) {
         const u64 need = posted_ - most_outstanding / 2;
         g.unlock();
-        const double left = end - now();
-        if (left <= 0 || engine_.wait(completion(), need, left) == Outcome::timed_out) return 0;
+        const Outcome outcome = engine_.wait(completion(), need, std::max(0.0, end - now()));
+        if (outcome != Outcome::reached) return outcome;
         g.lock();
     }
-    if (dead_) return 0;
-    frame.id = ++posted_;
+    if (dead_) return Outcome::lost;
+    id = frame.id = ++posted_;
     char* at = memory ? memory->base + offset : nullptr;
     const bool idle = outgoing_.empty();
     if (frame.op == static_cast<u32>(Op::write)) {
@@ -73,22 +86,29 @@ u64 Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, doub
         pending_.push_back({frame.id, std::move(memory), at, frame.length});
         outgoing_.push_back({frame, nullptr, nullptr, 0, 0});
     }
-    if (idle) flush(finished);
+    bool sound = true;
+    if (idle) sound = flush(finished);
     else update_interest();
-    return frame.id;
+    g.unlock();
+    if (!sound) close("the source of a write cannot be read");
+    return Outcome::reached;
 }
 
 void Connection::enqueue(Frame frame, std::shared_ptr<Span> span, const char* payload, u64 length) {
     std::vector<std::shared_ptr<Span>> finished;
-    std::lock_guard g(send_mutex_);
-    if (dead_) return;
-    const bool idle = outgoing_.empty();
-    outgoing_.push_back({frame, std::move(span), payload, length, 0});
-    if (idle) flush(finished);
-    else update_interest();
+    bool sound = true;
+    {
+        std::lock_guard g(send_mutex_);
+        if (dead_) return;
+        const bool idle = outgoing_.empty();
+        outgoing_.push_back({frame, std::move(span), payload, length, 0});
+        if (idle) sound = flush(finished);
+        else update_interest();
+    }
+    if (!sound) close("the source of a read cannot be read");
 }
 
-void Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
+bool Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
     while (!outgoing_.empty() && !dead_) {
         iovec v[64];
         int k = 0;
@@ -108,6 +128,7 @@ void Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
         const ssize_t n = sendmsg(fd_, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0) {
             if (errno == EINTR) continue;
+            if (errno == EFAULT) return false;
             break;  // full: EPOLLOUT goes on; dead: the reading side finds out and closes
         }
         for (u64 left = static_cast<u64>(n); left;) {
@@ -120,6 +141,7 @@ void Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
         }
     }
     update_interest();
+    return true;
 }
 
 void Connection::update_interest() {
@@ -136,61 +158,76 @@ void Connection::update_interest() {
 
 void Connection::writable() {
     std::vector<std::shared_ptr<Span>> finished;
-    std::lock_guard g(send_mutex_);
-    flush(finished);
+    bool sound;
+    {
+        std::lock_guard g(send_mutex_);
+        sound = flush(finished);
+    }
+    if (!sound) close("the source of a transfer cannot be read");
 }
 
 // ---- receiving
 
-bool Connection::readable() {
+void Connection::readable() {
+    std::lock_guard g(receive_mutex_);
+    receiver_ = std::this_thread::get_id();
+    if (receive()) acknowledge();
+    receiver_ = std::thread::id();
+}
+
+// A payload goes straight to its place; what follows it in the same read goes to the staging area.
+ssize_t Connection::receive_payload() {
+    iovec v[2] = {{at_, left_}, {staging_.data(), staging_.size()}};
+    msghdr m{};
+    m.msg_iov = v;
+    m.msg_iovlen = 2;
+    if (!at_) {  // thrown away
+        v[0] = {staging_.data(), std::min<u64>(left_, staging_.size())};
+        m.msg_iovlen = 1;
+    }
+    const ssize_t n = recvmsg(fd_, &m, MSG_DONTWAIT);
+    if (n <= 0) return n;
+    const u64 mine = std::min<u64>(static_cast<u64>(n), left_);
+    left_ -= mine;
+    if (at_) at_ += mine;
+    begin_ = 0;
+    end_ = static_cast<size_t>(n) - mine;
+    if (!left_) end_payload();
+    return n;
+}
+
+ssize_t Connection::receive_frames() {
+    if (begin_) memmove(staging_.data(), staging_.data() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+    const ssize_t n = recv(fd_, staging_.data() + end_, staging_.size() - end_, MSG_DONTWAIT);
+    if (n > 0) end_ += static_cast<size_t>(n);
+    return n;
+}
+
+bool Connection::receive() {
     for (int turn = 0; turn < reads_per_turn && !dead_; turn++) {
-        ssize_t n;
-        if (in_payload_) {
-            iovec v[2];
-            int k = 1;
-            if (at_) {
-                v[0] = {at_, left_};
-                v[1] = {staging_.data(), staging_.size()};
-                k = 2;
-            } else {
-                v[0] = {staging_.data(), std::min<u64>(left_, staging_.size())};
-            }
-            msghdr m{};
-            m.msg_iov = v;
-            m.msg_iovlen = static_cast<size_t>(k);
-            n = recvmsg(fd_, &m, MSG_DONTWAIT);
-            if (n > 0) {
-                const u64 mine = std::min<u64>(static_cast<u64>(n), left_);
-                left_ -= mine;
-                if (at_) at_ += mine;
-                begin_ = 0;
-                end_ = static_cast<size_t>(n) - mine;
-                if (!left_) end_payload();
-            }
-        } else {
-            if (begin_) memmove(staging_.data(), staging_.data() + begin_, end_ - begin_);
-            end_ -= begin_;
-            begin_ = 0;
-            n = recv(fd_, staging_.data() + end_, staging_.size() - end_, MSG_DONTWAIT);
-            if (n > 0) end_ += static_cast<size_t>(n);
-        }
+        const ssize_t n = in_payload_ ? receive_payload() : receive_frames();
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (n <= 0) return broken(n == 0 ? "its process closed the connection or died" : strerror(errno));
         if (!parse()) return false;
         if (!in_payload_ && end_ - begin_ < sizeof(Frame) && static_cast<size_t>(n) < staging_.size() / 2) break;
     }
-    if (!initiator_ && applied_ > acknowledged_ && !dead_) {
-        Frame f;
-        f.op = static_cast<u32>(Op::ack);
-        f.id = acknowledged_ = applied_;
-        enqueue(f, nullptr, nullptr, 0);
-    }
     return !dead_;
 }
 
+// One frame for all that was applied in this turn.
+void Connection::acknowledge() {
+    if (initiator_ || applied_ == acknowledged_) return;
+    Frame f;
+    f.op = static_cast<u32>(Op::ack);
+    f.id = acknowledged_ = applied_;
+    enqueue(f, nullptr, nullptr, 0);
+}
+
 bool Connection::parse() {
-    while (!in_payload_ && end_ - begin_ >= sizeof(Frame)) {
+    while (!dead_ && !in_payload_ && end_ - begin_ >= sizeof(Frame)) {
         memcpy(&frame_, staging_.data() + begin_, sizeof(Frame));
         begin_ += sizeof(Frame);
         if (frame_.magic != frame_magic) return broken("it sent a malformed frame");
@@ -205,7 +242,7 @@ bool Connection::parse() {
         left_ -= here;
         if (!left_) end_payload();
     }
-    return true;
+    return !dead_;
 }
 
 void Connection::expect(std::shared_ptr<Span> span, char* at, u64 length) {
@@ -219,88 +256,110 @@ bool Connection::begin_request(const Frame& f) {
     if (f.id != applied_ + 1) return broken("it sent a frame out of order");
     const auto op = static_cast<Op>(f.op);
     if (op != Op::write && op != Op::read && op != Op::fetch_add && op != Op::compare_swap) return broken("it sent an unknown frame");
-    const bool writes = op != Op::read;
-    const bool atomic = op == Op::fetch_add || op == Op::compare_swap;
-    if (atomic && f.length != 8) return broken("it sent a malformed frame");
-    refused_ = Refusal::none;
-    Engine::Exposed target{}, signal{};
-    // A signal alone is a write of nothing: its own key is checked below.
-    const bool bare = op == Op::write && f.length == 0 && f.signal_offset != no_signal;
-    if (!bare) {
-        if (!engine_.look(f.key, target)) refused_ = Refusal::key;
-        else if (!target.span->holds(f.offset, f.length)) refused_ = Refusal::range;
-        else if (writes && !target.writable) refused_ = Refusal::access;
-        else if (atomic && !target.span->aligned(f.offset)) refused_ = Refusal::alignment;
-    }
-    if (refused_ == Refusal::none && op == Op::write && f.signal_offset != no_signal) {
-        if (!engine_.look(f.signal_key, signal)) refused_ = Refusal::key;
-        else if (!signal.span->holds(f.signal_offset, 8)) refused_ = Refusal::range;
-        else if (!signal.writable) refused_ = Refusal::access;
-        else if (!signal.span->aligned(f.signal_offset)) refused_ = Refusal::alignment;
-    }
+    if (op != Op::write && op != Op::read && f.length != 8) return broken("it sent a malformed frame");
+    std::shared_ptr<Span> target;
+    refused_ = judge(f, target);
+    if (refused_ == Refusal::none) refused_ = judge_signal(f);
     if (op == Op::write) {
-        const bool ok = refused_ == Refusal::none && f.length;
-        expect(ok ? target.span : nullptr, ok ? target.span->base + f.offset : nullptr, f.length);
+        char* at = refused_ == Refusal::none && f.length ? target->base + f.offset : nullptr;
+        expect(at ? std::move(target) : nullptr, at, f.length);
         if (!left_) end_payload();
         return true;
     }
     applied_ = f.id;
-    Frame reply;
-    reply.id = acknowledged_ = f.id;
-    reply.length = op == Op::read ? f.length : 0;
-    if (refused_ != Refusal::none) {
-        reply.op = static_cast<u32>(Op::refuse);
-        reply.key = static_cast<u64>(refused_);
-        reply.length = 0;
-        enqueue(reply, nullptr, nullptr, 0);
-    } else if (op == Op::read) {
-        reply.op = static_cast<u32>(Op::data);
-        const char* from = target.span->base + f.offset;
-        enqueue(reply, std::move(target.span), from, f.length);
-    } else {
-        std::atomic<u64>& word = *target.span->word(f.offset);
-        reply.op = static_cast<u32>(Op::old_value);
-        u64 old = f.signal_key;
-        if (op == Op::fetch_add) old = word.fetch_add(f.signal_value, std::memory_order_acq_rel);
-        else word.compare_exchange_strong(old, f.signal_value, std::memory_order_acq_rel);
-        reply.key = old;
-        ring(target.span->header->door);
-        enqueue(reply, nullptr, nullptr, 0);
-    }
+    if (refused_ == Refusal::none) answer(f, std::move(target));
+    else refuse(f.id);
     return true;
 }
 
-bool Connection::begin_reply(const Frame& f) {
+Refusal Connection::judge(const Frame& f, std::shared_ptr<Span>& target) {
     const auto op = static_cast<Op>(f.op);
-    if (f.id <= done()) return broken("it acknowledged an operation twice");
-    {
-        std::lock_guard g(send_mutex_);
-        if (f.id > posted_) return broken("it acknowledged an operation nobody posted");
+    if (op == Op::write && f.length == 0 && f.offset == no_signal) return Refusal::none;  // a signal alone
+    Engine::Exposed found{};
+    if (!engine_.look(f.key, found)) return Refusal::key;
+    if (!found.span->holds(f.offset, f.length)) return Refusal::range;
+    if (op != Op::read && !found.writable) return Refusal::access;
+    if (op != Op::read && op != Op::write && !found.span->aligned(f.offset)) return Refusal::alignment;
+    target = std::move(found.span);
+    return Refusal::none;
+}
+
+Refusal Connection::judge_signal(const Frame& f) {
+    if (static_cast<Op>(f.op) != Op::write || f.signal_offset == no_signal) return Refusal::none;
+    Engine::Exposed found{};
+    if (!engine_.look(f.signal_key, found)) return Refusal::key;
+    if (!found.span->holds(f.signal_offset, 8)) return Refusal::range;
+    if (!found.writable) return Refusal::access;
+    return found.span->aligned(f.signal_offset) ? Refusal::none : Refusal::alignment;
+}
+
+void Connection::refuse(u64 id) {
+    Frame reply;
+    reply.op = static_cast<u32>(Op::refuse);
+    reply.id = acknowledged_ = id;
+    reply.key = static_cast<u64>(refused_);
+    enqueue(reply, nullptr, nullptr, 0);
+}
+
+void Connection::answer(const Frame& f, std::shared_ptr<Span> target) {
+    Frame reply;
+    reply.id = acknowledged_ = f.id;
+    if (static_cast<Op>(f.op) == Op::read) {
+        reply.op = static_cast<u32>(Op::data);
+        reply.length = f.length;
+        const char* from = target->base + f.offset;
+        enqueue(reply, std::move(target), from, f.length);
+        return;
     }
-    if (op == Op::ack) {
-        complete(f.id);
-        return true;
-    }
-    Pending first{};
-    {
-        std::lock_guard g(result_mutex_);
-        const bool mine = !pending_.empty() && pending_.front().id == f.id;
-        if (op == Op::refuse) {
+    std::atomic<u64>& word = *target->word(f.offset);
+    reply.op = static_cast<u32>(Op::old_value);
+    u64 old = f.signal_key;
+    if (static_cast<Op>(f.op) == Op::fetch_add) old = word.fetch_add(f.signal_value, std::memory_order_acq_rel);
+    else word.compare_exchange_strong(old, f.signal_value, std::memory_order_acq_rel);
+    reply.key = old;
+    ring(target->header->door);
+    enqueue(reply, nullptr, nullptr, 0);
+}
+
+// What is wrong with a reply, or null. An acknowledgement covers everything before it, but no question still open.
+const char* Connection::take_answer(const Frame& f, Pending& answered) {
+    const auto op = static_cast<Op>(f.op);
+    if (f.id <= done()) return "it acknowledged an operation twice";
+    if (f.id > posted_) return "it acknowledged an operation nobody posted";
+    std::lock_guard g(result_mutex_);
+    const bool asked = !pending_.empty() && pending_.front().id == f.id;
+    if (!asked && !pending_.empty() && pending_.front().id < f.id) return "it left a question unanswered";
+    switch (op) {
+        case Op::ack:
+            return asked ? "it left a question unanswered" : nullptr;
+        case Op::refuse:
             refusals_[f.id] = static_cast<Refusal>(f.key);
-            if (mine) pending_.pop_front();
-        } else {
-            if (!mine || (op != Op::data && op != Op::old_value)) return broken("it answered a question nobody asked");
-            first = std::move(pending_.front());
-            pending_.pop_front();
+            break;
+        case Op::data:
+        case Op::old_value:
+            if (!asked) return "it answered a question nobody asked";
+            if (op == Op::data && (!pending_.front().span || f.length != pending_.front().length)) return "it sent a malformed frame";
+            if (op == Op::old_value && pending_.front().span) return "it sent a malformed frame";
             if (op == Op::old_value) old_values_[f.id] = f.key;
-        }
+            break;
+        default:
+            return "it sent an unknown frame";
     }
-    if (op != Op::data) {
+    if (asked) {
+        answered = std::move(pending_.front());
+        pending_.pop_front();
+    }
+    return nullptr;
+}
+
+bool Connection::begin_reply(const Frame& f) {
+    Pending answered{};
+    if (const char* why = take_answer(f, answered)) return broken(why);
+    if (static_cast<Op>(f.op) != Op::data) {
         complete(f.id);
         return true;
     }
-    if (f.length != first.length) return broken("it sent a malformed frame");
-    expect(std::move(first.span), first.at, f.length);
+    expect(std::move(answered.span), answered.at, f.length);
     if (!left_) end_payload();
     return true;
 }
@@ -314,14 +373,7 @@ void Connection::end_payload() {
         return;
     }
     applied_ = frame_.id;
-    if (refused_ != Refusal::none) {
-        Frame f;
-        f.op = static_cast<u32>(Op::refuse);
-        f.id = acknowledged_ = frame_.id;
-        f.key = static_cast<u64>(refused_);
-        enqueue(f, nullptr, nullptr, 0);
-        return;
-    }
+    if (refused_ != Refusal::none) return refuse(frame_.id);
     if (frame_.signal_offset == no_signal) return;
     Engine::Exposed signal{};
     if (!engine_.look(frame_.signal_key, signal) || !signal.span->holds(frame_.signal_offset, 8)) return;  // closed meanwhile

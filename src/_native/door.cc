@@ -8,9 +8,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <unordered_set>
 #include <vector>
+
+#include "unlocked.h"
 
 namespace tw {
 
@@ -32,9 +35,9 @@ void ring(Door& door) {
     futex(door.bell, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void park(Door& door, u32 seen, double seconds) {
+bool park(Door& door, u32 seen, double seconds) {
     timespec t{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<double>(static_cast<time_t>(seconds))) * 1e9)};
-    futex(door.bell, FUTEX_WAIT, seen, &t);
+    return futex(door.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
@@ -57,7 +60,7 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
         if (target.lost()) { outcome = Outcome::lost; break; }
         const double left = end - now();
         if (left <= 0) { outcome = seconds <= slice_seconds ? Outcome::timed_out : Outcome::interrupted; break; }
-        park(door, seen, left);
+        if (!park(door, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
     door.parked.fetch_sub(1, std::memory_order_relaxed);
     return outcome;
@@ -106,6 +109,7 @@ Life::~Life() {
 }
 
 void Life::lose(const std::string& reason) {
+    if (forked()) return;  // a thread that the child does not have may hold the mutex
     {
         std::lock_guard g(mutex_);
         if (lost_.load()) return;
@@ -129,6 +133,7 @@ static void before_fork() { registry().mutex.lock(); }
 static void after_fork_in_parent() { registry().mutex.unlock(); }
 
 static void after_fork_in_child() {
+    Unlocked::after_fork_in_child();
     Registry& r = registry();
     for (Life* life : r.lives) life->mark_forked();
     // The numbers stay taken, by /dev/null: objects copied from the parent will close them again.

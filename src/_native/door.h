@@ -33,16 +33,16 @@ struct Door {
 };
 
 void ring(Door& door);
-// Sleeps until the bell differs from `seen`, a signal arrives, or `seconds` pass.
-void park(Door& door, u32 seen, double seconds);
+// Sleeps until the bell differs from `seen`, a signal arrives (then false), or `seconds` pass.
+bool park(Door& door, u32 seen, double seconds);
 
 // Doors that a loss must ring, whoever is lost: waiters look at their peer's life themselves.
 void enlist(Door* door);
 void dismiss(Door* door);
 void ring_all();
 
-// Alive until lost, once and for good. A channel's life has its device's as parent.
-class Life {
+// Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its device's as parent.
+class Life : public std::enable_shared_from_this<Life> {
   public:
     explicit Life(std::shared_ptr<Life> parent = nullptr);
     ~Life();
@@ -51,7 +51,7 @@ class Life {
     // A channel below this life is lost: ends waits that named no peer.
     bool child_lost() const { return child_lost_.load(std::memory_order_acquire) != 0; }
     bool forked() const { return forked_.load(std::memory_order_relaxed); }
-    void mark_forked() { forked_.store(true); lost_.store(1); }
+    void mark_forked() { forked_.store(true); lost_.store(1); }  // in the child: takes no lock
     std::string reason();
 
   private:
@@ -77,15 +77,20 @@ struct Target {
     Door* door;
     const Life* peer;  // may be null
     const Life* own;   // may be null
+    const std::atomic<u32>* closed = nullptr;  // of the region that is waited on
     bool reached(u64 at_least) const { return word->load(std::memory_order_acquire) >= at_least; }
-    bool lost() const { return (own && (own->lost() || (!peer && own->child_lost()))) || (peer && peer->lost()); }
+    bool lost() const {
+        return (own && (own->lost() || (!peer && own->child_lost()))) || (peer && peer->lost()) ||
+               (closed && closed->load(std::memory_order_acquire));
+    }
 };
 
 class Progress {
   public:
     virtual ~Progress() = default;
     virtual Outcome wait(const Target& target, u64 at_least, double seconds) = 0;
-    virtual void kick() = 0;  // makes a blocked driver look at its condition again
+    virtual void kick() = 0;   // makes a blocked driver look at its condition again
+    virtual void nudge() = 0;  // the same after a store of this process; free while nobody blocks
 };
 
 void enlist(Progress* progress);

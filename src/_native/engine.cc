@@ -1,16 +1,17 @@
 #include "engine.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
+#include <optional>
 #include <system_error>
 
 #include "monitor.h"
+#include "unlocked.h"
 
 namespace tw {
 
@@ -24,7 +25,12 @@ Engine::Engine(std::shared_ptr<Life> life) : life_(std::move(life)), pid_(getpid
     outer_ = epoll_create1(EPOLL_CLOEXEC);
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     stop_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0) {
+        const int error = errno;
+        for (int fd : {inner_, outer_, wake_, stop_fd_})
+            if (fd >= 0) ::close(fd);
+        throw std::system_error(error, std::generic_category(), "epoll");
+    }
     for (int fd : {inner_, outer_, wake_, stop_fd_}) close_on_fork(fd);
     epoll_event e{};
     e.events = EPOLLIN;
@@ -38,19 +44,25 @@ Engine::Engine(std::shared_ptr<Life> life) : life_(std::move(life)), pid_(getpid
     thread_ = start_thread([](void* self) { static_cast<Engine*>(self)->run(); }, this);
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+    // Whoever drives now may want the GIL before it lets go.
+    std::optional<Unlocked> unlocked;
+    if (!closed_ && Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
+    close();
+}
 
 void Engine::close() {
     if (getpid() != pid_) {
-        if (thread_.joinable()) thread_.detach();
+        abandon_thread(thread_);
         return;
     }
     if (closed_.exchange(true)) return;
     std::vector<std::shared_ptr<Connection>> all;
+    std::unordered_map<u64, Exposed> exposed;  // dies after the lock: a span may need the GIL's owner to go on
     {
         std::lock_guard g(table_mutex_);
         for (auto& [token, c] : connections_) all.push_back(c);
-        exposed_.clear();
+        exposed.swap(exposed_);
     }
     for (auto& c : all) c->close("the device was closed");
     life_->lose("the device was closed");
@@ -61,21 +73,29 @@ void Engine::close() {
     if (thread_.joinable()) thread_.join();
     std::lock_guard drive(drive_mutex_);  // no waiter drives any more
     dismiss(static_cast<Progress*>(this));
-    for (int fd : {inner_, outer_, wake_, stop_fd_}) {
-        forget_fd(fd);
-        ::close(fd);
+    std::lock_guard kicks(kick_mutex_);
+    for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_}) {
+        forget_fd(*fd);
+        ::close(*fd);
+        *fd = -1;
     }
-    inner_ = outer_ = wake_ = stop_fd_ = -1;
 }
 
 void Engine::kick() {
+    std::lock_guard g(kick_mutex_);
     const u64 one = 1;
     if (wake_ >= 0 && write(wake_, &one, 8) < 0) { /* it is awake */ }
 }
 
+void Engine::nudge() {
+    // Pairs with the fence in drive(): either the driver sees the new word, or we see the driver.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_relaxed)) kick();
+}
+
 void Engine::expose(u64 key, std::shared_ptr<Span> span, bool writable) {
     std::lock_guard g(table_mutex_);
-    exposed_[key] = {std::move(span), writable};
+    if (!closed_) exposed_[key] = {std::move(span), writable};
 }
 
 void Engine::withdraw(u64 key) {
@@ -93,7 +113,11 @@ bool Engine::look(u64 key, Exposed& out) {
 
 std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Life> life) {
     std::lock_guard g(table_mutex_);
-    if (closed_) throw std::system_error(EBADF, std::generic_category(), "the engine is closed");
+    if (closed_ || getpid() != pid_) {
+        forget_fd(fd);
+        ::close(fd);
+        throw std::system_error(EBADF, std::generic_category(), "the engine is closed");
+    }
     const u64 token = next_token_++;
     auto c = std::make_shared<Connection>(*this, fd, token, initiator, std::move(life));
     connections_[token] = c;
@@ -125,14 +149,22 @@ size_t Engine::connections() {
 
 void Engine::arm(bool on) {
     epoll_event e{};
-    e.events = on ? EPOLLIN : 0;
+    if (on) e.events = EPOLLIN;
     e.data.u64 = inner_token;
     epoll_ctl(outer_, EPOLL_CTL_MOD, inner_, &e);
 }
 
-bool Engine::progress(int timeout_ms) {
+Engine::Turn Engine::progress(double seconds) {
+    if (seconds > 0) {
+        // Not epoll_wait's own timeout: it counts milliseconds.
+        pollfd p{inner_, POLLIN, 0};
+        const timespec t{0, static_cast<long>(std::min(seconds, slice_seconds) * 1e9)};
+        const int ready = ppoll(&p, 1, &t, nullptr);
+        if (ready < 0 && errno == EINTR) return Turn::interrupted;
+        if (ready <= 0) return Turn::idle;
+    }
     epoll_event events[64];
-    const int n = epoll_wait(inner_, events, 64, timeout_ms);
+    const int n = epoll_wait(inner_, events, 64, 0);
     bool any = false;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == wake_token) {
@@ -146,7 +178,7 @@ bool Engine::progress(int timeout_ms) {
         if (events[i].events & EPOLLOUT) c->writable();
         if (events[i].events & ~static_cast<u32>(EPOLLOUT)) c->readable();
     }
-    return any;
+    return any ? Turn::busy : Turn::idle;
 }
 
 void Engine::run() {
@@ -156,7 +188,7 @@ void Engine::run() {
         if (stop_) return;
         std::unique_lock g(drive_mutex_, std::try_to_lock);
         if (g) {
-            while (!stop_ && progress(0)) {}
+            while (!stop_ && progress(0) == Turn::busy) {}
         }
     }
 }
@@ -165,30 +197,39 @@ void Engine::run() {
 Outcome Engine::wait(const Target& target, u64 at_least, double seconds) {
     if (target.reached(at_least)) return Outcome::reached;
     const double start = now(), end = start + std::min(seconds, slice_seconds);
-    std::unique_lock drive(drive_mutex_, std::try_to_lock);
-    for (double t = start; !drive && t - start < drive_spin_seconds; t = now()) {
+    std::unique_lock lock(drive_mutex_, std::try_to_lock);
+    for (double t = start; !lock && t - start < drive_spin_seconds; t = now()) {
         if (target.reached(at_least)) return Outcome::reached;
         relax();
-        (void)drive.try_lock();
+        (void)lock.try_lock();
     }
-    if (!drive) return wait_parked(target, at_least, seconds);
+    if (!lock) return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
     if (closed_) return target.reached(at_least) ? Outcome::reached : Outcome::lost;
     arm(false);
-    Outcome outcome;
-    double last = now();
-    for (;;) {
-        if (target.reached(at_least)) { outcome = Outcome::reached; break; }
-        if (target.lost() || stop_) { outcome = Outcome::lost; break; }
-        const double t = now();
-        if (t >= end) { outcome = seconds <= slice_seconds ? Outcome::timed_out : Outcome::interrupted; break; }
-        if (t - last < drive_spin_seconds) {
-            if (progress(0)) last = now();
-        } else {
-            if (progress(std::max(1, static_cast<int>((end - t) * 1000)))) last = now();
-        }
-    }
+    const Outcome outcome = drive(target, at_least, end, seconds <= slice_seconds);
     arm(true);
     return outcome;
+}
+
+Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_slice) {
+    double last = now();
+    for (;;) {
+        // At least one turn, however short the wait: polling must bring what it polls for.
+        const Turn turn = progress(0);
+        if (target.reached(at_least)) return Outcome::reached;
+        if (target.lost() || stop_) return Outcome::lost;
+        const double t = now();
+        if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
+        if (turn == Turn::busy) last = t;
+        if (t - last < drive_spin_seconds) continue;
+        sleeping_.store(true, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        Turn slept = Turn::busy;
+        if (!target.reached(at_least) && !target.lost()) slept = progress(end - t);
+        sleeping_.store(false, std::memory_order_relaxed);
+        if (slept == Turn::busy) last = now();
+        if (slept == Turn::interrupted && !last_slice) return Outcome::interrupted;
+    }
 }
 
 }  // namespace tw

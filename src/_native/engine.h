@@ -18,7 +18,8 @@ enum class Op : u32 { write = 1, read = 2, fetch_add = 3, compare_swap = 4, ack 
 enum class Refusal : u32 { none = 0, key = 1, range = 2, access = 3, alignment = 4 };
 
 constexpr u32 frame_magic = 0x31465754;  // "TWF1"
-constexpr u64 no_signal = ~u64{0};
+constexpr u64 no_signal = ~u64{0};          // as signal_offset: no signal; as a write's offset: nothing but a signal
+constexpr u64 most_outstanding = 4096;      // operations an initiator may have in flight
 
 struct Frame {
     u32 magic = frame_magic;
@@ -38,13 +39,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
   public:
     Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> life);
     ~Connection();
-    // The operation's number; waits while too many are outstanding. 0: the connection is lost, or `seconds` passed.
-    // `memory` is a write's source or a read's destination.
-    u64 post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds);
+    // Gives the operation a number and sends it; waits while too many are outstanding. Only if the outcome is
+    // `reached` was it started. `memory` is a write's source or a read's destination.
+    Outcome post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, u64& id);
     Target completion() { return {&done_, &door_, life.get(), engine_life_.get()}; }
     u64 done() const { return done_.load(std::memory_order_acquire); }
     Refusal refusal(u64 id);
     u64 old_value(u64 id);
+    // Afterwards no thread touches the memory of any of its operations.
     void close(const std::string& reason);
 
     const std::shared_ptr<Life> life;
@@ -64,13 +66,23 @@ class Connection : public std::enable_shared_from_this<Connection> {
         u64 length;
     };
     void enqueue(Frame frame, std::shared_ptr<Span> span, const char* payload, u64 length);
-    void flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held
+    bool flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held; false: close it, once that is released
     void update_interest();                                    // send_mutex_ held
+    bool has_room() const { return posted_.load() - done() < most_outstanding; }
     void writable();
-    bool readable();
+    void readable();
+    bool receive();
+    ssize_t receive_payload();
+    ssize_t receive_frames();
+    void acknowledge();
     bool parse();
     bool begin_request(const Frame& f);
+    Refusal judge(const Frame& f, std::shared_ptr<Span>& target);
+    Refusal judge_signal(const Frame& f);
+    void answer(const Frame& f, std::shared_ptr<Span> target);
+    void refuse(u64 id);
     bool begin_reply(const Frame& f);
+    const char* take_answer(const Frame& f, Pending& answered);
     void end_payload();
     void expect(std::shared_ptr<Span> span, char* at, u64 length);
     bool broken(const char* why);
@@ -78,15 +90,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
     Engine& engine_;
     const std::shared_ptr<Life> engine_life_;
-    const int fd_;
+    int fd_;  // closed under both receive_mutex_ and send_mutex_
     const u64 token_;
     const bool initiator_;
     std::atomic<bool> dead_{false};
     Door door_;
 
+    // Locks are taken in this order: drive, receive, send, result. None is held while Python's is asked for.
     std::mutex send_mutex_;
     std::deque<Outgoing> outgoing_;
-    u64 posted_ = 0;
+    std::atomic<u64> posted_{0};
     u32 interest_ = 0;
 
     std::mutex result_mutex_;  // pending_, refusals_, old_values_
@@ -95,7 +108,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::unordered_map<u64, u64> old_values_;
     std::atomic<u64> done_{0};
 
-    // receiving; under the engine's drive mutex
+    std::mutex receive_mutex_;  // everything below; held by the thread that drives
+    std::atomic<std::thread::id> receiver_{};
     std::vector<char> staging_;
     size_t begin_ = 0, end_ = 0;
     bool in_payload_ = false;
@@ -107,7 +121,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     u64 applied_ = 0, acknowledged_ = 0;
 };
 
-class Engine : public Progress {
+class Engine : public Progress, public std::enable_shared_from_this<Engine> {
   public:
     explicit Engine(std::shared_ptr<Life> life);
     ~Engine() override;
@@ -116,6 +130,7 @@ class Engine : public Progress {
     std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Life> life);
     Outcome wait(const Target& target, u64 at_least, double seconds) override;
     void kick() override;
+    void nudge() override;
     void close();
     size_t connections();
 
@@ -128,13 +143,17 @@ class Engine : public Progress {
     std::shared_ptr<Connection> find(u64 token);
     bool look(u64 key, Exposed& out);
     void drop(u64 token);
-    bool progress(int timeout_ms);  // drive_mutex_ held
+    enum class Turn { idle, busy, interrupted };
+    Turn progress(double seconds);  // drive_mutex_ held
+    Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
     void run();
 
     const std::shared_ptr<Life> life_;
     int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1;
     std::atomic<bool> stop_{false}, closed_{false};
+    std::atomic<bool> sleeping_{false};  // the driver may be blocked
+    std::mutex kick_mutex_;              // wake_ is open
     std::mutex drive_mutex_;
     std::mutex table_mutex_;
     std::unordered_map<u64, Exposed> exposed_;

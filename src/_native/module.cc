@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "monitor.h"
 #include "span.h"
+#include "unlocked.h"
 #include "window.h"
 
 namespace nb = nanobind;
@@ -43,6 +44,10 @@ void check(const Memory& m, u64 offset, u64 length) {
     if (!m.span->holds(offset, length)) throw nb::index_error("out of the region's range");
 }
 
+void check_writable(const Memory& m) {
+    if (!m.span->writable) throw nb::value_error("this memory is read-only");
+}
+
 std::atomic<u64>& word(const Memory& m, u64 offset) {
     check(m, offset, 8);
     if (!m.span->aligned(offset)) throw nb::value_error("a signal word must be 8-byte aligned");
@@ -50,8 +55,29 @@ std::atomic<u64>& word(const Memory& m, u64 offset) {
 }
 
 void store(const Memory& m, u64 offset, u64 value) {
+    check_writable(m);
     word(m, offset).store(value, std::memory_order_release);
-    ring(m.span->header->door);
+    m.span->announce();
+}
+
+u64 fetch_add(const Memory& m, u64 offset, u64 value) {
+    check_writable(m);
+    const u64 old = word(m, offset).fetch_add(value, std::memory_order_acq_rel);
+    m.span->announce();
+    return old;
+}
+
+u64 compare_swap(const Memory& m, u64 offset, u64 expected, u64 value) {
+    check_writable(m);
+    word(m, offset).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
+    m.span->announce();
+    return expected;
+}
+
+void mark_closed(const Memory& m) {
+    if (!m.span->has_door() || (m.span->own && m.span->own->forked())) return;  // a child shares the page with its parent
+    m.span->header->closed.store(1, std::memory_order_release);
+    m.span->announce();
 }
 
 void move(char* target, const char* source, u64 nbytes) {
@@ -59,32 +85,40 @@ void move(char* target, const char* source, u64 nbytes) {
         copy(target, source, nbytes);
         return;
     }
-    nb::gil_scoped_release release;
+    Unlocked unlocked;
     copy(target, source, nbytes);
 }
 
 void put(const Memory& source, u64 source_offset, const Memory& target, u64 target_offset, u64 nbytes) {
     check(source, source_offset, nbytes);
     check(target, target_offset, nbytes);
+    check_writable(target);
+    // A write is not seen before the one in front of it, on any processor.
+    std::atomic_thread_fence(std::memory_order_release);
     move(target.span->base + target_offset, source.span->base + source_offset, nbytes);
 }
 
 void put_signal(const Memory& source, u64 source_offset, const Memory& target, u64 target_offset, u64 nbytes,
                 const Memory& signal, u64 signal_offset, u64 value) {
+    word(signal, signal_offset);  // refused before anything changes
+    check_writable(signal);
     put(source, source_offset, target, target_offset, nbytes);
     store(signal, signal_offset, value);
 }
 
-// 0: reached, 1: timed out, 2: lost.
+// 0: reached, 1: timed out, 2: lost. Python handles signals in its main thread only: no other asks for the GIL in between.
 int wait_outcome(const Target& target, Progress* progress, u64 at_least, double seconds) {
     if (target.reached(at_least)) return 0;
     const double end = now() + seconds;
+    const bool main = gettid() == getpid();
     for (;;) {
         Outcome outcome;
         {
-            nb::gil_scoped_release release;
-            const double left = std::max(0.0, end - now());
-            outcome = progress ? progress->wait(target, at_least, left) : wait_parked(target, at_least, left);
+            Unlocked unlocked;
+            do {
+                const double left = std::max(0.0, end - now());
+                outcome = progress ? progress->wait(target, at_least, left) : wait_parked(target, at_least, left);
+            } while (outcome == Outcome::interrupted && !main);
         }
         if (outcome != Outcome::interrupted) return static_cast<int>(outcome);
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -93,20 +127,32 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
 
 int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
     word(m, offset);
+    if (!m.span->has_door()) throw nb::value_error("nobody can wait on read-only memory of a peer");
     const std::shared_ptr<Span> keep = m.span;
-    return wait_outcome(keep->target(offset, peer), keep->progress.get(), at_least, seconds);
+    const std::shared_ptr<Progress> progress = keep->progress.lock();
+    return wait_outcome(keep->target(offset, peer), progress.get(), at_least, seconds);
 }
 
-u64 post(Connection& c, const Frame& frame, std::shared_ptr<Span> memory, u64 offset, double seconds) {
-    nb::gil_scoped_release release;
-    return c.post(frame, std::move(memory), offset, seconds);
+// The operation's number, or 0: the connection is lost, or `seconds` passed while it was full.
+u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory, u64 offset, double seconds) {
+    const double end = now() + seconds;
+    for (;;) {
+        Outcome outcome;
+        u64 id = 0;
+        {
+            Unlocked unlocked;
+            outcome = c.post(frame, memory, offset, std::max(0.0, end - now()), id);
+        }
+        if (outcome != Outcome::interrupted) return id;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
 }
 
 struct PulseBytes {
     static int send(Pulse& p, nb::bytes data, double seconds) {
         const char* at = data.c_str();
         const size_t n = data.size();
-        nb::gil_scoped_release release;
+        Unlocked unlocked;
         return p.send(at, n, seconds);
     }
 };
@@ -115,8 +161,10 @@ struct PulseBytes {
 
 NB_MODULE(_native, m) {
     m.doc() = "Tensorwire's native core: shared words, waits, copies and the tcp engine.";
-    nb::set_leak_warnings(false);  // a script may end in the middle of anything
+    // A process may end without closing its devices: their threads keep them, and the kernel tells the peers.
+    nb::set_leak_warnings(false);
     install_fork_handlers();
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Unlocked::end_of_interpreter));
     nb::register_exception_translator([](const std::exception_ptr& p, void*) {
         try {
             std::rethrow_exception(p);
@@ -127,8 +175,8 @@ NB_MODULE(_native, m) {
     });
 
     nb::class_<Life>(m, "Life", "Alive until lost, once and for good.", nb::is_weak_referenceable())
-        .def("__init__", [](Life* self, std::shared_ptr<Life> parent) { new (self) Life(std::move(parent)); }, "parent"_a.none() = nb::none())
-        .def("lose", &Life::lose, "reason"_a, nb::call_guard<nb::gil_scoped_release>(), "Marks it lost and wakes every waiter of the process.")
+        .def(nb::new_([](std::shared_ptr<Life> parent) { return std::make_shared<Life>(std::move(parent)); }), "parent"_a.none() = nb::none())
+        .def("lose", &Life::lose, "reason"_a, nb::call_guard<Unlocked>(), "Marks it lost and wakes every waiter of the process.")
         .def_prop_ro("lost", &Life::lost)
         .def_prop_ro("child_lost", &Life::child_lost)
         .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
@@ -137,11 +185,11 @@ NB_MODULE(_native, m) {
     nb::class_<Memory>(m, "Memory", "A span of memory that transfers may touch.", nb::type_slots(memory_slots), nb::is_weak_referenceable())
         .def(nb::init<const Memory&>(), "other"_a)
         .def_static("allocate", [](u64 nbytes, bool reserve) {
-                 nb::gil_scoped_release release;
+                 Unlocked unlocked;
                  return Memory{Span::allocate(nbytes, reserve)};
              }, "nbytes"_a, "reserve"_a = true, "A new sealed memfd, zeroed; touched if `reserve`.")
         .def_static("map", [](int fd, bool writable) {
-                 nb::gil_scoped_release release;
+                 Unlocked unlocked;
                  return Memory{Span::map(fd, writable)};
              }, "fd"_a, "writable"_a, "A peer's memfd.")
         .def_static("wrap", [](nb::object buffer) {
@@ -151,28 +199,20 @@ NB_MODULE(_native, m) {
              }, "buffer"_a, "Memory of a contiguous Python buffer.")
         .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Engine> engine) {
                  self.span->own = std::move(own);
-                 self.span->progress = std::move(engine);
+                 self.span->progress = engine;
              }, "own"_a, "engine"_a.none() = nb::none(), "Whose memory it is, and what must run while somebody waits on it.")
         .def_prop_ro("nbytes", [](const Memory& s) { return s.span->nbytes; })
         .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
         .def_prop_ro("address", [](const Memory& s) { return reinterpret_cast<uintptr_t>(s.span->base); })
         .def_prop_ro("writable", [](const Memory& s) { return s.span->writable; })
         .def_prop_ro("closed", [](const Memory& s) { return s.span->header->closed.load(std::memory_order_acquire) != 0; })
-        .def("mark_closed", [](Memory& s) { if (s.span->writable || s.span->fd < 0) s.span->header->closed.store(1, std::memory_order_release); })
+        .def("mark_closed", &mark_closed, "Ends waits on it, here and where it is mapped; peers are refused.")
         .def("load", [](const Memory& s, u64 offset) { return word(s, offset).load(std::memory_order_acquire); }, "offset"_a)
         .def("store", &store, "offset"_a, "value"_a, "Release store of a signal word, and wake its waiters.")
-        .def("fetch_add", [](const Memory& s, u64 offset, u64 value) {
-                 const u64 old = word(s, offset).fetch_add(value, std::memory_order_acq_rel);
-                 ring(s.span->header->door);
-                 return old;
-             }, "offset"_a, "value"_a)
-        .def("compare_swap", [](const Memory& s, u64 offset, u64 expected, u64 value) {
-                 word(s, offset).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
-                 ring(s.span->header->door);
-                 return expected;
-             }, "offset"_a, "expected"_a, "value"_a)
+        .def("fetch_add", &fetch_add, "offset"_a, "value"_a)
+        .def("compare_swap", &compare_swap, "offset"_a, "expected"_a, "value"_a)
         .def("wait", &wait_word, "offset"_a, "at_least"_a, "seconds"_a, "peer"_a.none() = nb::none(),
-             "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost.");
+             "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed.");
 
     m.def("put", &put, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "Copies between mapped memories.");
     m.def("put_signal", &put_signal, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "signal"_a, "signal_offset"_a, "value"_a,
@@ -182,8 +222,8 @@ NB_MODULE(_native, m) {
         .def(nb::init<u64>(), "nbytes"_a)
         .def("place", [](Window& w, u64 offset, const Memory& memory, u64 source, u64 length) { w.place(offset, memory.span, source, length); },
              "offset"_a, "memory"_a, "source"_a, "length"_a)
-        .def("refresh", &Window::refresh, "offset"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("modified", &Window::modified, "limit"_a, nb::call_guard<nb::gil_scoped_release>(), "Offsets of pages written through the window.")
+        .def("refresh", &Window::refresh, "offset"_a, "length"_a, nb::call_guard<Unlocked>())
+        .def("modified", &Window::modified, "limit"_a, nb::call_guard<Unlocked>(), "Offsets of pages written through the window.")
         .def_ro("nbytes", &Window::nbytes)
         .def_prop_ro("address", [](const Window& w) { return reinterpret_cast<uintptr_t>(w.base); });
 
@@ -191,22 +231,22 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def("watch", &Monitor::watch, "fd"_a, "life"_a)
         .def("forget", &Monitor::forget, "fd"_a)
-        .def("close", &Monitor::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &Monitor::close, nb::call_guard<Unlocked>());
 
     nb::class_<Pulse>(m, "Pulse", "A thread that sends heartbeats on a socket, and the one way to send anything else there.")
         .def("__init__", [](Pulse* self, int fd, nb::bytes beat, double interval) { new (self) Pulse(fd, std::string(beat.c_str(), beat.size()), interval); },
              "fd"_a, "beat"_a, "interval"_a)
         .def("send", &PulseBytes::send, "data"_a, "seconds"_a, "0, or the errno that ended the connection.")
-        .def("close", &Pulse::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &Pulse::close, nb::call_guard<Unlocked>());
 
     nb::class_<Engine>(m, "Engine", "The tcp engine of one device.")
-        .def("__init__", [](Engine* self, std::shared_ptr<Life> life) { new (self) Engine(std::move(life)); }, "life"_a)
+        .def(nb::new_([](std::shared_ptr<Life> life) { return std::make_shared<Engine>(std::move(life)); }), "life"_a)
         .def("expose", [](Engine& e, u64 key, const Memory& memory, bool writable) { e.expose(key, memory.span, writable); }, "key"_a, "memory"_a, "writable"_a)
         .def("withdraw", &Engine::withdraw, "key"_a)
         .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Life> life) { return e.connect(fd, initiator, std::move(life)); },
              "fd"_a, "initiator"_a, "life"_a, nb::keep_alive<0, 1>(), "Takes over a connected, authenticated socket.")
         .def_prop_ro("connections", &Engine::connections)
-        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &Engine::close, nb::call_guard<Unlocked>());
 
     nb::class_<Connection>(m, "Connection", "One connection of the engine.")
         .def("write", [](Connection& c, const Memory& source, u64 source_offset, u64 length, u64 key, u64 offset, u64 signal_key, u64 signal_offset, u64 value, double seconds) {
@@ -220,11 +260,13 @@ NB_MODULE(_native, m) {
         .def("signal", [](Connection& c, u64 key, u64 offset, u64 value, double seconds) {
                  Frame f;
                  f.op = static_cast<u32>(Op::write);
+                 f.offset = no_signal;
                  f.signal_key = key; f.signal_offset = offset; f.signal_value = value;
                  return post(c, f, nullptr, 0, seconds);
              }, "key"_a, "offset"_a, "value"_a, "seconds"_a)
         .def("read", [](Connection& c, const Memory& target, u64 target_offset, u64 length, u64 key, u64 offset, double seconds) {
                  check(target, target_offset, length);
+                 check_writable(target);
                  Frame f;
                  f.op = static_cast<u32>(Op::read);
                  f.key = key; f.offset = offset; f.length = length;
@@ -247,7 +289,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("life", [](Connection& c) { return c.life; })
         .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)
         .def("old_value", &Connection::old_value, "id"_a)
-        .def("close", &Connection::close, "reason"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &Connection::close, "reason"_a, nb::call_guard<Unlocked>());
 
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;

@@ -18,18 +18,30 @@ std::thread start_thread(void (*body)(void*), void* argument) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    std::thread t(body, argument);
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    return t;
+    struct Restore {
+        sigset_t& old;
+        ~Restore() { pthread_sigmask(SIG_SETMASK, &old, nullptr); }
+    } restore{old};
+    return std::thread(body, argument);
 }
+
+void abandon_thread(std::thread& thread) {
+    if (thread.joinable()) new std::thread(std::move(thread));
+}
+
+static constexpr u64 wake_token = 0;
 
 Monitor::Monitor() : pid_(getpid()) {
     epoll_ = epoll_create1(EPOLL_CLOEXEC);
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+    if (epoll_ < 0 || wake_ < 0) {
+        const int error = errno;
+        if (epoll_ >= 0) ::close(epoll_);
+        throw std::system_error(error, std::generic_category(), "epoll");
+    }
     epoll_event e{};
     e.events = EPOLLIN;
-    e.data.fd = wake_;
+    e.data.u64 = wake_token;
     epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &e);
     close_on_fork(epoll_);
     close_on_fork(wake_);
@@ -37,21 +49,25 @@ Monitor::Monitor() : pid_(getpid()) {
 }
 
 void Monitor::watch(int fd, std::shared_ptr<Life> life) {
+    if (getpid() != pid_) throw std::system_error(EPERM, std::generic_category(), "the monitor belongs to the parent process");
     std::lock_guard g(mutex_);
-    lives_[fd] = std::move(life);
+    const u64 token = next_token_++;
     epoll_event e{};
     e.events = EPOLLRDHUP;  // EPOLLHUP and EPOLLERR come by themselves
-    e.data.fd = fd;
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &e)) {
-        lives_.erase(fd);
-        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
-    }
+    e.data.u64 = token;
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &e)) throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+    watched_[token] = {fd, std::move(life)};
 }
 
 void Monitor::forget(int fd) {
     if (getpid() != pid_) return;
     std::lock_guard g(mutex_);
-    if (lives_.erase(fd)) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    for (auto it = watched_.begin(); it != watched_.end(); ++it) {
+        if (it->second.fd != fd) continue;
+        epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+        watched_.erase(it);
+        return;
+    }
 }
 
 void Monitor::run() {
@@ -59,16 +75,15 @@ void Monitor::run() {
     while (!stop_) {
         const int n = epoll_wait(epoll_, events, 16, -1);
         for (int i = 0; i < n; i++) {
-            const int fd = events[i].data.fd;
-            if (fd == wake_) continue;
+            if (events[i].data.u64 == wake_token) continue;
             std::shared_ptr<Life> life;
             {
                 std::lock_guard g(mutex_);
-                auto it = lives_.find(fd);
-                if (it == lives_.end()) continue;
-                life = std::move(it->second);
-                lives_.erase(it);
-                epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+                auto it = watched_.find(events[i].data.u64);
+                if (it == watched_.end()) continue;
+                life = std::move(it->second.life);
+                epoll_ctl(epoll_, EPOLL_CTL_DEL, it->second.fd, nullptr);
+                watched_.erase(it);
             }
             life->lose("its process closed the connection or died");
         }
@@ -77,17 +92,20 @@ void Monitor::run() {
 
 void Monitor::close() {
     if (getpid() != pid_) {
-        if (thread_.joinable()) thread_.detach();
+        abandon_thread(thread_);
         return;
     }
     if (stop_.exchange(true)) return;
     const u64 one = 1;
     if (write(wake_, &one, 8) < 0) { /* full means it is awake */ }
     if (thread_.joinable()) thread_.join();
-    forget_fd(epoll_);
-    forget_fd(wake_);
-    ::close(epoll_);
-    ::close(wake_);
+    std::lock_guard g(mutex_);
+    watched_.clear();
+    for (int* fd : {&epoll_, &wake_}) {
+        forget_fd(*fd);
+        ::close(*fd);
+        *fd = -1;
+    }
 }
 
 Monitor::~Monitor() { close(); }
@@ -129,7 +147,7 @@ void Pulse::run() {
 
 void Pulse::close() {
     if (getpid() != pid_) {
-        if (thread_.joinable()) thread_.detach();
+        abandon_thread(thread_);
         return;
     }
     {

@@ -11,6 +11,8 @@ namespace tw {
 
 // Starts a thread that takes no signals: Python's handlers run in the main thread.
 std::thread start_thread(void (*body)(void*), void* argument);
+// In a forked child the thread does not exist: its handle can be neither joined nor detached, so it is left alone.
+void abandon_thread(std::thread& thread);
 
 // One epoll thread: a watched socket whose peer is gone ends the life that goes with it.
 class Monitor {
@@ -23,10 +25,15 @@ class Monitor {
 
   private:
     void run();
+    struct Watched {
+        int fd;
+        std::shared_ptr<Life> life;
+    };
     int epoll_ = -1, wake_ = -1;
     std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::map<int, std::shared_ptr<Life>> lives_;
+    std::mutex mutex_;  // watched_, epoll_
+    std::map<u64, Watched> watched_;  // by token: a number is soon reused, and an event may be older than its reuse
+    u64 next_token_ = 1;
     std::thread thread_;
     pid_t pid_;
 };

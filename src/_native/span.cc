@@ -5,8 +5,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <fstream>
+#include <limits>
 #include <new>
+#include <sstream>
 #include <system_error>
 #include <vector>
 
@@ -16,16 +20,67 @@ namespace tw {
 
 static u64 rounded(u64 nbytes) { return (nbytes + page - 1) / page * page; }
 
+// The values of lines "NAME NUMBER ..." whose name is one of `names`, added up.
+static u64 sum_of(const std::string& path, std::initializer_list<const char*> names) {
+    std::ifstream file(path);
+    u64 sum = 0;
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream words(line);
+        std::string name;
+        u64 value = 0;
+        if (words >> name >> value && std::find(names.begin(), names.end(), name) != names.end()) sum += value;
+    }
+    return sum;
+}
+
+static bool number_in(const std::string& path, u64& value) {
+    std::ifstream file(path);
+    return static_cast<bool>(file >> value);
+}
+
+// Bytes that can still be had, from the machine and from each control group (v2) around this process. The kernel would
+// not refuse more: it would kill a process once they are touched.
+static u64 available_bytes() {
+    u64 least = std::numeric_limits<u64>::max();
+    if (const u64 kib = sum_of("/proc/meminfo", {"MemAvailable:", "SwapFree:"})) least = kib * 1024;
+    std::ifstream groups("/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        if (line.rfind("0::/", 0) != 0) continue;
+        for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
+            const std::string folder = "/sys/fs/cgroup" + path;
+            u64 limit = 0, current = 0;
+            if (number_in(folder + "/memory.max", limit) && number_in(folder + "/memory.current", current)) {
+                const u64 used = current - std::min(current, sum_of(folder + "/memory.stat", {"inactive_file", "active_file"}));
+                least = std::min(least, limit - std::min(limit, used));
+            }
+            if (path.empty() || path == "/") break;
+        }
+    }
+    return least;
+}
+
+// In pieces: a signal makes the kernel give a whole piece back and start again.
+static void reserve_pages(int fd, u64 total) {
+    constexpr u64 piece = u64{64} << 20;
+    if (total > piece && total > available_bytes()) fail(ENOMEM, "allocate");
+    for (u64 at = 0; at < total;) {
+        const u64 length = std::min(piece, total - at);
+        if (fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(length)) == 0) at += length;
+        else if (errno != EINTR) fail(errno, "fallocate");
+    }
+}
+
 std::shared_ptr<Span> Span::allocate(u64 nbytes, bool reserve) {
-    if (nbytes > (u64{1} << 56)) fail(ENOMEM, "allocate");
+    if (nbytes > largest) fail(ENOMEM, "allocate");
     std::shared_ptr<Span> span(new Span);
     const u64 total = page + rounded(nbytes);
+    span->reserved = reserve;
     span->fd = memfd_create("tensorwire", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (span->fd < 0) fail(errno, "memfd_create");
     fchmod(span->fd, 0600);
     if (ftruncate(span->fd, static_cast<off_t>(total))) fail(errno, "ftruncate");
     // Reserved and touched now: lack of memory is an error here, never a SIGBUS in the middle of a step.
-    if (reserve && fallocate(span->fd, 0, 0, static_cast<off_t>(total))) fail(errno, "fallocate");
+    if (reserve) reserve_pages(span->fd, total);
     if (fcntl(span->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) fail(errno, "seal");
     const int flags = MAP_SHARED | (reserve ? MAP_POPULATE : MAP_NORESERVE);
     void* p = mmap(nullptr, total, PROT_READ | PROT_WRITE, flags, span->fd, 0);
@@ -49,7 +104,9 @@ std::shared_ptr<Span> Span::map(int fd, bool writable) {
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK)) fail(EPERM, "the region is not sealed against shrinking");
     const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
-    void* p = mmap(nullptr, static_cast<size_t>(st.st_size), protection, MAP_SHARED | MAP_POPULATE, fd, 0);
+    span->reserved = static_cast<u64>(st.st_blocks) * 512 >= static_cast<u64>(st.st_size);
+    const int flags = MAP_SHARED | (span->reserved ? MAP_POPULATE : MAP_NORESERVE);
+    void* p = mmap(nullptr, static_cast<size_t>(st.st_size), protection, flags, fd, 0);
     if (p == MAP_FAILED) fail(errno, "mmap");
     span->map_ = static_cast<char*>(p);
     span->map_bytes_ = static_cast<u64>(st.st_size);
@@ -64,10 +121,32 @@ std::shared_ptr<Span> Span::map(int fd, bool writable) {
     span->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (span->fd < 0) fail(errno, "dup");
     close_on_fork(span->fd);
+    if (writable) enlist(&span->header->door);
     return span;
 }
 
+void Span::announce() const {
+    ring(header->door);
+    if (auto engine = progress.lock()) engine->nudge();
+}
+
+// A span may die on a native thread, which must not wait for the GIL while it holds an engine's lock.
+// Never destroyed: native threads outlive static objects.
+static std::mutex& graveyard_mutex = *new std::mutex;
+static std::vector<Py_buffer>& graveyard = *new std::vector<Py_buffer>;
+
+static int bury(void*) {
+    std::vector<Py_buffer> views;
+    {
+        std::lock_guard g(graveyard_mutex);
+        views.swap(graveyard);
+    }
+    for (Py_buffer& v : views) PyBuffer_Release(&v);
+    return 0;
+}
+
 std::shared_ptr<Span> Span::wrap(PyObject* buffer) {
+    bury(nullptr);
     std::shared_ptr<Span> span(new Span);
     if (PyObject_GetBuffer(buffer, &span->view_, PyBUF_WRITABLE) != 0) {
         PyErr_Clear();
@@ -83,25 +162,13 @@ std::shared_ptr<Span> Span::wrap(PyObject* buffer) {
     return span;
 }
 
-// A span may die on a native thread, which must not wait for the GIL while it holds an engine's lock.
-static std::mutex graveyard_mutex;
-static std::vector<Py_buffer> graveyard;
-
-static int bury(void*) {
-    std::vector<Py_buffer> views;
-    {
-        std::lock_guard g(graveyard_mutex);
-        views.swap(graveyard);
-    }
-    for (Py_buffer& v : views) PyBuffer_Release(&v);
-    return 0;
-}
-
 Span::~Span() {
-    if (header && (borrowed_ || writable)) dismiss(&header->door);
+    if (header && has_door()) dismiss(&header->door);
     if (borrowed_) {
         delete header;
-        if (PyGILState_Check()) {
+        if (!Py_IsInitialized()) {
+            // the interpreter is gone, and the buffer's owner with it
+        } else if (PyGILState_Check()) {
             PyBuffer_Release(&view_);
         } else {
             {

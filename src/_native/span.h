@@ -8,6 +8,7 @@
 namespace tw {
 
 constexpr u64 page = 4096;
+constexpr u64 largest = u64{1} << 56;  // what an address could ever reach
 
 // The page in front of every mapped span. Processes that map it share the door and the closed flag.
 struct Header {
@@ -32,15 +33,20 @@ class Span {
     bool holds(u64 offset, u64 length) const { return offset <= nbytes && length <= nbytes - offset; }
     bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
     std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
-    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get()}; }
+    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed}; }
+    // After this process changed a word, or closed the span: wakes whoever waits here.
+    void announce() const;
+    // False for a mapping without write access, whose door nobody can knock at.
+    bool has_door() const { return borrowed_ || writable; }
 
     char* base = nullptr;
     u64 nbytes = 0;
     Header* header = nullptr;
     int fd = -1;
     bool writable = true;
+    bool reserved = true;                 // every page exists: mapping it may touch them all
     std::shared_ptr<Life> own;            // the device this span belongs to
-    std::shared_ptr<Progress> progress;   // what must run while somebody waits here
+    std::weak_ptr<Progress> progress;     // what must run while somebody waits here; it holds spans, so they do not hold it
 
   private:
     Span() = default;

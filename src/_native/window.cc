@@ -13,6 +13,7 @@ namespace tw {
 [[noreturn]] static void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
 Window::Window(u64 size) : nbytes((size + page - 1) / page * page) {
+    if (size > largest) fail(ENOMEM, "reserve");
     void* p = mmap(nullptr, std::max(nbytes, page), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail(errno, "reserve");
     base = static_cast<char*>(p);
@@ -29,16 +30,19 @@ Window::~Window() {
 }
 
 void Window::show(const Extent& e, u64 from, u64 length) {
-    // Populated while it is read-only: populating a writable private mapping would copy every page.
+    // Populated while it is read-only: populating a writable private mapping would copy every page. Not where the
+    // region is sparse: that would fill it.
+    const int flags = MAP_PRIVATE | MAP_FIXED | (e.span->reserved ? MAP_POPULATE : 0);
     const off_t at = static_cast<off_t>(page + e.source + (from - e.offset));
-    void* p = mmap(base + from, length, PROT_READ, MAP_PRIVATE | MAP_FIXED | MAP_POPULATE, e.span->fd, at);
+    void* p = mmap(base + from, length, PROT_READ, flags, e.span->fd, at);
     if (p == MAP_FAILED) fail(errno, "mmap");
     if (mprotect(p, length, PROT_READ | PROT_WRITE)) fail(errno, "mprotect");
 }
 
 void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 length) {
     if (offset % page || source % page || length % page || offset > nbytes || length > nbytes - offset) fail(EINVAL, "window");
-    if (span->fd < 0 || source > (span->nbytes + page - 1) / page * page || length > (span->nbytes + page - 1) / page * page - source) fail(EINVAL, "window");
+    const u64 room = (span->nbytes + page - 1) / page * page;
+    if (span->fd < 0 || source > room || length > room - source) fail(EINVAL, "window");
     if (!length) return;
     Extent e{offset, source, length, std::move(span)};
     show(e, offset, length);
@@ -46,7 +50,8 @@ void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 lengt
 }
 
 void Window::refresh(u64 offset, u64 length) {
-    const u64 end = std::min(nbytes, (offset + length + page - 1) / page * page);
+    if (offset >= nbytes) return;
+    const u64 end = (offset + std::min(length, nbytes - offset) + page - 1) / page * page;
     offset = offset / page * page;
     for (const Extent& e : extents_) {
         const u64 from = std::max(offset, e.offset), to = std::min(end, e.offset + e.length);

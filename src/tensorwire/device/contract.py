@@ -7,6 +7,8 @@ reused and that the bytes are in the target's memory; only a signal tells the ta
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -117,7 +119,7 @@ class Channel(ABC):
     @property
     def lost(self) -> bool:
         """Whether the peer is gone."""
-        return self.life.lost
+        return self.life.lost or self.device.life.lost
 
     @abstractmethod
     def close(self) -> None:
@@ -130,7 +132,7 @@ class Channel(ABC):
         self.close()
 
     def _check_alive(self) -> None:
-        if self.life.lost:
+        if self.lost:
             raise PeerLost(self.device.why_lost(self))
 
 
@@ -142,6 +144,8 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.life = Life()
+        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._regions_lock = threading.Lock()
 
     @property
     @abstractmethod
@@ -170,6 +174,8 @@ class Device(ABC):
         ``reserve=False`` neither reserves nor touches it (sparse regions): then lack of memory shows at first use.
         Raises `OutOfMemory` or `ArgumentError`.
         """
+        if nbytes >= 2**64:
+            raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: no address reaches that far")
         if nbytes < 0 or alignment < 1 or alignment & (alignment - 1) or alignment > 4096:
             raise ArgumentError("allocate: nbytes >= 0 and an alignment that is a power of two up to 4096")
         self._check_open()
@@ -182,9 +188,12 @@ class Device(ABC):
     def register(self, buffer: Any) -> Region:
         """Memory that exists already, as a region; anything contiguous with the buffer protocol.
 
-        Raises `ArgumentError` for other objects.
+        It must stay as it is until the region is dropped. Raises `ArgumentError` for other objects, and for arrays of
+        Python objects: a peer would read and write pointers.
         """
         self._check_open()
+        if getattr(getattr(buffer, "dtype", None), "hasobject", False):
+            raise ArgumentError("register needs plain numbers: this array holds Python objects")
         try:
             memory = Memory.wrap(buffer)
         except (TypeError, BufferError, ValueError) as error:
@@ -194,7 +203,16 @@ class Device(ABC):
     def _adopt(self, memory: Memory) -> Region:
         counters.registrations += 1
         self._bind(memory)
-        return Region(self, memory, self._withdraw)
+        region = Region(self, memory, self._withdraw)
+        with self._regions_lock:
+            self._regions.add(region)
+        return region
+
+    def _close_regions(self) -> None:
+        with self._regions_lock:
+            regions = list(self._regions)
+        for region in regions:
+            region.close()
 
     def _bind(self, memory: Memory) -> None:
         memory.bind(self.life, None)
@@ -211,11 +229,10 @@ class Device(ABC):
         self.life.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
-        import threading
+        word = Memory.wrap(bytearray(8))
+        word.bind(self.life)
 
         def watch() -> None:
-            word = Memory.allocate(8)
-            word.bind(self.life)
             while word.wait(0, 1, 3600.0, channel.life) == 1:
                 pass
             call(self.why_lost(channel))
@@ -243,6 +260,26 @@ def check_word(view: RemoteView) -> None:
     """A signal or atomic word is 8 aligned bytes."""
     if view.nbytes != 8 or view.offset % 8:
         raise ArgumentError("a signal or atomic word is a view of 8 bytes at a multiple of 8")
+
+
+def check_fillable(view: View) -> None:
+    """A read needs memory that can be written."""
+    if not view.region.writable:
+        raise ArgumentError("this memory is read-only: a read cannot fill it")
+
+
+def check_value(*values: int) -> None:
+    """A signal or atomic word holds 0 to 2**64 - 1."""
+    for value in values:
+        if not 0 <= value < 2**64:
+            raise ArgumentError(f"a word holds 0 to 2**64 - 1, not {value}")
+
+
+def check_signal(signal: Signal | None) -> None:
+    """A signal names a word and a value that it can hold."""
+    if signal is not None:
+        check_word(signal[0])
+        check_value(signal[1])
 
 
 REFUSALS = {

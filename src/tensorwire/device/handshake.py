@@ -6,10 +6,12 @@ sends the secret. Nothing is encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
 import socket
+import time
 
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
 
@@ -18,17 +20,30 @@ NONCE = 32
 MOST_PURPOSE = 64
 
 
+class _Silent(PeerLost):
+    """The other side sent nothing for too long, or not enough."""
+
+
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """``nbytes`` from a blocking socket; raises `PeerLost` if it ends or falls silent."""
+    """``nbytes`` from a blocking socket, within its timeout as a whole; `PeerLost` if it ends or falls silent."""
+    timeout = sock.gettimeout()
+    end = None if timeout is None else time.monotonic() + timeout
     data = bytearray()
-    while len(data) < nbytes:
-        try:
+    try:
+        while len(data) < nbytes:
+            if end is not None:
+                sock.settimeout(max(1e-3, end - time.monotonic()))
             part = sock.recv(nbytes - len(data))
-        except (TimeoutError, ConnectionError) as error:
-            raise PeerLost(f"the other side of a connection fell silent: {error}") from None
-        if not part:
-            raise PeerLost("the other side closed the connection")
-        data += part
+            if not part:
+                raise PeerLost("the other side closed the connection")
+            data += part
+        sock.settimeout(timeout)
+    except TimeoutError:
+        raise _Silent(f"the other side of a connection fell silent for {timeout:g} s") from None
+    except PeerLost:
+        raise
+    except OSError as error:
+        raise PeerLost(f"the connection broke: {error}") from None
     return bytes(data)
 
 
@@ -52,11 +67,15 @@ def initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
     theirs = receive_exactly(sock, NONCE)
     proof = receive_exactly(sock, 32)
     if not hmac.compare_digest(proof, _proof(secret, b"accept", purpose, mine, theirs)):
+        with contextlib.suppress(PeerLost):
+            _send(sock, bytes(32))  # no proof, so that the other side knows why, and learns nothing
         raise AuthenticationError("the other side does not hold this job's secret")
     _send(sock, _proof(secret, b"initiate", purpose, theirs, mine))
     try:
         if receive_exactly(sock, 1) != b"\x01":
             raise ProtocolError("the other side does not speak Tensorwire")
+    except _Silent:
+        raise
     except PeerLost:
         raise AuthenticationError("the other side refused this process's secret") from None
 

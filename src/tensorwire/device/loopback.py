@@ -8,8 +8,8 @@ import weakref
 from tensorwire._native import Life, Memory
 from tensorwire.device.contract import Capabilities, Channel, Device
 from tensorwire.device.mapped import MappedChannel
-from tensorwire.device.region import Access, Region, RemoteRegion
-from tensorwire.errors import PeerLost, RemoteAccessError
+from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView
+from tensorwire.errors import PeerLost
 
 _devices: weakref.WeakValueDictionary[bytes, LoopbackDevice] = weakref.WeakValueDictionary()
 
@@ -58,8 +58,7 @@ class LoopbackDevice(Device):
         for channel in list(self._inbound):
             channel.life.lose("its device was closed")
             channel._reverse.lose("its device was closed")
-        for region, _ in list(self._exposed.values()):
-            region.close()
+        self._close_regions()
         self.life.lose("the device was closed")
 
 
@@ -74,10 +73,16 @@ class LoopbackChannel(MappedChannel):
     def _find(self, region: RemoteRegion) -> Memory:
         found = self._peer._exposed.get(region.key)
         if found is None:
-            raise RemoteAccessError("loopback: the target refused: no open region has that key")
+            raise self._refused("no open region has that key")
         if found[1] != region.access and region.access == "write":
-            raise RemoteAccessError("loopback: the target refused: the region is read-only for this key")
+            raise self._refused("the region is read-only for this key")
         return found[0]
+
+    def map(self, target: RemoteView) -> Memory | None:
+        memory = super().map(target)
+        if memory is None or target.region.access == "write" or not memory.writable:
+            return memory
+        return Memory.map(memory.fd, False) if memory.fd >= 0 else None
 
     def close(self) -> None:
         self.life.lose("the channel was closed")

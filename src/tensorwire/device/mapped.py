@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from tensorwire._native import Memory, put, put_signal
-from tensorwire.device.contract import DONE, Channel, Completion, Failed, Signal, check_sizes, check_word
+from tensorwire.device.contract import (
+    DONE,
+    Channel,
+    Completion,
+    Failed,
+    Signal,
+    check_fillable,
+    check_signal,
+    check_sizes,
+    check_value,
+    check_word,
+)
 from tensorwire.device.region import RemoteRegion, RemoteView, View
 from tensorwire.errors import RegionClosed, RemoteAccessError
 from tensorwire.observe import counters
@@ -15,32 +26,33 @@ class MappedChannel(Channel):
     def _find(self, region: RemoteRegion) -> Memory:
         raise NotImplementedError
 
-    def _resolve(self, view: RemoteView, *, write: bool) -> Memory:
+    def _resolve(self, view: RemoteView, *, write: bool, word: bool = False) -> Memory:
         memory = self._find(view.region)
         if memory.closed:
-            raise RemoteAccessError(f"{self.device.name}: the target refused: the region was closed")
+            raise self._refused("no open region has that key")
         if view.offset + view.nbytes > memory.nbytes:
-            raise RemoteAccessError(f"{self.device.name}: the target refused: out of the region's range")
+            raise self._refused("out of the region's range")
         if write and (view.region.access != "write" or not memory.writable):
-            raise RemoteAccessError(f"{self.device.name}: the target refused: the region is read-only for this key")
+            raise self._refused("the region is read-only for this key")
+        if word and (memory.address + view.offset) % 8:
+            raise self._refused("the word is not 8-byte aligned")
         return memory
+
+    def _refused(self, why: str) -> RemoteAccessError:
+        return RemoteAccessError(f"{self.device.name}: the target refused: {why}")
 
     def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
+        check_signal(signal)
+        self._check_alive()
         if source.region.closed:
             raise RegionClosed("the source region was closed")
-        if signal is not None:
-            check_word(signal[0])
-        self._check_alive()
         try:
             to = self._resolve(target, write=True)
-            word = self._resolve(signal[0], write=True) if signal is not None else None
+            word = self._resolve(signal[0], write=True, word=True) if signal is not None else None
         except RemoteAccessError as error:
             return Failed(error)
-        counters.messages += 1
-        counters.bytes += source.nbytes
-        counters.copies += 1
-        counters.copied_bytes += source.nbytes
+        _count(source.nbytes)
         if signal is None or word is None:
             put(source.region, source.offset, to, target.offset, source.nbytes)
         else:
@@ -50,10 +62,10 @@ class MappedChannel(Channel):
         return DONE
 
     def signal(self, target: RemoteView, value: int) -> Completion:
-        check_word(target)
+        check_signal((target, value))
         self._check_alive()
         try:
-            memory = self._resolve(target, write=True)
+            memory = self._resolve(target, write=True, word=True)
         except RemoteAccessError as error:
             return Failed(error)
         counters.messages += 1
@@ -62,32 +74,39 @@ class MappedChannel(Channel):
 
     def read(self, target: View, source: RemoteView) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
+        check_fillable(target)
+        self._check_alive()
         if target.region.closed:
             raise RegionClosed("the target region was closed")
-        self._check_alive()
         try:
             memory = self._resolve(source, write=False)
         except RemoteAccessError as error:
             return Failed(error)
-        counters.messages += 1
-        counters.bytes += source.nbytes
-        counters.copies += 1
-        counters.copied_bytes += source.nbytes
+        _count(source.nbytes)
         put(memory, source.offset, target.region, target.offset, source.nbytes)
         return DONE
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
-        check_word(target)
-        self._check_alive()
-        counters.messages += 1
-        return self._resolve(target, write=True).fetch_add(target.offset, value % 2**64)
+        return self._word(target).fetch_add(target.offset, value % 2**64)
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
+        check_value(expected, value)
+        return self._word(target).compare_swap(target.offset, expected, value)
+
+    def _word(self, target: RemoteView) -> Memory:
         check_word(target)
         self._check_alive()
+        memory = self._resolve(target, write=True, word=True)
         counters.messages += 1
-        return self._resolve(target, write=True).compare_swap(target.offset, expected, value)
+        return memory
 
     def map(self, target: RemoteView) -> Memory | None:
         self._check_alive()
         return self._resolve(target, write=target.region.access == "write")
+
+
+def _count(nbytes: int) -> None:
+    counters.messages += 1
+    counters.bytes += nbytes
+    counters.copies += 1
+    counters.copied_bytes += nbytes

@@ -71,20 +71,32 @@ class Region(Memory):
             raise RegionClosed("this region was closed: allocate another one")
         if access not in ("read", "write"):
             raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
+        if access == "write" and not self.writable:
+            raise ArgumentError("this memory is read-only: ask for access='read'")
         key = self.device._expose(self, access)
         return RemoteRegion(self.device.name, key, self.nbytes, access)
 
-    def wait(self, offset: int, at_least: int, timeout: float, channel: Channel | None = None) -> None:
+    def wait(  # type: ignore[override]  # raises where Memory's returns a number
+        self, offset: int, at_least: int, timeout: float, channel: Channel | None = None
+    ) -> None:
         """Waits until the signal word at ``offset`` is ``at_least``; spins about 5 us, then blocks, without the GIL.
 
         ``channel``: the channel whose loss ends the wait; without it the loss of any channel of the device does.
-        Raises `PeerLost`, `WaitTimeout` (the word may still be written later) or `RegionClosed`.
+        Raises `PeerLost`, `WaitTimeout` (the word may still be written later), `RegionClosed` (also when it is closed
+        meanwhile), or `ArgumentError` for an offset that is no aligned word of this region.
         """
+        check_range("region", offset, 8, self.nbytes)
+        if (self.address + offset) % 8 or not 0 <= at_least < 2**64:
+            raise ArgumentError("a signal word is 8-byte aligned and holds 0 to 2**64 - 1")
+        if self.closed:
+            raise RegionClosed("this region was closed: nothing can arrive in it any more")
         outcome = Memory.wait(self, offset, at_least, timeout, channel.life if channel is not None else None)
         if outcome == 0:
             return
         if outcome == 1:
             raise WaitTimeout(f"a signal did not reach {at_least} within {timeout:g} s; it may still arrive")
+        if self.closed:
+            raise RegionClosed("this region was closed while something waited on it")
         raise PeerLost(self.device.why_lost(channel))
 
     def close(self) -> None:
@@ -105,7 +117,7 @@ class Region(Memory):
     def __dlpack__(self, **options: Any) -> Any:
         import numpy
 
-        return numpy.frombuffer(self, numpy.uint8).__dlpack__(**options)
+        return numpy.frombuffer(memoryview(self), numpy.uint8).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
@@ -116,7 +128,7 @@ class Region(Memory):
 
 @dataclass(frozen=True, slots=True)
 class RemoteRegion:
-    """A capability for a peer's region. ``pack`` and ``unpack`` are its fixed wire form (40 bytes, little-endian)."""
+    """A capability for a peer's region. ``pack`` and ``unpack`` are its fixed wire form (32 bytes, little-endian)."""
 
     device: str
     key: int
@@ -131,15 +143,19 @@ class RemoteRegion:
         return RemoteView(self, offset, nbytes)
 
     def pack(self) -> bytes:
-        """The capability as bytes, for the control connection."""
+        """The capability as bytes, for the control connection. Raises `ArgumentError` for fields that do not fit."""
         access = 1 if self.access == "write" else 0
-        return _WIRE.pack(_MAGIC, _VERSION, _DEVICES.index(self.device), access, self.key, self.length, self.address)
+        try:
+            device = _DEVICES.index(self.device)
+            return _WIRE.pack(_MAGIC, _VERSION, device, access, self.key, self.length, self.address)
+        except (ValueError, struct.error) as error:
+            raise ArgumentError(f"not a remote region that can be sent: {error}") from None
 
     @classmethod
     def unpack(cls, data: bytes) -> RemoteRegion:
         """Raises `ArgumentError` for anything but what ``pack`` made."""
-        if len(data) != _WIRE.size:
-            raise ArgumentError(f"a remote region is {_WIRE.size} bytes, not {len(data)}")
+        if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) != _WIRE.size:
+            raise ArgumentError(f"a remote region is {_WIRE.size} bytes")
         magic, version, device, access, key, length, address = _WIRE.unpack(data)
         if magic != _MAGIC or version != _VERSION or device >= len(_DEVICES) or access > 1:
             raise ArgumentError("not a remote region of this version of Tensorwire")

@@ -6,15 +6,16 @@ Nothing has a name in the file system, so nothing outlives the processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import threading
 
-from tensorwire._native import Life, Memory, Monitor, close_on_fork, forget_fd
+from tensorwire._native import Life, Memory, Monitor, close_on_fork
 from tensorwire.device import handshake
-from tensorwire.device.acceptor import Acceptor
+from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device, unshared
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.region import Access, Region, RemoteRegion
@@ -37,7 +38,6 @@ class ShmDevice(Device):
         self._monitor = Monitor()
         self._exposed: dict[int, tuple[Region, Access]] = {}
         self._channels: set[ShmChannel] = set()
-        self._inbound: set[socket.socket] = set()
         self._lock = threading.Lock()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
@@ -53,47 +53,45 @@ class ShmDevice(Device):
         if len(address) != _NAME + _TOKEN:
             raise ArgumentError("not the address of a shm device")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(timeout)
+        close_on_fork(sock.fileno())
         try:
+            # Blocking: a Unix socket with Python's timeout does not wait for room in a full backlog.
+            seconds = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             sock.connect(b"\0tensorwire-" + address[:_NAME].hex().encode())
+            sock.settimeout(timeout)
             _check_same_user(sock)
             handshake.initiate(sock, address[_NAME:], b"shm")
+            return self._open(sock)
         except OSError as error:
-            sock.close()
+            close_socket(sock)
             if isinstance(error, PeerLost):
                 raise
             raise PeerLost(f"shm: cannot reach that device: {error}") from None
         except BaseException:
-            sock.close()
+            close_socket(sock)
             raise
-        channel = ShmChannel(self, sock)
+
+    def _open(self, sock: socket.socket) -> Channel:
         with self._lock:
+            self._check_open()  # close() may have come meanwhile, and would not see this channel
+            channel = ShmChannel(self, sock)
             self._channels.add(channel)
         return channel
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.settimeout(30.0)
         _check_same_user(sock)
         handshake.accept(sock, self._token)
         life = Life(self.life)
-        close_on_fork(sock.fileno())
-        with self._lock:
-            self._inbound.add(sock)
         self._monitor.watch(sock.fileno(), life)
-        sock.settimeout(None)
         try:
+            sock.settimeout(None)
             while True:
                 key, write = _ASK.unpack(handshake.receive_exactly(sock, _ASK.size))
                 self._answer(sock, key, bool(write))
         finally:
-            with self._lock:
-                mine = sock in self._inbound
-                self._inbound.discard(sock)
-            if mine:
-                self._monitor.forget(sock.fileno())
-                forget_fd(sock.fileno())
-                life.lose("its process closed the connection or died")
-                sock.close()
+            self._monitor.forget(sock.fileno())
+            life.lose("its process closed the connection or died")
 
     def _answer(self, sock: socket.socket, key: int, write: bool) -> None:
         found = self._exposed.get(key)
@@ -124,23 +122,15 @@ class ShmDevice(Device):
             self._exposed.pop(key, None)
 
     def close(self) -> None:
-        if self.life.forked or self.life.lost and not self._channels and not self._inbound:
-            self._acceptor.close()
-            self._monitor.close()
+        if self.life.forked:  # the parent's: a lock may be held for ever
             return
-        self._acceptor.close()
+        self.life.lose("the device was closed")
         with self._lock:
-            channels, inbound = list(self._channels), list(self._inbound)
+            channels = list(self._channels)
         for channel in channels:
             channel.close()
-        for region, _ in list(self._exposed.values()):
-            region.close()
-        for sock in inbound:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)  # its thread cleans up
-            except OSError:
-                pass
-        self.life.lose("the device was closed")
+        self._close_regions()
+        self._acceptor.close()
         self._monitor.close()
 
 
@@ -152,57 +142,69 @@ class ShmChannel(MappedChannel):
         self._sock = sock
         self._mapped: dict[tuple[int, Access], Memory] = {}
         self._lock = threading.Lock()
-        close_on_fork(sock.fileno())
         device._monitor.watch(sock.fileno(), self.life)
 
     def _find(self, region: RemoteRegion) -> Memory:
         memory = self._mapped.get((region.key, region.access))
-        return memory if memory is not None else self._map(region)
+        return memory if memory is not None and not memory.closed else self._map(region)
 
     def _map(self, region: RemoteRegion) -> Memory:
         write = region.access == "write"
         with self._lock:
             self._check_alive()
+            # What was closed meanwhile is unmapped, else a long job would collect mappings.
+            self._mapped = {key: memory for key, memory in self._mapped.items() if not memory.closed}
+            found = self._mapped.get((region.key, region.access))
+            if found is not None:
+                return found
             try:
-                self._sock.sendall(_ASK.pack(region.key, write))
-                status, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+                fd = self._ask(region.key, write)
             except OSError as error:
-                raise PeerLost(f"shm: the peer is lost: {error}") from None
-            if not status:
-                raise PeerLost("shm: the peer is lost: it closed the connection")
-            if status != b"\x00" or len(fds) != 1:
-                for fd in fds:
-                    os.close(fd)
-                why = "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
-                raise RemoteAccessError(f"shm: the target refused: {why}")
+                # What comes later would be taken for the answer to another question.
+                self.life.lose(f"it did not say where its region is: {error}")
+                raise PeerLost(self.device.why_lost(self)) from None
             try:
-                memory = Memory.map(fds[0], write)
+                memory = Memory.map(fd, write)
             except OSError as error:
                 raise ProtocolError(f"shm: the peer's region cannot be mapped: {error.args[1]}") from None
             finally:
-                os.close(fds[0])
+                os.close(fd)
             memory.bind(self.device.life, None)
             self._mapped[region.key, region.access] = memory
             return memory
 
+    def _ask(self, key: int, write: bool) -> int:
+        self._sock.sendall(_ASK.pack(key, write))
+        status, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+        if status == b"\x00" and len(fds) == 1:
+            return fds[0]
+        for fd in fds:
+            os.close(fd)
+        if not status:
+            raise ConnectionError("it closed the connection")
+        raise self._refused(
+            "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
+        )
+
     def close(self) -> None:
         device = self.device
         assert isinstance(device, ShmDevice)
+        if self.life.forked:
+            return
         with device._lock:
             if self not in device._channels:
                 return
             device._channels.discard(self)
         device._monitor.forget(self._sock.fileno())
-        forget_fd(self._sock.fileno())
         self.life.lose("the channel was closed")
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._sock.close()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # ends a question that is waiting for its answer
+        with self._lock:
+            self._mapped = {}
+            close_socket(self._sock)
 
 
 def _check_same_user(sock: socket.socket) -> None:
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise RemoteAccessError("shm: the other process belongs to another user")

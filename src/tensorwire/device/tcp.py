@@ -8,20 +8,23 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 
 import msgspec
 
-from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory
+from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory, close_on_fork
 from tensorwire.device import handshake
-from tensorwire.device.acceptor import Acceptor
+from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import (
-    DONE,
     Capabilities,
     Channel,
     Completion,
     Device,
     Signal,
+    check_fillable,
+    check_signal,
     check_sizes,
+    check_value,
     check_word,
     refused,
 )
@@ -55,7 +58,6 @@ class TcpDevice(Device):
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
-        self._inbound: list[Connection] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -81,19 +83,23 @@ class TcpDevice(Device):
             raise ArgumentError("not the address of a tcp device") from None
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
+        close_on_fork(sock.fileno())
         try:
             _tune(sock, local=where.host in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
             sock.connect((where.host, where.port))
             handshake.initiate(sock, where.token, b"tcp")
+            return self._open(sock)
         except OSError as error:
-            sock.close()
+            close_socket(sock)
             if isinstance(error, PeerLost):
                 raise
             raise PeerLost(f"tcp: cannot reach {where.host}:{where.port}: {error}") from None
         except BaseException:
-            sock.close()
+            close_socket(sock)
             raise
+
+    def _open(self, sock: socket.socket) -> Channel:
         life = Life(self.life)
         channel = TcpChannel(self, self._engine.connect(_release(sock), True, life), life)
         with self._lock:
@@ -101,19 +107,13 @@ class TcpDevice(Device):
         return channel
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.settimeout(30.0)
         handshake.accept(sock, self._token)
-        connection = self._engine.connect(_release(sock), False, Life(self.life))
-        with self._lock:
-            self._inbound = [c for c in self._inbound if not c.life.lost]
-            self._inbound.append(connection)
+        self._engine.connect(_release(sock), False, Life(self.life))
 
     def _bind(self, memory: Memory) -> None:
         memory.bind(self.life, self._engine)
 
     def _expose(self, region: Region, access: Access) -> int:
-        if access == "write" and not region.writable:
-            raise ArgumentError("this memory is read-only: ask for access='read'")
         if access not in region.keys:
             region.keys[access] = secrets.randbits(64)
             self._engine.expose(region.keys[access], region, access == "write")
@@ -124,12 +124,15 @@ class TcpDevice(Device):
             self._engine.withdraw(key)
 
     def close(self) -> None:
-        self._acceptor.close()
+        if self.life.forked:  # the parent's: a lock may be held for ever
+            return
+        self.life.lose("the device was closed")
         with self._lock:
             channels, self._channels = self._channels, set()
-            self._inbound = []
         for channel in channels:
             channel._connection.close("the channel was closed")
+        self._close_regions()
+        self._acceptor.close()
         self._engine.close()
 
 
@@ -143,14 +146,14 @@ class TcpChannel(Channel):
 
     def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
+        check_signal(signal)
+        self._check_alive()
         if source.region.closed:
             raise RegionClosed("the source region was closed")
         region = target.region
-        if signal is None:
-            key, at, value = 0, NO_SIGNAL, 0
-        else:
-            check_word(signal[0])
-            key, at, value = signal[0].region.key, signal[0].offset, signal[1]
+        key, at, value = (
+            (signal[0].region.key, signal[0].offset, signal[1]) if signal is not None else (0, NO_SIGNAL, 0)
+        )
         counters.messages += 1
         counters.bytes += source.nbytes
         posted = self._connection.write(
@@ -159,12 +162,15 @@ class TcpChannel(Channel):
         return self._completion(posted, source.region)
 
     def signal(self, target: RemoteView, value: int) -> Completion:
-        check_word(target)
+        check_signal((target, value))
+        self._check_alive()
         counters.messages += 1
         return self._completion(self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS))
 
     def read(self, target: View, source: RemoteView) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
+        check_fillable(target)
+        self._check_alive()
         if target.region.closed:
             raise RegionClosed("the target region was closed")
         counters.messages += 1
@@ -176,15 +182,21 @@ class TcpChannel(Channel):
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
         check_word(target)
-        counters.messages += 1
-        posted = self._connection.fetch_add(target.region.key, target.offset, value % 2**64, timeout)
-        self._completion(posted).wait(timeout)
-        return self._connection.old_value(posted)
+        return self._atomic(
+            self._connection.fetch_add, target.region.key, target.offset, value % 2**64, timeout=timeout
+        )
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
         check_word(target)
+        check_value(expected, value)
+        return self._atomic(
+            self._connection.compare_swap, target.region.key, target.offset, expected, value, timeout=timeout
+        )
+
+    def _atomic(self, post: Callable[..., int], *arguments: int, timeout: float) -> int:
+        self._check_alive()
         counters.messages += 1
-        posted = self._connection.compare_swap(target.region.key, target.offset, expected, value, timeout)
+        posted = post(*arguments, timeout)
         self._completion(posted).wait(timeout)
         return self._connection.old_value(posted)
 
@@ -197,6 +209,8 @@ class TcpChannel(Channel):
     def close(self) -> None:
         device = self.device
         assert isinstance(device, TcpDevice)
+        if self.life.forked:
+            return
         with device._lock:
             device._channels.discard(self)
         self._connection.close("the channel was closed")

@@ -1,0 +1,165 @@
+"""
+Tensorwire's native core: shared words, waits, copies and the tcp engine.
+"""
+
+class Life:
+    """Alive until lost, once and for good."""
+
+    def __init__(self, parent: Life | None = None) -> None: ...
+    def lose(self, reason: str) -> None:
+        """Marks it lost and wakes every waiter of the process."""
+
+    @property
+    def lost(self) -> bool: ...
+    @property
+    def child_lost(self) -> bool: ...
+    @property
+    def forked(self) -> bool:
+        """True in a forked child, for what its parent made."""
+
+    @property
+    def reason(self) -> str: ...
+
+class Memory:
+    """A span of memory that transfers may touch."""
+
+    def __init__(self, other: Memory) -> None: ...
+    @staticmethod
+    def allocate(nbytes: int, reserve: bool = True) -> Memory:
+        """A new sealed memfd, zeroed; touched if `reserve`."""
+
+    @staticmethod
+    def map(fd: int, writable: bool) -> Memory:
+        """A peer's memfd."""
+
+    @staticmethod
+    def wrap(buffer: object) -> Memory:
+        """Memory of a contiguous Python buffer."""
+
+    def bind(self, own: Life, engine: Engine | None = None) -> None:
+        """Whose memory it is, and what must run while somebody waits on it."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    def mark_closed(self) -> None:
+        """Ends waits on it, here and where it is mapped; peers are refused."""
+
+    def load(self, offset: int) -> int: ...
+    def store(self, offset: int, value: int) -> None:
+        """Release store of a signal word, and wake its waiters."""
+
+    def fetch_add(self, offset: int, value: int) -> int: ...
+    def compare_swap(self, offset: int, expected: int, value: int) -> int: ...
+    def wait(self, offset: int, at_least: int, seconds: float, peer: Life | None = None) -> int:
+        """
+        Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed.
+        """
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def put(source: Memory, source_offset: int, target: Memory, target_offset: int, nbytes: int) -> None:
+    """Copies between mapped memories."""
+
+def put_signal(
+    source: Memory,
+    source_offset: int,
+    target: Memory,
+    target_offset: int,
+    nbytes: int,
+    signal: Memory,
+    signal_offset: int,
+    value: int,
+) -> None:
+    """Copies, then stores the signal with release."""
+
+class Window:
+    """A copy-on-write view of regions, side by side in one address range."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    def place(self, offset: int, memory: Memory, source: int, length: int) -> None: ...
+    def refresh(self, offset: int, length: int) -> None: ...
+    def modified(self, limit: int) -> list[int]:
+        """Offsets of pages written through the window."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Monitor:
+    """A thread that notices hang-ups of watched sockets."""
+
+    def __init__(self) -> None: ...
+    def watch(self, fd: int, life: Life) -> None: ...
+    def forget(self, fd: int) -> None: ...
+    def close(self) -> None: ...
+
+class Pulse:
+    """
+    A thread that sends heartbeats on a socket, and the one way to send anything else there.
+    """
+
+    def __init__(self, fd: int, beat: bytes, interval: float) -> None: ...
+    def send(self, data: bytes, seconds: float) -> int:
+        """0, or the errno that ended the connection."""
+
+    def close(self) -> None: ...
+
+class Engine:
+    """The tcp engine of one device."""
+
+    def __init__(self, life: Life) -> None: ...
+    def expose(self, key: int, memory: Memory, writable: bool) -> None: ...
+    def withdraw(self, key: int) -> None: ...
+    def connect(self, fd: int, initiator: bool, life: Life) -> Connection:
+        """Takes over a connected, authenticated socket."""
+
+    @property
+    def connections(self) -> int: ...
+    def close(self) -> None: ...
+
+class Connection:
+    """One connection of the engine."""
+
+    def write(
+        self,
+        source: Memory,
+        source_offset: int,
+        length: int,
+        key: int,
+        offset: int,
+        signal_key: int,
+        signal_offset: int,
+        value: int,
+        seconds: float,
+    ) -> int: ...
+    def signal(self, key: int, offset: int, value: int, seconds: float) -> int: ...
+    def read(self, target: Memory, target_offset: int, length: int, key: int, offset: int, seconds: float) -> int: ...
+    def fetch_add(self, key: int, offset: int, value: int, seconds: float) -> int: ...
+    def compare_swap(self, key: int, offset: int, expected: int, value: int, seconds: float) -> int: ...
+    def wait(self, engine: Engine, id: int, seconds: float) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def life(self) -> Life: ...
+    def refusal(self, id: int) -> int: ...
+    def old_value(self, id: int) -> int: ...
+    def close(self, reason: str) -> None: ...
+
+NO_SIGNAL: int = 18446744073709551615
+
+PAGE: int = 4096
+
+STREAMING_BYTES: int = 16777216
+
+def close_on_fork(fd: int) -> None: ...
+def forget_fd(fd: int) -> None: ...

@@ -1,0 +1,147 @@
+"""A peer that dies, or forks, is noticed, and takes nobody with it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+from conftest import FarPair
+from device_peer import DEVICES, SECONDS, Peer, array, until_asleep
+
+from tensorwire.errors import PeerLost
+
+InThread = Callable[[Callable[[], object]], threading.Thread]
+
+
+def killed_when_asleep(peer: Peer, in_thread: InThread) -> None:
+    """Kills the peer once this process's main thread sleeps."""
+
+    def kill() -> None:
+        until_asleep(os.getpid())
+        peer.kill()
+
+    in_thread(kill)
+
+
+def test_death_wakes_a_wait_on_a_region(far: FarPair) -> None:
+    region = far.device.allocate(8)
+    far.peer.start("die_when_asleep", os.getpid())
+    with pytest.raises(PeerLost):
+        region.wait(0, 1, SECONDS, far.channel)
+    far.peer.kill()
+
+
+def test_death_wakes_a_wait_that_names_no_channel(far_kind: str) -> None:
+    with DEVICES[far_kind]() as device, Peer(far_kind) as peer:
+        region = device.allocate(8)
+        peer.call("connect", device.address)  # the only connection is the peer's own
+        peer.call("signal", region.remote().pack(), 0, 1)
+        region.wait(0, 1, SECONDS)
+        peer.start("die_when_asleep", os.getpid())
+        with pytest.raises(PeerLost):
+            region.wait(0, 2, SECONDS)
+        region.wait(0, 1, SECONDS)  # what had arrived stays
+        peer.kill()
+
+
+def test_death_wakes_a_wait_on_a_completion(far: FarPair, in_thread: InThread) -> None:
+    remote, source = far.peer.allocate(64 << 20), far.device.allocate(64 << 20)
+    if far.kind == "tcp":
+        os.kill(far.peer.pid, signal.SIGSTOP)
+        completions = [far.channel.write(source.view(), remote.view()) for _ in range(2)]
+        completions.append(far.channel.read(source.view(), remote.view()))
+        killed_when_asleep(far.peer, in_thread)
+        for completion in completions:
+            with pytest.raises(PeerLost):
+                completion.wait(SECONDS)
+            assert completion.done
+    else:
+        completion = far.channel.write(source.view(), remote.view())
+        far.peer.kill()
+        completion.wait(SECONDS)  # it was over before
+    until_lost(far)
+    array(source)[:] = 1  # the memory is this process's alone again
+    for use in (
+        lambda: far.channel.write(source.view(), remote.view()).wait(SECONDS),
+        lambda: far.channel.read(source.view(), remote.view()).wait(SECONDS),
+        lambda: far.channel.signal(remote.view(0, 8), 1).wait(SECONDS),
+        lambda: far.channel.fetch_add(remote.view(0, 8), 1),
+        lambda: far.channel.compare_swap(remote.view(0, 8), 0, 1),
+    ):
+        with pytest.raises(PeerLost):
+            use()
+
+
+def until_lost(far: FarPair) -> str:
+    reasons: queue.Queue[str] = queue.Queue()
+    far.channel.on_lost(reasons.put)
+    return reasons.get(timeout=SECONDS)
+
+
+def test_on_lost_is_called_once_with_a_reason(far: FarPair) -> None:
+    reasons: queue.Queue[str] = queue.Queue()
+    far.channel.on_lost(reasons.put)
+    assert not far.channel.lost
+    far.peer.kill()
+    assert "lost" in reasons.get(timeout=SECONDS)
+    assert far.channel.lost
+    assert "lost" in until_lost(far)  # at once, when it already is
+    far.channel.close()
+    far.device.close()
+    for thread in threading.enumerate():
+        if thread.name == "tensorwire-on-lost":
+            thread.join(SECONDS)
+    assert reasons.empty()
+
+
+def test_other_channels_outlive_a_death(far: FarPair) -> None:
+    with Peer(far.kind) as other, far.device.connect(other.address) as channel:
+        remote = other.allocate(8)
+        far.peer.kill()
+        until_lost(far)
+        channel.signal(remote.view(), 7).wait(SECONDS)
+        assert other.call("content", remote.key, 0, 8) == b"\x07" + bytes(7)
+        with pytest.raises(PeerLost):
+            far.device.connect(far.peer.address, timeout=5.0)
+
+
+def test_a_forked_child_does_not_hide_a_death(far_kind: str) -> None:
+    ours, theirs = socket.socketpair()
+    device, peer = DEVICES[far_kind](), Peer(far_kind, (theirs.fileno(),))
+    with ours, theirs, device, peer, device.connect(peer.address) as channel:
+        peer.call("connect", device.address)
+        region = device.allocate(8)
+        child = peer.call("fork_idler", theirs.fileno())
+        pidfd = os.pidfd_open(child)
+        try:
+            peer.start("die_when_asleep", os.getpid())
+            with pytest.raises(PeerLost):
+                region.wait(0, 1, SECONDS, channel)
+            assert not select.select([pidfd], [], [], 0)[0], "the child had ended too early to show anything"
+            peer.kill()
+            ours.send(b"!")
+            assert select.select([pidfd], [], [], SECONDS)[0]
+        finally:
+            os.close(pidfd)
+
+
+def test_a_forked_child_can_use_nothing_and_disturbs_nobody(kind: str) -> None:
+    with Peer(kind) as peer:
+        remote = peer.allocate(64)
+        peer.call("connect", peer.address)
+        peer.call("signal", remote.pack(), 0, 1)
+        told = peer.call("fork_and_use", remote.pack())
+        assert told.pop("a device of its own") == "worked"
+        assert set(told) == {"write", "read", "signal", "fetch_add", "wait", "allocate", "connect"}
+        for name, error in told.items():
+            assert error.startswith("PeerLost: "), (name, error)
+            assert "forked child" in error
+        peer.call("signal", remote.pack(), 0, 2)
+        assert peer.call("wait", remote.key, 2, SECONDS) == "reached"
+        assert peer.call("content", remote.key, 0, 8) == b"\x02" + bytes(7)

@@ -1,0 +1,119 @@
+"""Order on a channel, seen by a reader that races with the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+import numpy as np
+from conftest import FarPair, Pair
+from device_peer import SECONDS, array, pattern, verify
+
+from tensorwire._native import STREAMING_BYTES
+from tensorwire.device import Channel, Device, RemoteRegion
+
+SIZES = [1, 8, 4097, 65536, STREAMING_BYTES, 63, (1 << 20) + 5, STREAMING_BYTES + 77, 300_001, STREAMING_BYTES + 16] * 2
+HEAD = 64  # the signal word's own line
+
+
+def layout() -> tuple[list[tuple[int, int, int]], int]:
+    """(signal value, offset, size) of each payload, side by side at odd places, and the bytes of it all."""
+    plan, at = [], HEAD
+    for i, nbytes in enumerate(SIZES, 1):
+        plan.append((i, at, nbytes))
+        at += nbytes + i % 3
+    return plan, at
+
+
+def send(device: Device, channel: Channel, remote: RemoteRegion, plan: list[tuple[int, int, int]], total: int) -> None:
+    """Every payload with its signal; each third one in two halves and a signal alone."""
+    source = device.allocate(total)
+    here = array(source)
+    for i, offset, nbytes in plan:
+        here[offset : offset + nbytes] = pattern(i, nbytes)
+    completions = []
+    for i, offset, nbytes in plan:
+        word = remote.view(0, 8)
+        if i % 3:
+            completions.append(
+                channel.write(source.view(offset, nbytes), remote.view(offset, nbytes), signal=(word, i))
+            )
+            continue
+        half = nbytes // 2
+        for at, length in ((offset + half, nbytes - half), (offset, half)):
+            completions.append(channel.write(source.view(at, length), remote.view(at, length)))
+        completions.append(channel.signal(word, i))
+    for completion in completions:
+        completion.wait(SECONDS)
+
+
+def test_a_visible_signal_means_a_whole_payload(far: FarPair) -> None:
+    plan, total = layout()
+    remote = far.peer.allocate(total)
+    far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)  # mapped and warm: the race is in the payloads
+    far.peer.start("verify", remote.key, plan)
+    send(far.device, far.channel, remote, plan, total)
+    assert far.peer.finish() == len(plan)
+
+
+def test_a_visible_signal_means_a_whole_payload_within_a_process(
+    pair: Pair, in_thread: Callable[[Callable[[], object]], Thread]
+) -> None:
+    plan, total = layout()
+    region = pair.target.allocate(total)
+    in_thread(lambda: verify(region, plan))
+    send(pair.initiator, pair.channel, region.remote(), plan, total)
+
+
+def test_a_later_write_is_never_seen_before_an_earlier_one(far: FarPair) -> None:
+    rounds, nbytes = 200, 4096
+    remote = far.peer.allocate(HEAD + (rounds + 1) * nbytes)
+    source = far.device.allocate(rounds * 8 + (rounds + 1) * nbytes)
+    words, payloads = array(source)[: rounds * 8].view(np.uint64), array(source)[rounds * 8 :]
+    words[:] = np.arange(1, rounds + 1)
+    payloads.reshape(-1, nbytes)[:] = np.arange(rounds + 1, dtype=np.uint8)[:, None]
+    far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)
+    far.peer.start("watch_word", remote.key, 0, HEAD, nbytes, rounds)
+    completions = []
+    for i in range(1, rounds + 1):
+        at = i * nbytes
+        far.channel.write(source.view(rounds * 8 + at, nbytes), remote.view(HEAD + at, nbytes))
+        completions.append(far.channel.write(source.view((i - 1) * 8, 8), remote.view(0, 8)))
+    for completion in completions:
+        completion.wait(SECONDS)
+    assert far.peer.finish() == rounds
+
+
+def test_the_last_of_several_writes_to_one_place_stays(pair: Pair) -> None:
+    nbytes = 70_000
+    region, source = pair.target.allocate(nbytes), pair.initiator.allocate(20 * nbytes)
+    array(source).reshape(20, nbytes)[:] = np.arange(20, dtype=np.uint8)[:, None]
+    for i in range(20):
+        completion = pair.channel.write(source.view(i * nbytes, nbytes), region.remote().view())
+    completion.wait(SECONDS)
+    assert np.all(array(region) == 19)
+
+
+def test_a_read_sees_every_earlier_write(pair: Pair) -> None:
+    nbytes = 1 << 20
+    region, source, back = (
+        pair.target.allocate(nbytes),
+        pair.initiator.allocate(nbytes),
+        pair.initiator.allocate(nbytes),
+    )
+    for i in range(1, 6):
+        array(source)[:] = pattern(i, nbytes)
+        wrote = pair.channel.write(source.view(), region.remote().view())
+        read = pair.channel.read(back.view(), region.remote().view())
+        read.wait(SECONDS)
+        assert wrote.done
+        assert np.array_equal(array(back), pattern(i, nbytes))
+
+
+def test_a_completed_write_lies_in_the_targets_memory(far: FarPair) -> None:
+    remote, source = far.peer.allocate(4096), far.device.allocate(4096)
+    for i in range(50):
+        array(source)[:] = i
+        far.channel.write(source.view(), remote.view()).wait(SECONDS)
+        array(source)[:] = 255  # the source may be reused
+        assert far.peer.call("content", remote.key, 0, 4096) == bytes([i]) * 4096

@@ -1,0 +1,232 @@
+"""Waits: they end when they should, with the right error, and give way to signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import FarPair, Pair
+from device_peer import SECONDS, Peer, array, until_asleep
+
+from tensorwire.errors import PeerLost, RegionClosed, WaitTimeout
+
+InThread = Callable[[Callable[[], object]], threading.Thread]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 1e-6, 1e-4, 1e-3, 0.02, 0.15])
+def test_a_wait_for_nothing_times_out(pair: Pair, seconds: float) -> None:
+    region = pair.target.allocate(8)
+    with pytest.raises(WaitTimeout):
+        region.wait(0, 1, seconds)
+    pair.channel.signal(region.remote().view(), 1).wait(SECONDS)
+    region.wait(0, 1, seconds)
+    with pytest.raises(WaitTimeout):
+        region.wait(0, 2, -1.0)
+
+
+def test_polling_brings_what_it_polls_for(pair: Pair) -> None:
+    region = pair.target.allocate(8)
+    completion = pair.channel.signal(region.remote().view(), 5)
+    while True:
+        try:
+            region.wait(0, 5, 0.0)
+            break
+        except WaitTimeout:
+            pass
+    while True:
+        try:
+            completion.wait(0.0)
+            break
+        except WaitTimeout:
+            pass
+    assert completion.done
+
+
+def test_a_completion_that_is_not_awaited_comes_by_itself(pair: Pair) -> None:
+    region, source = pair.target.allocate(1 << 20), pair.initiator.allocate(1 << 20)
+    completion = pair.channel.write(source.view(), region.remote().view())
+    while not completion.done:
+        os.sched_yield()
+    completion.wait(0.0)
+
+
+def test_many_threads_wait_on_one_device(pair: Pair, in_thread: InThread) -> None:
+    region = pair.target.allocate(64 * 8)
+    rounds = 20
+
+    def wait(word: int) -> None:
+        for i in range(1, rounds + 1):
+            region.wait(word * 64, i, SECONDS)
+
+    threads = [in_thread(lambda word=word: wait(word)) for word in range(8)]
+    remote = region.remote()
+    for i in range(1, rounds + 1):
+        for word in range(8):
+            pair.channel.signal(remote.view(word * 64, 8), i)
+    for thread in threads:
+        thread.join()
+
+
+def test_many_threads_use_one_channel(pair: Pair, in_thread: InThread) -> None:
+    region, source = pair.target.allocate(8 << 16), pair.initiator.allocate(8 << 16)
+    array(source)[:] = np.repeat(np.arange(8, dtype=np.uint8), 1 << 16)
+    remote = region.remote()
+
+    def use(i: int) -> None:
+        at = i << 16
+        back = pair.initiator.allocate(1 << 16)
+        for _ in range(20):
+            pair.channel.write(source.view(at, 1 << 16), remote.view(at, 1 << 16))
+            pair.channel.read(back.view(), remote.view(at, 1 << 16)).wait(SECONDS)
+            assert np.all(array(back) == i)
+
+    for thread in [in_thread(lambda i=i: use(i)) for i in range(8)]:
+        thread.join()
+    assert np.array_equal(array(region), array(source))
+
+
+def test_a_store_of_ones_own_wakes_a_waiter(pair: Pair, in_thread: InThread) -> None:
+    region = pair.target.allocate(8)
+    thread = in_thread(lambda: region.wait(0, 1, SECONDS))
+    assert thread.native_id
+    until_asleep(os.getpid(), thread.native_id)
+    region.store(0, 1)
+    thread.join()
+
+
+def expect(error: type[Exception], work: Callable[[], object]) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.raises(error):
+            work()
+
+    return check
+
+
+def test_closing_a_region_ends_a_wait_on_it(pair: Pair, in_thread: InThread) -> None:
+    region = pair.target.allocate(8)
+    thread = in_thread(expect(RegionClosed, lambda: region.wait(0, 1, SECONDS)))
+    assert thread.native_id
+    until_asleep(os.getpid(), thread.native_id)
+    region.close()
+    thread.join()
+
+
+def test_closing_a_device_ends_every_wait(pair: Pair, in_thread: InThread) -> None:
+    regions = [pair.target.allocate(8) for _ in range(4)]
+    threads = [in_thread(expect((RegionClosed, PeerLost), lambda r=r: r.wait(0, 1, SECONDS))) for r in regions]  # type: ignore[arg-type]
+    for thread in threads:
+        assert thread.native_id
+        until_asleep(os.getpid(), thread.native_id)
+    pair.target.close()
+    for thread in threads:
+        thread.join()
+    for region in regions:
+        assert region.closed
+
+
+def test_closing_a_channel_ends_a_wait_for_it_and_no_other(pair: Pair, in_thread: InThread) -> None:
+    region = pair.initiator.allocate(8)
+    other = pair.initiator.connect(pair.target.address)
+    thread = in_thread(expect(PeerLost, lambda: region.wait(0, 1, SECONDS, other)))
+    assert thread.native_id
+    until_asleep(os.getpid(), thread.native_id)
+    other.close()
+    thread.join()
+    for each in (
+        lambda: other.signal(pair.target.allocate(8).remote().view(), 1).wait(SECONDS),
+        lambda: region.wait(0, 1, SECONDS, other),
+    ):
+        with pytest.raises(PeerLost):
+            each()
+    assert other.lost
+    assert not pair.channel.lost
+    with pytest.raises(WaitTimeout):
+        region.wait(0, 1, 1e-3, pair.channel)
+
+
+def test_abort_ends_waits_and_operations(pair: Pair, in_thread: InThread) -> None:
+    region = pair.initiator.allocate(8)
+    thread = in_thread(expect(PeerLost, lambda: region.wait(0, 1, SECONDS, pair.channel)))
+    assert thread.native_id
+    until_asleep(os.getpid(), thread.native_id)
+    pair.initiator.abort("the job ended")
+    thread.join()
+    with pytest.raises(PeerLost, match="the job ended"):
+        pair.channel.signal(region.remote().view(), 1).wait(SECONDS)
+    with pytest.raises(PeerLost, match="the job ended"):
+        pair.initiator.allocate(8)
+
+
+def test_an_await_does_not_block_the_loop(far: FarPair) -> None:
+    if far.kind == "shm":
+        pytest.skip("its writes are over when they return")
+    remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
+    os.kill(far.peer.pid, signal.SIGSTOP)
+
+    async def until_done() -> list[str]:
+        order = []
+
+        async def transfer() -> None:
+            await far.channel.write(source.view(), remote.view())
+            order.append("written")
+
+        async def resume() -> None:
+            order.append("resumed")
+            os.kill(far.peer.pid, signal.SIGCONT)
+
+        await asyncio.gather(transfer(), resume())
+        return order
+
+    assert asyncio.run(until_done()) == ["resumed", "written"]
+
+
+def test_a_timed_out_write_goes_on(far: FarPair) -> None:
+    if far.kind == "shm":
+        pytest.skip("its writes are over when they return")
+    remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
+    array(source)[:] = 4
+    os.kill(far.peer.pid, signal.SIGSTOP)
+    completion = far.channel.write(source.view(), remote.view())
+    with pytest.raises(WaitTimeout):
+        completion.wait(0.01)
+    assert not completion.done
+    os.kill(far.peer.pid, signal.SIGCONT)
+    completion.wait(SECONDS)
+    assert far.peer.call("content", remote.key, (32 << 20) - 4, 4) == b"\x04" * 4
+
+
+def test_ctrl_c_ends_a_wait(kind: str) -> None:
+    with Peer(kind) as peer:
+        remote = peer.allocate(8)
+        peer.start("wait", remote.key, 1, 600.0)
+        until_asleep(peer.pid)
+        os.kill(peer.pid, signal.SIGINT)
+        assert peer.finish() == "interrupted"
+
+
+def test_a_waiting_daemon_thread_lets_the_interpreter_end(kind: str) -> None:
+    script = f"""
+import sys, threading
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from device_peer import DEVICES, until_asleep
+import os
+device, other = DEVICES[{kind!r}](), DEVICES[{kind!r}]()
+channel = device.connect(other.address)
+channel.on_lost(print)
+regions = [device.allocate(8) for _ in range(4)]
+threads = [threading.Thread(target=r.wait, args=(0, 1, 600.0), daemon=True) for r in regions]
+for thread in threads:
+    thread.start()
+    until_asleep(os.getpid(), thread.native_id)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
