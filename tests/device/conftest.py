@@ -25,6 +25,13 @@ settings.register_profile(
 settings.load_profile("device")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections() -> None:
+    """Collections look at what tests made, not at the test runner."""
+    gc.collect()
+    gc.freeze()
+
+
 def _descriptors() -> dict[str, str]:
     found = {}
     for fd in Path("/proc/self/fd").iterdir():
