@@ -73,9 +73,9 @@ void Engine::close() {
     if (thread_.joinable()) thread_.join();
     std::lock_guard drive(drive_mutex_);  // no waiter drives any more
     dismiss(static_cast<Progress*>(this));
+    for (int fd : {inner_, outer_, wake_, stop_fd_}) forget_fd(fd);
     std::lock_guard kicks(kick_mutex_);
     for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_}) {
-        forget_fd(*fd);
         ::close(*fd);
         *fd = -1;
     }

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -184,13 +186,15 @@ class Commands:
         if child == 0:
             try:
                 os.write(writable, repr(self._use(remote)).encode())
-            finally:
                 os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
         os.close(writable)
         with open(readable, "rb") as pipe:
             told = pipe.read()
         assert os.waitpid(child, 0)[1] == 0
-        result: dict[str, str] = eval(told)  # noqa: S307
+        result: dict[str, str] = ast.literal_eval(told.decode())
         return result
 
     def _use(self, remote: bytes) -> dict[str, str]:

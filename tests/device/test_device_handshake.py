@@ -1,0 +1,225 @@
+"""Who does not hold the secret, or does not speak the protocol, gets nothing and disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from conftest import Pair
+from device_peer import DEVICES, SECONDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorwire.device import Device, ShmDevice, TcpDevice, handshake
+from tensorwire.device.tcp import Address
+from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError, TensorwireError
+
+InThread = Callable[[Callable[[], object]], threading.Thread]
+SECRET = b"s" * 32
+
+
+@contextmanager
+def sockets(timeout: float = SECONDS):  # type: ignore[no-untyped-def]
+    a, b = socket.socketpair()
+    with a, b:
+        a.settimeout(timeout)
+        b.settimeout(timeout)
+        yield a, b
+
+
+def raw_connection(device: Device) -> socket.socket:
+    """A connection to the device's listener that has said nothing yet."""
+    if isinstance(device, TcpDevice):
+        return socket.create_connection((device._address.host, device._address.port), SECONDS)
+    assert isinstance(device, ShmDevice)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(SECONDS)
+    sock.connect(b"\0tensorwire-" + device._name.hex().encode())
+    return sock
+
+
+def until_end(sock: socket.socket) -> None:
+    """Returns when the other side ended the connection."""
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+
+
+def check_works(pair: Pair) -> None:
+    with pair.target.allocate(16) as region:
+        pair.channel.signal(region.remote().view(8, 8), 7).wait(SECONDS)
+        region.wait(8, 7, SECONDS)
+        with pair.initiator.connect(pair.target.address) as another:
+            another.signal(region.remote().view(8, 8), 8).wait(SECONDS)
+        region.wait(8, 8, SECONDS)
+
+
+def test_both_sides_learn_the_purpose(in_thread: InThread) -> None:
+    with sockets() as (a, b):
+        thread = in_thread(lambda: handshake.initiate(a, SECRET, b"store 3"))
+        assert handshake.accept(b, SECRET) == b"store 3"
+        thread.join()
+        assert a.gettimeout() == b.gettimeout() == SECONDS
+
+
+def test_a_wrong_secret_is_an_authentication_error_on_both_sides(in_thread: InThread) -> None:
+    def initiate(sock: socket.socket) -> None:
+        with pytest.raises(AuthenticationError):
+            handshake.initiate(sock, b"another", b"tcp")
+
+    with sockets() as (a, b):
+        thread = in_thread(lambda: initiate(a))
+        with pytest.raises(AuthenticationError):
+            handshake.accept(b, SECRET)
+        thread.join()
+
+
+def test_an_initiator_without_the_secret_is_refused(in_thread: InThread) -> None:
+    """It believes whatever the acceptor proves, and so gets to its own proof."""
+
+    def initiate(sock: socket.socket) -> None:
+        sock.sendall(handshake.MAGIC + b"\x03tcp" + os.urandom(32))
+        assert len(handshake.receive_exactly(sock, 4 + 32 + 32)) == 68
+        sock.sendall(os.urandom(32))
+        with pytest.raises(PeerLost):
+            handshake.receive_exactly(sock, 1)
+
+    a, b = socket.socketpair()
+    with a:
+        a.settimeout(SECONDS)
+        thread = in_thread(lambda: initiate(a))
+        b.settimeout(SECONDS)
+        with b, pytest.raises(AuthenticationError):
+            handshake.accept(b, SECRET)
+        thread.join()
+
+
+def test_a_proof_is_good_for_one_side_and_one_connection(in_thread: InThread) -> None:
+    """An acceptor that sends the initiator's own words back proves nothing."""
+
+    def accept(sock: socket.socket) -> None:
+        with pytest.raises(TensorwireError):
+            handshake.accept(sock, SECRET)
+
+    def reflect(sock: socket.socket) -> None:
+        greeting = handshake.receive_exactly(sock, 4 + 1 + 3 + 32)
+        with sockets() as (c, d):
+            inner = in_thread(lambda: accept(d))
+            c.sendall(greeting)
+            answer = handshake.receive_exactly(c, 68)  # a real answer, to another connection's greeting
+            c.close()
+            inner.join()
+        sock.sendall(answer[:4] + os.urandom(32) + answer[36:])
+
+    with sockets() as (a, b):
+        thread = in_thread(lambda: reflect(b))
+        with pytest.raises(AuthenticationError):
+            handshake.initiate(a, SECRET, b"tcp")
+        thread.join()
+
+
+def test_an_acceptor_that_falls_silent_is_not_a_wrong_secret(in_thread: InThread) -> None:
+    def accept(sock: socket.socket) -> None:
+        greeting = handshake.receive_exactly(sock, 4 + 1 + 3 + 32)
+        nonce = os.urandom(32)
+        sock.sendall(handshake.MAGIC + nonce + handshake._proof(SECRET, b"accept", b"tcp", greeting[-32:], nonce))
+
+    with sockets() as (a, b):
+        a.settimeout(0.5)
+        thread = in_thread(lambda: accept(b))
+        with pytest.raises(PeerLost, match="silent"):
+            handshake.initiate(a, SECRET, b"tcp")
+        thread.join()
+
+
+@settings(max_examples=100)
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: handshake.MAGIC + tail)))
+def test_garbage_is_a_typed_error(garbage: bytes) -> None:
+    for side in (lambda sock: handshake.accept(sock, SECRET), lambda sock: handshake.initiate(sock, SECRET, b"x")):
+        with sockets() as (a, b):
+            a.sendall(garbage)
+            a.shutdown(socket.SHUT_WR)
+            with pytest.raises((ProtocolError, PeerLost, AuthenticationError)):
+                side(b)
+
+
+def test_a_drip_of_bytes_does_not_hold_the_acceptor() -> None:
+    with sockets() as (a, b):
+        b.settimeout(0.05)
+        a.sendall(handshake.MAGIC[:2])
+        with pytest.raises(PeerLost, match="silent"):
+            handshake.accept(b, SECRET)
+
+
+def test_a_wrong_token_is_refused(far_kind: str) -> None:
+    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
+        if isinstance(device, TcpDevice):
+            host = msgspec.structs.replace(device._address, token=b"x" * 32)
+            address = msgspec.msgpack.encode(host)
+        else:
+            assert isinstance(device, ShmDevice)
+            address = device.address[:16] + b"x" * 32
+        with pytest.raises(AuthenticationError):
+            other.connect(address, timeout=SECONDS)
+        assert not other.life.child_lost
+
+
+def test_strangers_disturb_nobody(pair: Pair) -> None:
+    if pair.kind == "loopback":
+        pytest.skip("nobody else can reach it")
+    silent = [raw_connection(pair.target) for _ in range(5)]
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4096),
+        b"TWH1\xff" + bytes(100),
+        b"TWH1\x03tcp" + bytes(64),
+    ):
+        with raw_connection(pair.target) as sock:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            until_end(sock)
+    check_works(pair)
+    assert not pair.channel.lost
+    pair.target.close()  # does not wait for those that never spoke
+    for sock in silent:
+        until_end(sock)
+        sock.close()
+
+
+def test_a_device_that_is_gone_cannot_be_reached(kind: str) -> None:
+    with DEVICES[kind]() as device:
+        address = device.address
+    with DEVICES[kind]() as other:
+        with pytest.raises(PeerLost):
+            other.connect(address, timeout=SECONDS)
+        with pytest.raises(PeerLost):
+            device.connect(other.address, timeout=SECONDS)
+
+
+def test_an_acceptor_that_says_nothing_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
+        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        with pytest.raises(PeerLost):
+            device.connect(address, timeout=0.1)
+
+
+def test_many_connect_at_once(far_kind: str, in_thread: InThread) -> None:
+    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
+        region = device.allocate(8)
+
+        def connect() -> None:
+            for _ in range(5):
+                with other.connect(device.address) as channel:
+                    channel.fetch_add(region.remote().view(), 1)
+
+        for thread in [in_thread(connect) for _ in range(16)]:
+            thread.join()
+        assert region.load(0) == 80

@@ -1,0 +1,372 @@
+"""The tcp engine against hostile or strange frames: that connection ends, memory stays, others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import Pair
+from device_peer import SECONDS, array, pattern
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_device_handshake import check_works, raw_connection, until_end
+
+from tensorwire.device import Channel, Region, TcpDevice, handshake
+from tensorwire.device import tcp as tcp_module
+from tensorwire.device.tcp import Address
+from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
+
+InThread = Callable[[Callable[[], object]], threading.Thread]
+
+FRAME = struct.Struct("<4sIQQQQQQQ")
+WRITE, READ, FETCH_ADD, COMPARE_SWAP, ACK, REFUSE, DATA, OLD_VALUE = 1, 2, 3, 4, 16, 17, 18, 19
+NONE = 2**64 - 1
+
+
+def frame(
+    op: int,
+    number: int,
+    *,
+    key: int = 0,
+    offset: int = 0,
+    length: int = 0,
+    signal: tuple[int, int, int] = (0, NONE, 0),
+    magic: bytes = b"TWF1",
+) -> bytes:
+    """The header of docs/devices.md."""
+    return FRAME.pack(magic, op, number, key, offset, length, *signal)
+
+
+@pytest.fixture
+def kind() -> str:
+    return "tcp"
+
+
+def authenticated(device: TcpDevice) -> socket.socket:
+    sock = raw_connection(device)
+    handshake.initiate(sock, device._token, b"tcp")
+    return sock
+
+
+def target(pair: Pair) -> TcpDevice:
+    assert isinstance(pair.target, TcpDevice)
+    return pair.target
+
+
+def exposed(pair: Pair) -> Region:
+    region = pair.target.allocate(4096)
+    array(region)[:] = pattern(9, 4096)
+    return region
+
+
+def send_and_end(sock: socket.socket, data: bytes) -> None:
+    """Sends, hangs up, and returns when the engine has seen all of it, or ended the connection."""
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+    until_end(sock)
+
+
+def check_ends(pair: Pair, data: bytes) -> None:
+    """The engine ends a connection that sends ``data``, by itself."""
+    with authenticated(target(pair)) as sock:
+        sock.sendall(data)
+        until_end(sock)
+
+
+def test_malformed_frames_end_their_connection_only(pair: Pair) -> None:
+    region = exposed(pair)
+    key = region.remote().key
+    honest = {"key": key, "length": 8}
+    wrong = [
+        frame(WRITE, 1, magic=b"TWF2", **honest) + bytes(8),
+        frame(WRITE, 2, **honest) + bytes(8),  # out of order
+        frame(WRITE, 0, **honest) + bytes(8),
+        frame(READ, 1, **honest) + frame(READ, 1, **honest),
+        frame(READ, 1, **honest) + frame(READ, 3, **honest),
+        frame(0, 1, **honest),
+        frame(5, 1, **honest),
+        frame(2**32 - 1, 1, **honest),
+        *(frame(op, 1, **honest) for op in (ACK, REFUSE, DATA, OLD_VALUE)),
+        frame(FETCH_ADD, 1, key=key, length=16),
+        frame(COMPARE_SWAP, 1, key=key, length=0),
+    ]
+    for data in wrong:
+        check_ends(pair, data)
+        assert np.array_equal(array(region), pattern(9, 4096))
+    check_works(pair)
+    assert not pair.channel.lost
+
+
+def test_an_oversized_write_is_refused_and_the_rest_thrown_away(pair: Pair) -> None:
+    region = exposed(pair)
+    key = region.remote().key
+    for length in (4097, 2**40, 2**63, 2**64 - 1):
+        with authenticated(target(pair)) as sock:
+            send_and_end(sock, frame(WRITE, 1, key=key, length=length) + b"\xee" * 300_000)
+    assert np.array_equal(array(region), pattern(9, 4096))
+    check_works(pair)
+
+
+def test_an_oversized_read_is_refused(pair: Pair) -> None:
+    key = exposed(pair).remote("read").key
+    with authenticated(target(pair)) as sock:
+        for number, (offset, length) in enumerate(((0, 4097), (4096, 1), (2**64 - 8, 16), (8, 2**64 - 1)), 1):
+            sock.sendall(frame(READ, number, key=key, offset=offset, length=length))
+            assert handshake.receive_exactly(sock, 64) == frame(REFUSE, number, key=2)
+        sock.sendall(frame(READ, 5, key=key, offset=4088, length=8))
+        want = frame(DATA, 5, length=8) + pattern(9, 4096)[4088:].tobytes()
+        assert handshake.receive_exactly(sock, 72) == want
+
+
+def test_a_connection_that_ends_within_a_payload_signals_nothing(pair: Pair) -> None:
+    region = pair.target.allocate(4096)
+    key = region.remote().key
+    with authenticated(target(pair)) as sock:
+        sock.sendall(frame(WRITE, 1, key=key, offset=8, length=4088, signal=(key, 0, 1)) + b"\x01" * 4087)
+        sock.shutdown(socket.SHUT_WR)
+        until_end(sock)
+    assert region.load(0) == 0
+    check_works(pair)
+
+
+def numbers(*likely: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.sampled_from(likely), st.integers(0, 2**64 - 1))
+
+
+def test_no_frame_without_a_key_changes_memory(pair: Pair) -> None:
+    region = exposed(pair)
+    key = region.remote("read").key
+    fields = st.builds(
+        FRAME.pack,
+        st.sampled_from([b"TWF1", b"TWF1", b"TWF1", b"\0\0\0\0"]),
+        st.one_of(st.sampled_from([WRITE, READ, FETCH_ADD, COMPARE_SWAP]), st.integers(0, 2**32 - 1)),
+        numbers(1, 2, 3),
+        numbers(key),
+        numbers(0, 8, 4088, 4096, NONE),
+        numbers(0, 8, 64, 4096),
+        numbers(key),
+        numbers(0, 8, NONE),
+        numbers(1),
+    )
+
+    @settings(max_examples=200)
+    @given(
+        st.lists(st.one_of(fields, st.binary(min_size=64, max_size=64)), min_size=1, max_size=5),
+        st.binary(max_size=100),
+    )
+    def check(frames: list[bytes], tail: bytes) -> None:
+        with authenticated(target(pair)) as sock:
+            send_and_end(sock, b"".join(frames) + tail)
+        assert np.array_equal(array(region), pattern(9, 4096))
+
+    check()
+    check_works(pair)
+
+
+def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
+    region = pair.target.allocate(1 << 18)
+    key, room = region.remote().key, array(region)
+
+    @settings(max_examples=40)
+    @given(data=st.data(), sizes=st.lists(st.sampled_from([0, 1, 7, 64, 100, 70_000, 200_000]), min_size=1, max_size=6))
+    def check(data: st.DataObject, sizes: list[int]) -> None:
+        room[:] = 0
+        stream, want = b"", b""
+        for number, nbytes in enumerate(sizes, 1):
+            payload = pattern(number, nbytes).tobytes()
+            stream += frame(WRITE, number, key=key, offset=8, length=nbytes, signal=(key, 0, number)) + payload
+            want = payload + want[nbytes:]
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+        with authenticated(target(pair)) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+                sock.sendall(stream[start:stop])
+            done = 0
+            while done < len(sizes):
+                _, op, done, *rest = FRAME.unpack(handshake.receive_exactly(sock, 64))
+                assert (op, rest) == (ACK, [0, 0, 0, 0, NONE, 0])
+        assert region.load(0) == len(sizes)
+        assert room[8 : 8 + len(want)].tobytes() == want
+        assert not room[8 + len(want) :].any()
+
+    check()
+
+
+# ---- the initiator against a hostile target
+
+
+@pytest.fixture
+def hostile(in_thread: InThread) -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
+    """A device, its channel, and the other end of it, which the test plays by hand."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            sock, _ = listener.accept()
+            sock.settimeout(SECONDS)
+            handshake.accept(sock, b"t")
+            accepted.append(sock)
+
+        thread = in_thread(accept)
+        address = Address("127.0.0.1", listener.getsockname()[1], b"t")
+        channel = device.connect(msgspec.msgpack.encode(address))
+        thread.join()
+        with accepted[0] as sock, channel:
+            yield device, channel, sock
+
+
+REPLIES = {
+    "another magic": frame(ACK, 1, magic=b"TWF0"),
+    "an unknown frame": frame(99, 1),
+    "a request": frame(WRITE, 1, length=8) + bytes(8),
+    "an operation nobody posted": frame(ACK, 4),
+    "operation zero": frame(ACK, 0),
+    "a question left out": frame(ACK, 2),
+    "a question left out by a refusal": frame(REFUSE, 3, key=1),
+    "an answer to a write": frame(DATA, 1, length=8) + bytes(8),
+    "an old value for a write": frame(OLD_VALUE, 1, key=8),
+    "too long an answer": frame(ACK, 1) + frame(DATA, 2, length=9) + bytes(9),
+    "too short an answer": frame(ACK, 1) + frame(DATA, 2, length=7) + bytes(7),
+    "an old value for a read": frame(ACK, 1) + frame(OLD_VALUE, 2, key=7),
+    "an acknowledgement for a read": frame(ACK, 1) + frame(ACK, 2),
+    "twice the same": frame(ACK, 1) + frame(ACK, 1),
+    "half an answer": frame(ACK, 1) + frame(DATA, 2, length=8) + bytes(7),
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
+def test_a_target_that_breaks_the_protocol_is_lost(
+    hostile: tuple[TcpDevice, Channel, socket.socket], reply: bytes
+) -> None:
+    device, channel, sock = hostile
+    mine = device.allocate(24)
+    array(mine)[:] = 5
+    there = mine.remote()
+    write = channel.write(mine.view(0, 8), there.view(0, 8))
+    read = channel.read(mine.view(8, 8), there.view(8, 8))
+    channel.signal(there.view(0, 8), 1)
+    sock.sendall(reply)
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerLost):
+        read.wait(SECONDS)
+    assert write.done
+    assert channel.lost
+    assert bytes(mine.view(0, 8).buffer) == bytes(mine.view(16, 8).buffer) == b"\x05" * 8
+
+
+def test_an_honest_target_played_by_hand(hostile: tuple[TcpDevice, Channel, socket.socket]) -> None:
+    device, channel, sock = hostile
+    mine = device.allocate(16)
+    there = mine.remote()
+    writes = [channel.write(mine.view(), there.view(), (there.view(0, 8), 3)), channel.signal(there.view(8, 8), 4)]
+    read = channel.read(mine.view(8, 8), there.view(0, 8))
+    first = frame(WRITE, 1, key=there.key, length=16, signal=(there.key, 0, 3)) + bytes(16)
+    second = frame(WRITE, 2, offset=NONE, signal=(there.key, 8, 4))
+    third = frame(READ, 3, key=there.key, length=8)
+    sent = first + second + third
+    assert handshake.receive_exactly(sock, len(sent)) == sent
+    with pytest.raises(WaitTimeout):
+        writes[0].wait(0.0)
+    sock.sendall(frame(REFUSE, 1, key=3) + frame(ACK, 2) + frame(DATA, 3, length=8) + b"answered")
+    read.wait(SECONDS)
+    writes[1].wait(SECONDS)
+    with pytest.raises(RemoteAccessError, match="read-only"):
+        writes[0].wait(SECONDS)
+    assert bytes(mine.view().buffer) == bytes(8) + b"answered"
+
+
+def test_a_full_channel_waits_and_then_says_so(
+    hostile: tuple[TcpDevice, Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, channel, sock = hostile
+    monkeypatch.setattr(tcp_module, "_POST_SECONDS", 0.05)
+    word = device.allocate(8).remote().view()
+    completions = [channel.signal(word, i) for i in range(4096)]
+    for _ in range(2):
+        with pytest.raises(WaitTimeout, match="not started"):
+            channel.signal(word, 1)
+    handshake.receive_exactly(sock, 4096 * 64)
+    sock.sendall(frame(ACK, 4096))
+    completions[-1].wait(SECONDS)
+    assert all(completion.done for completion in completions)
+    last = channel.signal(word, 9)
+    assert handshake.receive_exactly(sock, 64) == frame(WRITE, 4097, offset=NONE, signal=(word.region.key, 0, 9))
+    sock.sendall(frame(ACK, 4097))
+    last.wait(SECONDS)
+
+
+def test_a_full_channel_goes_on_when_there_is_room(
+    hostile: tuple[TcpDevice, Channel, socket.socket], in_thread: InThread
+) -> None:
+    device, channel, sock = hostile
+    word = device.allocate(8).remote().view()
+
+    def acknowledge() -> None:
+        for i in range(1, 10_001):
+            handshake.receive_exactly(sock, 64)
+            if i % 100 == 0:
+                sock.sendall(frame(ACK, i))
+
+    thread = in_thread(acknowledge)
+    for i in range(10_000):
+        completion = channel.signal(word, i)
+    completion.wait(SECONDS)
+    thread.join()
+
+
+def test_closing_a_full_channel_ends_who_waits_for_room(
+    hostile: tuple[TcpDevice, Channel, socket.socket], in_thread: InThread
+) -> None:
+    device, channel, sock = hostile
+    word = device.allocate(8).remote().view()
+
+    def fill() -> None:
+        for i in range(4096):
+            channel.signal(word, i)
+        with pytest.raises(PeerLost):
+            channel.signal(word, 1)
+
+    thread = in_thread(fill)
+    handshake.receive_exactly(sock, 4096 * 64)
+    channel.close()
+    thread.join()
+
+
+def test_closing_a_channel_gives_its_memory_back(hostile: tuple[TcpDevice, Channel, socket.socket]) -> None:
+    device, channel, _ = hostile
+    source, destination = bytearray(8 << 20), bytearray(8)
+    there = device.allocate(8).remote()
+    forged = type(there)("tcp", 1, 8 << 20, "write")
+    write = channel.write(device.register(source).view(), forged.view())
+    read = channel.read(device.register(destination).view(), there.view())
+    channel.close()
+    for completion in (write, read):
+        with pytest.raises(PeerLost):
+            completion.wait(SECONDS)
+    del write, read, completion
+    source.append(0)  # a buffer that is still in use cannot grow
+    destination.append(0)
+
+
+def test_many_replies_do_not_stop_a_slow_reader(pair: Pair) -> None:
+    key = exposed(pair).remote("read").key
+    with authenticated(target(pair)) as sock:
+        requests = b"".join(frame(READ, number, key=key, length=4096) for number in range(1, 5001))
+
+        def send() -> None:
+            sock.sendall(requests)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        want = pattern(9, 4096).tobytes()
+        for number in range(1, 5001):
+            assert handshake.receive_exactly(sock, 64 + 4096) == frame(DATA, number, length=4096) + want
+        thread.join()
+    check_works(pair)
