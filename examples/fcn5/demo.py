@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import data
@@ -41,10 +42,20 @@ def start(launcher: list[str], script: list[str], folder: str) -> int:
     return process.wait()
 
 
-def run(options: dict[str, object], no_gate: bool, json_file: str | None) -> int:
+def check(images: data.Data, workers: int, batch: int) -> None:
+    """Refuses what could not train. Raises `ArgumentError`."""
+    if workers * batch > len(images.train_labels):
+        raise ArgumentError(
+            f"{workers} x {batch} images a step are more than the {len(images.train_labels)} there are: "
+            "use a smaller --batch"
+        )
+
+
+def run(options: dict[str, Any], no_gate: bool, json_file: str | None) -> int:
     """The demo proper; returns the exit status."""
     with Console().status("loading the data"):
         images = data.load(options["data"])
+    check(images, options["workers"], options["batch"])
     description, gate = str(images), None if no_gate else images.gate
     print(f"data: {description}", flush=True)
     print(f"starting the job: {_many(options, 'worker')}, {_many(options, 'server')}", flush=True)
@@ -57,14 +68,15 @@ def run(options: dict[str, object], no_gate: bool, json_file: str | None) -> int
         outcome = table.outcome(read_trace(folder), description, gate)
     table.show(outcome)
     if json_file is not None:
-        Path(json_file).write_text(json.dumps([table.record(outcome, **options)], indent=1) + "\n")
+        settings = {k: options[k] for k in ("workers", "servers", "batch", "width", "seed")}
+        Path(json_file).write_text(json.dumps([table.record(outcome, **settings)], indent=1) + "\n")
     if not outcome.passed:
         print(f"tensorwire: the test accuracy {outcome.result['accuracy']:.1%} is below {gate:.0%}", file=sys.stderr)
         return 1
     return 0
 
 
-def _many(options: dict[str, object], what: str) -> str:
+def _many(options: dict[str, Any], what: str) -> str:
     n = options[f"{what}s"]
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 

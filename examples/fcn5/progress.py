@@ -22,7 +22,7 @@ class Progress:
         self._what, self._unit = what, unit
         self._bar = None if quiet or not sys.stdout.isatty() else _bar()
         self._every = LINE_SECONDS if self._bar is None else BAR_SECONDS
-        self._last = time.monotonic()
+        self._last = -LINE_SECONDS
         self._task = None if self._bar is None else self._bar.add_task(what, total=None, count="", text="")
 
     def __enter__(self) -> Progress:
@@ -35,7 +35,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, done: int, total: int | None, text: str) -> None:
-        """Called as often as you like; shown now and then, and when all is done."""
+        """Called as often as you like; shown at first, now and then, and when all is done."""
         now = time.monotonic()
         if self._quiet or (now - self._last < self._every and done != total):
             return

@@ -45,10 +45,11 @@ def outcome(trace: dict[str, Record], data: str, gate: float | None) -> Outcome:
 def rows(o: Outcome) -> list[tuple[str, str]]:
     """The table's rows."""
     n, r = o.per_step, o.result
-    gate = "no gate for this data" if o.gate is None else f"gate {o.gate:.0%}: {'passed' if o.passed else 'MISSED'}"
+    gate = "no gate" if o.gate is None else f"gate {o.gate:.0%}: {'passed' if o.passed else 'MISSED'}"
     return [
         ("data", o.data),
         ("model", f"FCN-5, {r['parameters']:,} parameters, {_mib(4 * r['parameters'])}"),
+        ("device", r["device"]),
         ("steps", f"{r['steps']} in {r['seconds']:.1f} s"),
         ("loss", f"{r['loss']:.3f} (mean of the last 20 steps)"),
         ("test accuracy", f"{r['accuracy']:.1%} ({gate})"),
@@ -83,7 +84,7 @@ def show(o: Outcome) -> None:
 
 
 def record(o: Outcome, **settings: object) -> dict[str, object]:
-    """The same for ``--json``: seconds, bytes and counts a worker and step."""
+    """The same for ``--json``: seconds, bytes and counts a worker and step; ``settings`` are the demo's options."""
     parts = {k: getattr(o.parts, k) for k in ("compute", "update", "exposed", "idle")}
     return {
         "bench": "demo-fcn5",

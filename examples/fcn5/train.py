@@ -119,6 +119,7 @@ def main() -> None:
     if job.rank == 0:
         result["accuracy"] = accuracy(model, images)
         result["parameters"] = sum(p.numel() for p in model.parameters())
+        result["device"] = job.member.channel("server", 0).device.name
         print(f"test accuracy {result['accuracy']:.1%} after {result['steps']} steps", flush=True)
         spans.facts["result"] = result
     job.barrier()
