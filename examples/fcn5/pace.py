@@ -61,23 +61,25 @@ class Pace:
         return self._now - self._began
 
     @property
-    def seconds_a_step(self) -> float:
-        """The mean, without the first steps."""
-        return (self._now - self._measured) / max(1, self.steps - FIRST_MEASURED)
+    def steps_a_second(self) -> float:
+        """The mean without the first steps (of those, as long as there are no others)."""
+        if self.steps > FIRST_MEASURED:
+            return (self.steps - FIRST_MEASURED) / (self._now - self._measured)
+        return self.steps / (self._now - self._began) if self.steps else 0.0
 
     @property
     def seconds_left(self) -> float:
         """By the clock until the number of steps is agreed, then by the steps that are left."""
         if self.total is None:
             return max(0.0, self._seconds - self.seconds)
-        return (self.total - self.steps) * self.seconds_a_step
+        return (self.total - self.steps) / self.steps_a_second
 
     def _meet(self) -> None:
         """All workers learn from worker 0 of the next meeting, or of the last step."""
         self._meetings += 1
         client, key = self._job.member.client, f"fcn5/pace/{self._meetings}"
         if self._job.rank == 0:
-            left = max(2, int((self._seconds - self.seconds) / self.seconds_a_step))
+            left = max(2, int((self._seconds - self.seconds) * self.steps_a_second))
             there = self.steps + (2 * left // 3 if self._meetings == 1 else left)
             client.publish(key, str(there).encode())
         else:

@@ -44,6 +44,8 @@ def to_input(images: torch.Tensor) -> torch.Tensor:
 
 def endless(loader: DataLoader, sampler: DistributedSampler) -> Iterator[list[torch.Tensor]]:
     """Epoch after epoch, each in a new order."""
+    if len(loader) == 0:
+        raise tw.errors.ArgumentError(f"a worker has only {len(sampler)} images to train on: use a smaller --batch")
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -56,9 +58,6 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
     train_set = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
     sampler = DistributedSampler(train_set, job.num_workers, job.rank, seed=args.seed)  # 4
     loader = DataLoader(train_set, args.batch, sampler=sampler, drop_last=True)
-    if len(loader) == 0:
-        raise tw.errors.ArgumentError(f"--batch {args.batch}: a worker has only {len(sampler)} images to train on")
-
     optimizer = tw.torch.StoreOptimizer(  # 3
         model.named_parameters(), torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM
     )
@@ -75,11 +74,11 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
 
             losses.append(loss.item())
             mean = sum(losses) / len(losses)
-            rate = args.batch * job.num_workers / max(pace.seconds_a_step, 1e-9)
+            rate = args.batch * job.num_workers * pace.steps_a_second
             text = f"loss {mean:.3f}, {rate:,.0f} samples/s, {pace.seconds_left:.0f} s left"
             progress.show(pace.steps + 1, pace.total, text)
     spans.facts["steady"] = {"steps": pace.steady_steps, **vars(pace.steady)}
-    rate = args.batch * job.num_workers / pace.seconds_a_step
+    rate = args.batch * job.num_workers * pace.steps_a_second
     return {"steps": pace.steps, "seconds": pace.seconds, "loss": mean, "samples_per_second": rate}
 
 
