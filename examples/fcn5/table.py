@@ -1,0 +1,108 @@
+"""What the demo tells at its end: one table, from the trace of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tensorwire.observe.parts import Parts, Record, parts_of_trace, typical
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished training. ``per_step``: what one worker counted in one steady step, the mean over workers."""
+
+    data: str
+    gate: float | None
+    result: dict[str, Any]
+    parts: Parts
+    per_step: dict[str, float]
+    returned_bytes: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the accuracy is enough, if there is a gate."""
+        return self.gate is None or self.result["accuracy"] >= self.gate
+
+
+def outcome(trace: dict[str, Record], data: str, gate: float | None) -> Outcome:
+    """Puts together what the processes wrote."""
+    workers = [r for name, r in trace.items() if name.startswith("worker-")]
+    servers = [r for name, r in trace.items() if name.startswith("server-")]
+    steady: list[Any] = [r.facts["steady"] for r in workers]
+    per_step = {k: sum(s[k] / s["steps"] for s in steady) / len(steady) for k in steady[0] if k != "steps"}
+    result: Any = trace["worker-0"].facts["result"]
+    rounds = result["steps"] + 1  # the first puts worker 0's values into the store
+    returned = sum(r.counters["bytes"] for r in servers) / rounds / len(workers)
+    return Outcome(data, gate, result, typical(parts_of_trace(trace)), per_step, returned)
+
+
+def rows(o: Outcome) -> list[tuple[str, str]]:
+    """The table's rows."""
+    n, r = o.per_step, o.result
+    gate = "no gate" if o.gate is None else f"gate {o.gate:.0%}: {'passed' if o.passed else 'MISSED'}"
+    return [
+        ("data", o.data),
+        ("model", f"FCN-5, {r['parameters']:,} parameters, {_mib(4 * r['parameters'])}"),
+        ("device", r["device"]),
+        ("steps", f"{r['steps']} in {r['seconds']:.1f} s"),
+        ("loss", f"{r['loss']:.3f} (mean of the last 20 steps)"),
+        ("test accuracy", f"{r['accuracy']:.1%} ({gate})"),
+        ("throughput", f"{r['samples_per_second']:,.0f} samples/s"),
+        ("step", _share(o.parts.seconds, o.parts)),
+        ("  compute", _share(o.parts.compute, o.parts)),
+        ("  update", _share(o.parts.update, o.parts)),
+        ("  exposed communication", _share(o.parts.exposed, o.parts)),
+        ("  idle", _share(o.parts.idle, o.parts)),
+        ("bytes out", f"{_mib(n['mapped_bytes'])} born in mapped memory, {_mib(n['bytes'])} written"),
+        ("bytes back", f"{_mib(o.returned_bytes)} written" if o.returned_bytes else "none: read in mapped memory"),
+        ("copies", f"{n['copies']:g} ({_mib(n['copied_bytes'])})"),
+        ("messages", f"{n['messages']:g}"),
+        ("RPCs", f"{n['rpcs']:g}"),
+        ("registrations", f"{n['registrations']:g}"),
+    ]
+
+
+def show(o: Outcome) -> None:
+    """Prints the table; without frames where there is no terminal."""
+    title = "from step on: per worker and step"
+    console = Console()
+    if not console.is_terminal:
+        print(f"\nFCN-5 ({title})")
+        for name, value in rows(o):
+            print(f"{name:<24} {value}")
+        return
+    table = Table("", "FCN-5", title_justify="left", caption=title)
+    for name, value in rows(o):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def record(o: Outcome, **settings: object) -> dict[str, object]:
+    """The same for ``--json``: seconds, bytes and counts a worker and step; ``settings`` are the demo's options."""
+    parts = {k: getattr(o.parts, k) for k in ("compute", "update", "exposed", "idle")}
+    return {
+        "bench": "demo-fcn5",
+        "workload": o.data,
+        **settings,
+        **{k: v for k, v in o.result.items() if k != "seconds"},
+        "training_seconds": o.result["seconds"],
+        "gate": o.gate,
+        "seconds": o.parts.seconds,
+        **parts,
+        **o.per_step,
+        "returned_bytes": o.returned_bytes,
+    }
+
+
+def _share(seconds: float, parts: Parts) -> str:
+    return f"{seconds * 1e3:,.1f} ms ({seconds / parts.seconds:.1%})"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.1f} MiB"

@@ -1,0 +1,255 @@
+"""The FCN-5 demo: small real runs, and its refusals."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tensorwire.errors import ArgumentError
+from tensorwire.observe.parts import parts_of_trace, read_trace, typical
+
+idx2numpy = pytest.importorskip("idx2numpy")
+sklearn_datasets = pytest.importorskip("sklearn.datasets")
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fcn5"
+ROWS = [
+    *("data", "model", "device", "steps", "loss", "test accuracy", "throughput"),
+    *("step", "  compute", "  update", "  exposed communication", "  idle"),
+    *("bytes out", "bytes back", "copies", "messages", "RPCs", "registrations"),
+]
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def start(command: list[str], tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``command``; fails if it leaves a process or a file of its own behind."""
+    mark = f"TENSORWIRE_TEST_MARK={uuid.uuid4()}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    name, value = mark.split("=")
+    # torch's compiler makes a cache folder when it is imported.
+    elsewhere = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    env = {**os.environ, **elsewhere, name: value, **environment}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=100)
+    assert list(temporary.iterdir()) == []
+    assert marked(mark.encode()) == []
+    return done
+
+
+def marked(mark: bytes) -> list[str]:
+    """The processes that have ``mark`` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue  # gone, or not ours to read
+    return found
+
+
+def load_data() -> ModuleType:
+    """The example's module ``data``."""
+    spec = importlib.util.spec_from_file_location("fcn5_data", FOLDER / "data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+data = load_data()
+
+
+def images(n: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Images that a class can be read off: a bright row at a place of its own, in noise."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 10, n).astype(np.uint8)
+    pictures = random.integers(0, 100, (n, 28, 28)).astype(np.uint8)
+    for picture, label in zip(pictures, labels, strict=True):
+        picture[2 * label + 3] = 255
+    return pictures, labels
+
+
+@pytest.fixture
+def idx_folder(tmp_path: Path) -> Path:
+    """A folder in MNIST's format, half of it compressed."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    arrays = [*images(600, 1), *images(200, 2)]
+    for number, (name, array) in enumerate(zip(FILES, arrays, strict=True)):
+        content = idx2numpy.convert_to_string(array)
+        if number % 2:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+        else:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--data", "digits", "--width", "256", "--seconds", "5", "--json", str(figures)]
+    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "data: digits, 1,437 training and 360 test images" in done.stdout
+    table = done.stdout[done.stdout.index("\nFCN-5 (") :].splitlines()[2:]
+    assert [line[:24].rstrip() for line in table] == ROWS
+    (record,) = json.loads(figures.read_text())
+    assert record["accuracy"] >= record["gate"] == 0.90
+    assert record["parameters"] == 784 * 256 + 3 * 256 * 256 + 256 * 10 + 4 * 256 + 10
+    # All workers count the same in every steady step: the gradients out, a head and the one bucket's signal.
+    assert (record["rpcs"], record["registrations"], record["messages"]) == (0, 0, 2)
+    assert record["copied_bytes"] == 4 * record["parameters"]
+    assert 0 < record["mapped_bytes"] - record["copied_bytes"] < 4096  # the head of the round
+    assert record["copies"] == 10
+    assert record["returned_bytes"] == 0
+
+
+def test_a_missed_gate_is_one_line_and_a_failure(tmp_path: Path) -> None:
+    options = ["--data", "digits", "--width", "1", "--seconds", "1", "--workers", "1"]
+    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
+    assert done.returncode == 1
+    assert "gate 90%: MISSED" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tensorwire: the test accuracy ")
+    assert line.endswith("% is below 90%")
+
+
+def test_the_script_trains_on_a_folder_of_idx_files_and_the_parts_of_its_steps_add_up(
+    tmp_path: Path, idx_folder: Path
+) -> None:
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    script = [sys.executable, str(FOLDER / "train.py"), "--data", str(idx_folder), "--width", "64", "--seconds", "2"]
+    launcher = ["-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "2", "--device", "tcp", "--"]
+    done = start([*launcher, *script], tmp_path, TENSORWIRE_TRACE=str(trace), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_trace(trace)
+    assert sorted(records) == ["server-0", "server-1", "worker-0", "worker-1"]
+    result: Any = records["worker-0"].facts["result"]
+    assert result["accuracy"] > 0.9
+    assert result["device"] == "tcp"
+    parts = parts_of_trace(records)
+    assert len(parts) == 2 * result["steps"]
+    assert sum(p.accounted for p in parts) == pytest.approx(sum(p.seconds for p in parts), rel=0.05)
+    step = typical(parts)
+    assert step.accounted == pytest.approx(step.seconds, rel=0.05)
+    assert min(step.compute, step.update, step.exposed) > 0
+    for name in ("worker-0", "worker-1"):
+        steady: Any = records[name].facts["steady"]
+        assert steady["steps"] > 0
+        assert (steady["rpcs"], steady["registrations"], steady["mapped_bytes"]) == (0, 0, 0)
+        assert steady["bytes"] > steady["steps"] * 4 * result["parameters"]
+
+
+def test_a_missing_folder_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = start([str(FOLDER / "demo.py"), "--data", str(tmp_path / "nowhere")], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"tensorwire: --data: there is no folder {tmp_path / 'nowhere'}\n"
+
+
+def test_too_big_a_batch_is_one_line_and_status_2(tmp_path: Path, idx_folder: Path) -> None:
+    done = start([str(FOLDER / "demo.py"), "--data", str(idx_folder), "--batch", "301"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "tensorwire: 2 x 301 images a step are more than the 600 there are: use a smaller --batch\n"
+
+
+def test_idx_files_are_read_plain_and_compressed(idx_folder: Path) -> None:
+    found = data.load(str(idx_folder))
+    expected, labels = images(600, 1)
+    assert str(found) == f"rows, 600 training and 200 test images ({idx_folder})"
+    assert np.array_equal(found.train_images, expected.reshape(600, 784))
+    assert np.array_equal(found.train_labels, labels)
+    assert found.gate is None
+
+
+def test_digits_are_enlarged_and_split() -> None:
+    found = data.load("digits")
+    assert found.train_images.shape == (1437, 784)
+    assert found.test_images.shape == (360, 784)
+    assert found.train_images.max() == 255
+    assert found.gate == 0.90
+
+
+def test_the_best_data_there_is_are_found(monkeypatch: pytest.MonkeyPatch, idx_folder: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(data, "DEBIAN", idx_folder)
+    assert data.load(None).name == "rows"
+    monkeypatch.setattr(data, "DEBIAN", tmp_path / "nowhere")
+    assert data.load(None).name == "digits"
+
+
+def _remove(folder: Path) -> None:
+    (folder / FILES[2]).unlink()
+
+
+def _cut(folder: Path) -> None:
+    content = (folder / FILES[0]).read_bytes()
+    (folder / FILES[0]).write_bytes(content[: len(content) // 2])
+
+
+def _cut_compressed(folder: Path) -> None:
+    path = folder / f"{FILES[1]}.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def _not_compressed(folder: Path) -> None:
+    (folder / f"{FILES[1]}.gz").write_bytes(b"labels")
+
+
+def _no_idx(folder: Path) -> None:
+    (folder / FILES[0]).write_bytes(b"P5 28 28 255")
+
+
+def _huge(folder: Path) -> None:
+    (folder / FILES[0]).write_bytes(b"\0\0\x08\x03" + b"\xff" * 12)
+
+
+def _small_images(folder: Path) -> None:
+    (folder / FILES[0]).write_bytes(idx2numpy.convert_to_string(np.zeros((600, 8, 8), np.uint8)))
+
+
+def _wide_images(folder: Path) -> None:
+    (folder / FILES[0]).write_bytes(idx2numpy.convert_to_string(np.zeros((600, 28, 28), np.float32)))
+
+
+def _few_labels(folder: Path) -> None:
+    (folder / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx2numpy.convert_to_string(np.zeros(599, np.uint8))))
+
+
+def _high_labels(folder: Path) -> None:
+    (folder / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx2numpy.convert_to_string(np.full(600, 10, np.uint8))))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_remove, r"holds no t10k-images-idx3-ubyte, with or without \.gz"),
+        (_cut, "train-images-idx3-ubyte is not an IDX file"),
+        (_cut_compressed, r"train-labels-idx1-ubyte\.gz is not an IDX file"),
+        (_not_compressed, r"train-labels-idx1-ubyte\.gz is not an IDX file"),
+        (_no_idx, "train-images-idx3-ubyte is not an IDX file"),
+        (_huge, "train-images-idx3-ubyte is not an IDX file"),
+        (_small_images, r"train images in .* are uint8 of shape \[600, 8, 8\], not uint8 \[n, 28, 28\]"),
+        (_wide_images, r"train images in .* are >f4 of shape \[600, 28, 28\]|train images in .* are float32"),
+        (_few_labels, r"train labels in .* are uint8 of shape \[599\], not uint8 \[600\]"),
+        (_high_labels, "train labels in .* go up to 10, not 9"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(idx_folder: Path, spoil: Callable[[Path], None], message: str) -> None:
+    spoil(idx_folder)
+    with pytest.raises(ArgumentError, match=message) as caught:
+        data.load(str(idx_folder))
+    assert "\n" not in str(caught.value)
