@@ -1,0 +1,34 @@
+"""Trains a small network on scikit-learn's digits, through the store. The same file runs in four ways:
+
+python examples/minimal.py
+tensorwire run --workers 2 --servers 1 -- python examples/minimal.py
+tensorwire run --workers 2 --servers 2 --device tcp -- python examples/minimal.py
+torchrun --nproc-per-node 2 examples/minimal.py
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import tensorwire as tw
+
+job = tw.init()
+torch.manual_seed(0)
+digits = load_digits()
+images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+data = TensorDataset(images[:1500], labels[:1500])
+sampler = DistributedSampler(data, job.num_workers, job.rank)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3)
+
+for epoch in range(8):
+    sampler.set_epoch(epoch)
+    for x, y in DataLoader(data, batch_size=32, sampler=sampler):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+if job.rank == 0:
+    accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()
+    print(f"workers {job.num_workers}, servers {job.num_servers}: test accuracy {accuracy:.3f}")

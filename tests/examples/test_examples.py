@@ -1,0 +1,63 @@
+"""The small examples run as they are: alone, by tensorwire run, by torchrun; and the README shows one of them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = ROOT / "examples" / "minimal.py"
+PYTHON = [sys.executable, "-W", "error"]
+
+
+def run(command: list[str], tmp_path: Path) -> str:
+    """What ``command`` prints; fails if it says anything on the side, warnings included."""
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")},
+        "OMP_NUM_THREADS": "1",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    left = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert left == []
+    return done.stdout
+
+
+def launchers() -> dict[str, tuple[list[str], int, int]]:
+    """How to start it, with how many workers and servers."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    tensorwire = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "1", "--"]
+    return {"alone": ([], 1, 1), "run": (tensorwire, 2, 1), "torchrun": (torchrun, 2, 2)}
+
+
+@pytest.mark.parametrize("name", launchers())
+def test_minimal_learns(name: str, tmp_path: Path) -> None:
+    launcher, workers, servers = launchers()[name]
+    said = run([*launcher, *PYTHON, str(MINIMAL)], tmp_path)
+    found = re.fullmatch(r"workers (\d+), servers (\d+): test accuracy ([\d.]+)\n", said)
+    assert found is not None, said
+    assert (int(found[1]), int(found[2])) == (workers, servers)
+    assert float(found[3]) > 0.8
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
+    said = run([*PYTHON, str(ROOT / "examples" / "devices.py"), device], tmp_path)
+    assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
+
+
+def test_the_readme_shows_the_minimal_example() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    text = MINIMAL.read_text()
+    docstring = ast.parse(text).body[0]
+    assert docstring.end_lineno is not None
+    program = "\n".join(text.splitlines()[docstring.end_lineno :]).strip()
+    assert program in [block.strip() for block in blocks]
