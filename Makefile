@@ -42,7 +42,7 @@ format: setup
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' --no-build-isolation
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The native module's types, kept in the source tree for mypy; a test compares.
 stubs: setup
