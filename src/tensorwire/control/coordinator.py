@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tensorwire._native import forget_fd
 from tensorwire.control import frames
 from tensorwire.control.book import Book
 from tensorwire.control.frames import Cause
@@ -131,7 +132,8 @@ class Coordinator:
             raise ProtocolError("not a control connection")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
-        asyncio.run_coroutine_threadsafe(self._serve(sock), self._loop)
+        ours = socket.socket(fileno=sock.detach())  # the acceptor closes what it still holds
+        asyncio.run_coroutine_threadsafe(self._serve(ours), self._loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -149,6 +151,7 @@ class Coordinator:
             self._loop.close()
 
     async def _serve(self, sock: socket.socket) -> None:
+        descriptor = sock.fileno()
         reader, writer = await asyncio.open_connection(sock=sock)
         member: _Member | None = None
         try:
@@ -167,6 +170,7 @@ class Coordinator:
         finally:
             if member is not None:
                 self._disconnected(member)
+            forget_fd(descriptor)
             writer.close()
 
     async def _receive(self, reader: asyncio.StreamReader) -> frames.Any:
