@@ -10,12 +10,12 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import OutOfMemory, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, TensorwireError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
-from tensorwire.store.rules import OptimizerRule
+from tensorwire.store.rules import OptimizerRule, versions
 from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks while workers compute: how long they take is theirs to say
@@ -61,6 +61,8 @@ class StoreServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        if spec.versions != versions():
+            raise PlanMismatch(f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere")
         self.plan: Plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
         self._regions: dict[str, Region] = {}

@@ -15,7 +15,14 @@ from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import BUCKET_BYTES, Bucket
 from tensorwire.store.rounds import Operation
-from tensorwire.store.rules import IMPLEMENTATION, is_whole, rule_name, tensor_over, with_implementation
+from tensorwire.store.rules import (
+    IMPLEMENTATION,
+    is_whole,
+    rule_name,
+    tensor_over,
+    versions,
+    with_implementation,
+)
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch.loading import watch_loading
 
@@ -62,7 +69,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         fixed = [{k: _plain(k, v) for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.param_groups]
         self._numeric = _numeric(fixed)
         self._fixed = fixed
-        spec = StoreSpec(tensors, rule, fixed, self._numeric, bucket_bytes, is_whole(rule))
+        spec = StoreSpec(versions(), tensors, rule, fixed, self._numeric, bucket_bytes, is_whole(rule))
         self._client = self._connect(spec)
         self._job.at_close(self._client.finish)
         self._slots = {id(b): self._views(b) for b in self._client.order}
