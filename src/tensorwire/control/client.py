@@ -117,6 +117,8 @@ class Client:
         try:
             return future.result(timeout)
         except FutureTimeout:
+            if future.done():  # the answer itself is a WaitTimeout, which is a TimeoutError
+                raise
             raise errors.WaitTimeout(f"the coordinator did not answer within {timeout:g} s") from None
         finally:
             self._pending.pop(message.id, None)

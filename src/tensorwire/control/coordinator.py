@@ -135,16 +135,19 @@ class Coordinator:
 
     async def _serve(self, listener: socket.socket) -> None:
         server = await asyncio.start_server(self._connected, sock=listener)
-        watch = self._loop.create_task(self._watch())
+        watch = self._loop.create_task(self._watch())  # kept: the loop itself holds tasks weakly
         await self._stop.wait()
         forget_fd(listener.fileno())
         server.close()
-        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
-        for task in (watch, *tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(3):  # transports close their sockets in the loop's next rounds
+        watch.cancel()
+        idle = 0
+        while idle < 3:  # a connection just accepted has its task, and a closing one its end, in the next rounds
+            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)
+            idle = 0 if tasks else idle + 1
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its first byte to its last. A stranger can end nothing but this connection."""
