@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -53,7 +54,9 @@ class Child:
 
 
 def on_parent_death(call: Callable[[], None]) -> None:
-    """In a child: ``call()``, from a thread, when the parent is gone."""
+    """In a child on a leash: ``call()``, from a thread, when the parent is gone. Nothing for a process on none."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
 
     def wait() -> None:
         with contextlib.suppress(OSError):

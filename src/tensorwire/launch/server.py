@@ -20,11 +20,14 @@ from tensorwire.launch.place import device_choice, grace_seconds, listening_host
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
 
+# A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
+_SETTLE_SECONDS = 3.0
+
 
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     import torch
 
-    from tensorwire.store.server import StoreServer
+    from tensorwire.store.server import Disagreement, StoreServer
 
     torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
     try:
@@ -36,9 +39,10 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
             server.close()
     except (JobEnded, PeerLost):
         pass  # the job's end has a cause of its own
+    except Disagreement as error:
+        member.fail(f"stopped: {error}", settle=_SETTLE_SECONDS)
     except TensorwireError as error:
-        # A worker that left early may have failed, and how its process ends says more.
-        member.fail(f"stopped: {error}", settle=3.0)
+        member.fail(f"stopped: {error}")
     except Exception as error:
         member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
 
