@@ -15,7 +15,7 @@ from tests.jobs import run_job
 
 
 def too_big(job: tw.Job) -> None:
-    available = next(l for l in Path("/proc/meminfo").read_text().splitlines() if l.startswith("MemAvailable"))
+    available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
     elements = int(available.split()[1]) * 1024 // 2 // 4  # half of it; a server needs thrice as much
     p = torch.nn.Parameter(torch.empty(elements), requires_grad=True)  # never touched
     tw.torch.StoreOptimizer([("huge", p)], torch.optim.SGD, lr=0.1)

@@ -123,7 +123,8 @@ class Plan:
         most = max(self.registered_bytes(s, workers) for s in range(self.servers))
         return (
             f"{sum(t.nbytes for t in self.tensors) / 2**20:.1f} MiB in {len(self.tensors)} tensors, "
-            f"{sum(map(len, self.buckets))} buckets on {self.servers} servers; up to {most / 2**20:.1f} MiB registered on one"
+            f"{sum(map(len, self.buckets))} buckets on {self.servers} servers; "
+            f"up to {most / 2**20:.1f} MiB registered on one"
         )
 
     def digest(self, extra: bytes = b"") -> bytes:
