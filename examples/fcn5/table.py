@@ -59,7 +59,7 @@ def rows(o: Outcome) -> list[tuple[str, str]]:
         ("  update", _share(o.parts.update, o.parts)),
         ("  exposed communication", _share(o.parts.exposed, o.parts)),
         ("  idle", _share(o.parts.idle, o.parts)),
-        ("bytes out", f"{_mib(n['mapped_bytes'])} born in mapped memory, {_mib(n['bytes'])} written"),
+        ("bytes out", f"{_mib(n['mapped_bytes'])} in mapped slots, sent by signal alone; {_mib(n['bytes'])} written"),
         ("bytes back", f"{_mib(o.returned_bytes)} written" if o.returned_bytes else "none: read in mapped memory"),
         ("copies", f"{n['copies']:g} ({_mib(n['copied_bytes'])})"),
         ("messages", f"{n['messages']:g}"),

@@ -75,7 +75,11 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
         if (outcome != Outcome::reached) return outcome;
         g.lock();
     }
-    if (dead_) return Outcome::lost;
+    if (dead_) {
+        g.unlock();
+        while (!life->lost()) std::this_thread::yield();  // who closes it says why, soon
+        return Outcome::lost;
+    }
     id = frame.id = ++posted_;
     char* at = memory ? memory->base + offset : nullptr;
     const bool idle = outgoing_.empty();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import threading
@@ -15,7 +14,7 @@ from conftest import Pair
 from device_peer import SECONDS, array, pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device_handshake import check_works, raw_connection, until_end
+from test_device_handshake import check_works, raw_connection, send_and_end, until_end
 
 from tensorwire.device import Channel, Region, TcpDevice, handshake
 from tensorwire.device import tcp as tcp_module
@@ -63,14 +62,6 @@ def exposed(pair: Pair) -> Region:
     region = pair.target.allocate(4096)
     array(region)[:] = pattern(9, 4096)
     return region
-
-
-def send_and_end(sock: socket.socket, data: bytes) -> None:
-    """Sends, hangs up, and returns when the engine has seen all of it, or ended the connection."""
-    with contextlib.suppress(OSError):
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-    until_end(sock)
 
 
 def check_ends(pair: Pair, data: bytes) -> None:
@@ -129,9 +120,7 @@ def test_a_connection_that_ends_within_a_payload_signals_nothing(pair: Pair) -> 
     region = pair.target.allocate(4096)
     key = region.remote().key
     with authenticated(target(pair)) as sock:
-        sock.sendall(frame(WRITE, 1, key=key, offset=8, length=4088, signal=(key, 0, 1)) + b"\x01" * 4087)
-        sock.shutdown(socket.SHUT_WR)
-        until_end(sock)
+        send_and_end(sock, frame(WRITE, 1, key=key, offset=8, length=4088, signal=(key, 0, 1)) + b"\x01" * 4087)
     assert region.load(0) == 0
     check_works(pair)
 

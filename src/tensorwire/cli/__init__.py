@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import click
 
 from tensorwire.cli.run import run
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import ArgumentError, TensorwireError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,15 +27,32 @@ group.add_command(run)
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line."""
+    """Entry point: errors are one line."""
     try:
-        status = group(standalone_mode=False)
-    except click.ClickException as error:
+        status = group(prog_name="tensorwire", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        sys.exit(error.exit_code)
+        sys.exit(2)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "tensorwire"
+        _complain(f"{error.format_message().rstrip('.')}: see {where} --help")
+        sys.exit(2)
     except click.Abort:
         sys.exit(130)
-    except TensorwireError as error:
-        click.echo(f"tensorwire: {error}", err=True)
+    except ArgumentError as error:
+        _complain(error)
         sys.exit(2)
+    except TensorwireError as error:
+        _complain(error)
+        sys.exit(1)
+    except BrokenPipeError:  # tensorwire run --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(what: object) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(f"tensorwire: {what}", err=True)

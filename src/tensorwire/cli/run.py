@@ -7,7 +7,10 @@ import click
 from tensorwire.control.member import DEVICES
 
 
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.command(
+    short_help="Run a script as the workers of a job.",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Workers on this machine.")
 @click.option("--servers", type=click.IntRange(1), default=1, show_default=True, help="Servers on this machine.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
@@ -27,7 +30,15 @@ def run(
       export TENSORWIRE_SECRET_FILE=~/.tensorwire-secret
       tensorwire run --rendezvous HOST:PORT --nodes 2 --node 0 --workers 1 --servers 1 -- python train.py
 
-    The exit status is that of the first process that failed.
+    The job ends with the first process that fails; what went wrong is said once, and the exit status is that process's.
+    Ctrl-C ends the job; a second one does not wait for it.
+
+    \b
+    Environment, in seconds:
+      TENSORWIRE_TIMEOUT     how long a step may wait for other workers (1800)
+      TENSORWIRE_BEAT        between two signs of life of a process (1)
+      TENSORWIRE_LOST_AFTER  of silence, after which a process counts as lost (10)
+      TENSORWIRE_GRACE       that a process may take to leave by itself after the job failed (5)
     """
     from tensorwire.launch.run import Run, RunOptions
 

@@ -1,112 +1,174 @@
-"""The coordinator's memory: published entries, barriers, and plans to compare."""
+"""The coordinator's memory: published entries, and who waits where for whom."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.control import frames
-from tensorwire.control.frames import Cause
+from tensorwire.control.diff import differing_lines
+from tensorwire.control.frames import Answer, Cause
 
-_DIFF_LINES = 20
+# A worker that left while others wait for it may have failed, and how its process ended says more.
+LEFT_SECONDS = 3.0
+
+
+@dataclass
+class _Entry:
+    owner: str
+    to: frozenset[str] | None
+    total: int
+    parts: list[bytes] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return len(self.parts) == self.total
+
+
+@dataclass
+class _Meeting:
+    """Members that wait for each other; all of one role."""
+
+    what: str
+    parties: int
+    arrived: set[str] = field(default_factory=set)
+    plans: dict[str, frames.Compare] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) >= self.parties
 
 
 class Book:
-    """Answers the requests of members. Lives in the coordinator's event loop."""
+    """Answers the requests of members. Lives in the coordinator's event loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, mismatch: Callable[[Cause], None]) -> None:
-        self._mismatch = mismatch
-        self._entries: dict[str, tuple[bytes, frozenset[str] | None]] = {}
+    ``sizes``: how many members each role has. ``fail`` ends the job with a cause.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], fail: Callable[[Cause], None]) -> None:
+        self._sizes = sizes
+        self._fail = fail
+        self._entries: dict[str, _Entry] = {}
+        self._meetings: dict[str, _Meeting] = {}
+        self._left: set[str] = set()
         self._changed = asyncio.Condition()
-        self._arrived: dict[str, set[str]] = {}
-        self._plans: dict[str, dict[str, frames.Compare]] = {}
-        self._cause: Cause | None = None
         self._ended = False
-        self._loop = loop
 
     async def answer(
         self, member: str, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare
-    ) -> frames.Answer:
+    ) -> Answer:
         """The answer to one request; errors are in it."""
         if isinstance(message, frames.Publish):
-            return await self._publish(message)
+            return await self._publish(member, message)
         if isinstance(message, frames.Lookup):
-            work, what = self._lookup(member, message), f"nobody published {message.key!r}"
-        elif isinstance(message, frames.Barrier):
-            work, what = self._barrier(member, message), f"barrier {message.name!r}"
-        else:
-            work, what = self._compare(member, message), f"the comparison of {message.name!r}"
-        return await self._bounded(work, message.id, message.timeout, what, message)
+            return await _bounded(self._lookup(member, message), message, lambda: f"nobody published {message.key!r}")
+        return await self._meet(member, message)
 
-    async def _bounded(
-        self, work: Coroutine[Any, Any, frames.Answer], id: int, timeout: float, what: str, message: frames.Message
-    ) -> frames.Answer:
-        try:
-            return await asyncio.wait_for(work, timeout)
-        except asyncio.TimeoutError:
-            if isinstance(message, (frames.Barrier, frames.Compare)):
-                here = sorted(self._arrived.get(_key(message), set()))
-                what += f": only {', '.join(here)} of {message.parties} came"
-            return frames.Answer(id, error=f"{what} (waited {timeout:g} s)", type="WaitTimeout")
+    # ---- the address book
 
-    async def _publish(self, message: frames.Publish) -> frames.Answer:
-        if message.key in self._entries:
-            return frames.Answer(message.id, error=f"{message.key!r} was published before", type="ProtocolError")
-        self._entries[message.key] = (message.value, None if message.to is None else frozenset(message.to))
-        await self._notify()
-        return frames.Answer(message.id)
+    async def _publish(self, member: str, message: frames.Publish) -> Answer:
+        to = None if message.to is None else frozenset(message.to)
+        entry = self._entries.setdefault(message.key, _Entry(member, to, message.parts))
+        if entry.owner != member or message.part != len(entry.parts) or entry.whole:
+            return Answer(message.id, error=f"{message.key!r} was published before", type="ProtocolError")
+        if message.parts != entry.total or entry.total > frames.MOST_PARTS:
+            return Answer(message.id, error=f"{message.key!r} has a wrong number of parts", type="ProtocolError")
+        entry.parts.append(message.value)
+        if entry.whole:
+            await self._notify()
+        return Answer(message.id)
 
-    async def _lookup(self, member: str, message: frames.Lookup) -> frames.Answer:
+    async def _lookup(self, member: str, message: frames.Lookup) -> Answer:
+        def found() -> _Entry | None:
+            entry = self._entries.get(message.key)
+            return entry if entry is not None and entry.whole else None
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or message.key in self._entries)
-        if message.key not in self._entries:
-            return frames.Answer(message.id, error="the job ended", type="JobEnded")
-        value, entitled = self._entries[message.key]
-        if entitled is not None and member not in entitled:
-            return frames.Answer(message.id, error=f"{message.key!r} is not for {member}", type="RemoteAccessError")
-        return frames.Answer(message.id, value)
+            await self._changed.wait_for(lambda: self._ended or found())
+        entry = found()
+        if entry is None:
+            return Answer(message.id, error="the job ended", type="JobEnded")
+        if entry.to is not None and member not in entry.to:
+            return Answer(message.id, error=f"{message.key!r} is not for {member}", type="RemoteAccessError")
+        if message.part >= entry.total:
+            return Answer(message.id, error=f"{message.key!r} has {entry.total} parts", type="ProtocolError")
+        return Answer(message.id, entry.parts[message.part], entry.total)
 
-    async def _barrier(self, member: str, message: frames.Barrier) -> frames.Answer:
-        return await self._meet(member, message, _key(message), message.parties)
+    # ---- meetings
 
-    async def _compare(self, member: str, message: frames.Compare) -> frames.Answer:
-        plans = self._plans.setdefault(message.name, {})
-        plans[member] = message
-        first_name, first = next(iter(plans.items()))
-        if message.digest != first.digest:
-            what = f"does not agree with {first_name} on {message.name}:\n{_diff(first_name, first, member, message)}"
-            self._mismatch(Cause(member, what))
-            return frames.Answer(message.id, error=f"{member} {what}", type="PlanMismatch")
-        return await self._meet(member, message, _key(message), message.parties)
+    async def _meet(self, member: str, message: frames.Barrier | frames.Compare) -> Answer:
+        role = member.split()[0]
+        key = f"{type(message).__name__}/{role}/{message.name}"
+        what = f"{'the comparison of' if isinstance(message, frames.Compare) else 'barrier'} {message.name!r}"
+        meeting = self._meetings.setdefault(key, _Meeting(what, message.parties))
+        if meeting.parties != message.parties:
+            why = f"{what} is one of {meeting.parties}, not of {message.parties}, members"
+            return Answer(message.id, error=why, type="ProtocolError")
+        if isinstance(message, frames.Compare):
+            mismatch = _mismatch(meeting, member, message)
+            if mismatch is not None:
+                self._fail(mismatch)
+                return Answer(message.id, error=str(mismatch), type="PlanMismatch")
+        meeting.arrived.add(member)
+        if meeting.complete:
+            del self._meetings[key]  # whoever comes to that name again starts another meeting
+            await self._notify()
+            return Answer(message.id)
+        self._check(meeting)
 
-    async def _meet(self, member: str, message: frames.Barrier | frames.Compare, key: str, parties: int) -> frames.Answer:
-        arrived = self._arrived.setdefault(key, set())
-        arrived.add(member)
-        await self._notify()
+        def missed() -> str:
+            meeting.arrived.discard(member)
+            came = ", ".join(sorted([*meeting.arrived, member]))
+            return f"{what}: only {came} of {meeting.parties} came"
+
+        return await _bounded(self._wait(meeting, message.id), message, missed)
+
+    async def _wait(self, meeting: _Meeting, id: int) -> Answer:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or len(arrived) >= parties)
-        if len(arrived) < parties:
-            return frames.Answer(message.id, error="the job ended", type="JobEnded")
-        return frames.Answer(message.id)
+            await self._changed.wait_for(lambda: self._ended or meeting.complete)
+        return Answer(id) if meeting.complete else Answer(id, error="the job ended", type="JobEnded")
+
+    def leave(self, member: str) -> None:
+        """``member`` has left: nobody needs to wait for it."""
+        self._left.add(member)
+        for meeting in list(self._meetings.values()):
+            self._check(meeting)
+
+    def _check(self, meeting: _Meeting) -> None:
+        """Whether those who have not left are still enough."""
+        role = min(meeting.arrived, default="?").split()[0]
+        missing = sorted(m for m in self._left if m.split()[0] == role and m not in meeting.arrived)
+        if missing and self._sizes.get(role, meeting.parties) - len(missing) < meeting.parties:
+            waiting = f"left the job while {', '.join(sorted(meeting.arrived))} waits for it in {meeting.what}"
+            self._fail(Cause(missing[0], waiting, settle=LEFT_SECONDS))
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def end(self, cause: Cause | None) -> None:
+    async def end(self) -> None:
         """Answers whoever still waits."""
         self._ended = True
-        self._cause = cause
-        self._loop.create_task(self._notify())
+        await self._notify()
 
 
-def _key(message: frames.Barrier | frames.Compare) -> str:
-    return f"{type(message).__name__}:{message.name}"
+async def _bounded(
+    work: Coroutine[Any, Any, Answer],
+    message: frames.Lookup | frames.Barrier | frames.Compare,
+    missed: Callable[[], str],
+) -> Answer:
+    try:
+        return await asyncio.wait_for(work, message.timeout)
+    except asyncio.TimeoutError:
+        return Answer(message.id, error=f"{missed()} (waited {message.timeout:g} s)", type="WaitTimeout")
 
 
-def _diff(a_name: str, a: frames.Compare, b_name: str, b: frames.Compare) -> str:
-    lines = list(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), a_name, b_name, lineterm="", n=0))
-    more = len(lines) - _DIFF_LINES
-    return "\n".join(lines[:_DIFF_LINES]) + (f"\n... and {more} lines more" if more > 0 else "")
+def _mismatch(meeting: _Meeting, member: str, message: frames.Compare) -> Cause | None:
+    meeting.plans[member] = message
+    first_name, first = next(iter(meeting.plans.items()))
+    if message.digest == first.digest:
+        return None
+    lines = differing_lines(first_name, first.text, member, message.text)
+    return Cause(member, f"does not agree with {first_name} on {message.name}:\n{lines}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -13,7 +15,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from tensorwire import errors
 from tensorwire._native import Pulse, close_on_fork, forget_fd
 from tensorwire.control import frames
-from tensorwire.control.coordinator import PURPOSE, member_name
+from tensorwire.control.coordinator import member_name
+from tensorwire.control.doorman import PURPOSE
 from tensorwire.control.frames import Cause
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError
@@ -25,72 +28,98 @@ _SLACK = 5.0  # the coordinator's own timeout comes first, with the better messa
 class Client:
     """Joins a job and speaks for one member. Heartbeats come from a native thread, whatever Python does.
 
-    ``address`` is ``HOST:PORT``. Raises `AuthenticationError`, `ProtocolError` (no such member, joined twice) or
-    `PeerLost` (nobody listens there).
+    ``address`` is ``HOST:PORT``; ``patience``: seconds to wait for a coordinator that has not started yet. Raises
+    `AuthenticationError`, `ProtocolError` (no such member, joined twice), `JobEnded` or `PeerLost` (nobody listens
+    there).
     """
 
-    def __init__(self, address: str, secret: bytes, role: str, index: int, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, address: str, secret: bytes, role: str, index: int, *, patience: float = 0.0, timeout: float = 60.0
+    ) -> None:
         self.name = member_name(role, index)
         self.cause: Cause | None = None
         self.ended = threading.Event()
+        self.lost = False  # the job ended here because the coordinator fell silent: nobody else can tell people
         self._calls: list[Callable[[Cause | None], None]] = []
         self._ids = itertools.count(1)
-        self._pending: dict[int, Future[bytes]] = {}
+        self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._sock = _connect(address, timeout)
+        self._sock = _connect(address, patience, timeout)
         try:
-            handshake.initiate(self._sock, secret, PURPOSE)
-            join = frames.Join(frames.VERSION, role, index, os.getpid(), socket.gethostname())
-            self._sock.sendall(frames.encode(join))
-            welcome = self._receive()
+            self.welcome = self._join(secret, role, index)
         except BaseException:
             self._sock.close()
             raise
-        if isinstance(welcome, frames.Answer):
-            self._sock.close()
-            raise ProtocolError(welcome.error)
-        if not isinstance(welcome, frames.Welcome):
-            self._sock.close()
-            raise ProtocolError("the coordinator did not answer the join")
-        self.welcome = welcome
-        self._sock.settimeout(welcome.lost_after)
+        self._sock.settimeout(self.welcome.lost_after)
         close_on_fork(self._sock.fileno())
-        self._pulse = Pulse(self._sock.fileno(), frames.encode(frames.Beat()), welcome.beat)
+        self._pulse = Pulse(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
         self._thread = threading.Thread(target=self._listen, name="tensorwire-control", daemon=True)
         self._thread.start()
+
+    def _join(self, secret: bytes, role: str, index: int) -> frames.Welcome:
+        handshake.initiate(self._sock, secret, PURPOSE)
+        join = frames.Join(frames.VERSION, role, index, os.getpid(), socket.gethostname())
+        self._sock.sendall(frames.encode(join))
+        welcome = self._receive()
+        if isinstance(welcome, frames.Answer):
+            raise _exception(welcome)
+        if not isinstance(welcome, frames.Welcome):
+            raise ProtocolError("the coordinator did not answer the join")
+        return welcome
 
     # ---- requests: each is an RPC
 
     def publish(self, key: str, value: bytes, to: list[str] | None = None) -> None:
-        """Puts ``value`` into the address book, for all or for the members named."""
-        self._request(frames.Publish(next(self._ids), key, value, to), 60.0)
+        """Puts ``value`` into the address book, for all or for those named. Raises `ProtocolError` above 32 MiB."""
+        parts = max(1, -(-len(value) // frames.PART_BYTES))
+        if parts > frames.MOST_PARTS:
+            raise ProtocolError(
+                f"{key!r} is {len(value) / 2**20:.0f} MiB; the address book takes "
+                f"{frames.MOST_PARTS * frames.PART_BYTES / 2**20:.0f} MiB: a model of this many tensors is too large"
+            )
+        for part in range(parts):
+            piece = value[part * frames.PART_BYTES : (part + 1) * frames.PART_BYTES]
+            self._request(frames.Publish(next(self._ids), key, piece, to, part, parts), 60.0)
 
     def lookup(self, key: str, timeout: float = 60.0) -> bytes:
         """The value published under ``key``; waits for it. Raises `WaitTimeout`."""
-        return self._request(frames.Lookup(next(self._ids), key, timeout), timeout)
+        first = self._request(frames.Lookup(next(self._ids), key, _seconds(timeout)), timeout)
+        values = [first.value]
+        for part in range(1, first.parts):
+            values.append(self._request(frames.Lookup(next(self._ids), key, 60.0, part), 60.0).value)
+        return b"".join(values)
 
     def barrier(self, name: str, parties: int, timeout: float = 600.0) -> None:
-        """Returns when ``parties`` members have come here. Raises `WaitTimeout`, naming who came."""
-        self._request(frames.Barrier(next(self._ids), name, parties, timeout), timeout)
+        """Returns when ``parties`` members of this one's role have come here. Raises `WaitTimeout`, naming who came."""
+        self._request(frames.Barrier(next(self._ids), name, parties, _seconds(timeout)), timeout)
 
     def compare(self, name: str, digest: bytes, text: str, parties: int, timeout: float = 600.0) -> None:
-        """Returns when ``parties`` members have shown the same digest; else ends the job with `PlanMismatch`."""
-        text = text if len(text) < frames.MOST_BYTES // 2 else text[: frames.MOST_BYTES // 2] + "\n..."
-        self._request(frames.Compare(next(self._ids), name, digest, text, parties, timeout), timeout)
+        """Returns when ``parties`` members have shown the same digest; else ends the job with `PlanMismatch`.
 
-    def _request(self, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare, timeout: float) -> bytes:
+        ``text`` says in lines what the digest is of; where digests differ, people are shown the lines that differ.
+        """
+        text = frames.bounded(text, frames.PART_BYTES)
+        self._request(frames.Compare(next(self._ids), name, digest, text, parties, _seconds(timeout)), timeout)
+
+    def _request(
+        self, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare, timeout: float
+    ) -> frames.Answer:
+        data = frames.encode(message)
         counters.rpcs += 1
-        future: Future[bytes] = Future()
+        future: Future[frames.Answer] = Future()
         with self._lock:
-            if self.ended.is_set():
+            if self._closed or self.ended.is_set():
                 raise self.error()
             self._pending[message.id] = future
-        self._send(message)
+        self._send(data)
+        timeout = _seconds(timeout) + _SLACK
         try:
-            return future.result(timeout + _SLACK)
+            return future.result(timeout)
         except FutureTimeout:
-            raise errors.WaitTimeout(f"the coordinator did not answer within {timeout + _SLACK:g} s") from None
+            if future.done():  # the answer itself is a WaitTimeout, which is a TimeoutError
+                raise
+            raise errors.WaitTimeout(f"the coordinator did not answer within {timeout:g} s") from None
         finally:
             self._pending.pop(message.id, None)
 
@@ -98,11 +127,15 @@ class Client:
 
     def fail(self, cause: Cause) -> None:
         """Reports a failure, which ends the job for everybody."""
-        self._send(frames.Fail(cause))
+        self._send(frames.encode(frames.Fail(cause.bounded())))
 
     def report_exit(self, role: str, index: int, status: int) -> None:
         """For launchers: how a process of this machine ended."""
-        self._send(frames.Left(role, index, status))
+        self._send(frames.encode(frames.Left(role, index, status)))
+
+    def bye(self) -> None:
+        """Says that this member is done, and stays in the job until ``ended``."""
+        self._send(frames.encode(frames.Bye()))
 
     def on_end(self, call: Callable[[Cause | None], None]) -> None:
         """Calls ``call(cause)`` from the control thread when the job ends; at once if it has."""
@@ -116,10 +149,6 @@ class Client:
         """The job's end as an exception."""
         return JobEnded(str(self.cause) if self.cause else "the job has ended")
 
-    def leave(self) -> None:
-        """Says goodbye and closes. Idempotent."""
-        self.close(goodbye=True)
-
     def close(self, *, goodbye: bool = False) -> None:
         """Closes the connection; without a goodbye the coordinator takes it for a death. Idempotent."""
         with self._lock:
@@ -129,21 +158,21 @@ class Client:
         if goodbye:
             self._pulse.send(frames.encode(frames.Bye()), 5.0)
         self._pulse.close()
-        forget_fd(self._sock.fileno())
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+        if self._sock.fileno() >= 0:
+            forget_fd(self._sock.fileno())
         self._sock.close()
+        self._release()
 
     # ---- the connection
 
-    def _send(self, message: frames.Message) -> None:
-        error = self._pulse.send(frames.encode(message), self.welcome.lost_after)
+    def _send(self, data: bytes) -> None:
+        error = self._pulse.send(data, self.welcome.lost_after)
         if error and not self._closed:
-            self._finish(Cause("the coordinator", f"cannot be reached: {os.strerror(error)}"))
+            self._lose(f"cannot be reached: {os.strerror(error)}")
 
     def _receive(self) -> frames.Any:
         size = frames.body_size(handshake.receive_exactly(self._sock, frames.HEAD))
@@ -158,19 +187,22 @@ class Client:
                 elif isinstance(message, frames.End):
                     self._finish(message.cause)
         except (PeerLost, ProtocolError, OSError) as error:
-            if not self._closed and not self.ended.is_set():
-                self._finish(Cause("the coordinator", f"is gone: {error}"))
+            if not self._closed:
+                self._lose(f"is gone: {error}")
 
     def _settle(self, answer: frames.Answer) -> None:
-        future = self._pending.pop(answer.id, None)
+        with self._lock:
+            future = self._pending.pop(answer.id, None)
         if future is None:
             return
-        if not answer.error:
-            future.set_result(answer.value)
-        elif answer.type == "JobEnded":
-            future.set_exception(JobEnded(answer.error) if self.cause is None else self.error())
+        if answer.error:
+            future.set_exception(self.error() if self.cause and answer.type == "JobEnded" else _exception(answer))
         else:
-            future.set_exception(getattr(errors, answer.type, errors.ControlError)(answer.error))
+            future.set_result(answer)
+
+    def _lose(self, how: str) -> None:
+        self.lost = not self.ended.is_set()
+        self._finish(Cause("the coordinator", how))
 
     def _finish(self, cause: Cause | None) -> None:
         with self._lock:
@@ -179,12 +211,27 @@ class Client:
             self.cause = cause
             self.ended.set()
             calls, self._calls = self._calls, []
-            pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(self.error())
+        self._release()
         for call in calls:
             call(cause)
+
+    def _release(self) -> None:
+        """Whoever still waits for an answer hears that the job is over."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            future.set_exception(self.error())
+
+
+def _exception(answer: frames.Answer) -> errors.TensorwireError:
+    kind = getattr(errors, answer.type, errors.ControlError)
+    known = isinstance(kind, type) and issubclass(kind, errors.TensorwireError)
+    return kind(answer.error) if known else errors.ControlError(answer.error)
+
+
+def _seconds(timeout: float) -> float:
+    """``timeout`` as it may travel."""
+    return min(max(0.0, timeout), frames.MOST_SECONDS)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -196,20 +243,22 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _connect(address: str, timeout: float) -> socket.socket:
-    import time
-
+def _connect(address: str, patience: float, timeout: float) -> socket.socket:
     host, port = split_address(address)
-    end = time.monotonic() + timeout
+    end = time.monotonic() + patience
     while True:
         try:
-            sock = socket.create_connection((host, port), timeout=max(0.1, end - time.monotonic()))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        except (ConnectionRefusedError, TimeoutError) as error:
-            # The coordinator may still be starting: on several machines nobody orders the starts.
-            if time.monotonic() > end:
-                raise PeerLost(f"no coordinator answers at {address} ({error}): is the job running there?") from None
-            time.sleep(0.05)
+            sock = socket.create_connection((host, port), timeout)
+            if sock.getsockname() != sock.getpeername():  # a port where nobody listens may answer to itself
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            sock.close()
+            why = "nobody listens there"
+        except socket.gaierror as error:
+            raise PeerLost(f"cannot find the coordinator's host {host!r}: {error.strerror}") from None
         except OSError as error:
-            raise PeerLost(f"cannot reach the coordinator at {address}: {error}") from None
+            why = error.strerror or str(error)
+        # On several machines nobody orders the starts.
+        if time.monotonic() >= end:
+            raise PeerLost(f"no coordinator answers at {address} ({why}): is the job running there?")
+        time.sleep(0.05)

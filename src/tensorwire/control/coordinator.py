@@ -10,18 +10,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.control import frames
 from tensorwire.control.book import Book
+from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
-from tensorwire.device import handshake
-from tensorwire.device.acceptor import Acceptor
-from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
-PURPOSE = b"control"
-ROLES = ("worker", "server", "launcher")
-# How long a second-hand report ("my peer is gone") waits for the first-hand one that explains it.
+# How long a second-hand report ("its connection closed") waits for the first-hand one that explains it.
 SETTLE_SECONDS = 0.5
 
 
@@ -31,7 +29,6 @@ class _Member:
     writer: asyncio.StreamWriter
     seen: float
     left: bool = False
-    requests: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 def member_name(role: str, index: int) -> str:
@@ -49,10 +46,25 @@ def describe_exit(status: int) -> str:
     return f"exited with status {status}"
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ArgumentError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise ArgumentError(f"the coordinator cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
 class Coordinator:
     """Identity, address book, barriers, plan comparison, heartbeats and the end of one job.
 
-    ``secret`` admits members. ``on_end`` is called once, from the coordinator's thread, with the cause or None.
+    ``secret`` admits members. They show that they live every ``beat`` seconds, and are lost after ``lost_after``
+    seconds of silence. ``on_end`` is called once, from the coordinator's thread, with the cause or None.
     """
 
     def __init__(
@@ -67,7 +79,6 @@ class Coordinator:
         lost_after: float = 10.0,
         on_end: Callable[[Cause | None], None] | None = None,
     ) -> None:
-        self._secret = secret
         self.workers, self.servers = workers, servers
         self.beat, self.lost_after = beat, lost_after
         self.job = secrets.token_hex(4)
@@ -76,24 +87,18 @@ class Coordinator:
         self.empty = threading.Event()
         self._on_end = on_end
         self._members: dict[str, _Member] = {}
-        self._gone: dict[str, str] = {}  # disconnected without a word -> how the launcher says it ended
+        self._joined: set[str] = set()
         self._done: set[str] = set()
+        self._exits: dict[str, int] = {}
         self._second_hand: Cause | None = None
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(256)
-        except OSError as error:
-            listener.close()
-            raise ArgumentError(f"the coordinator cannot listen on {host}:{port}: {error.strerror}") from None
+        self._doorman = Doorman(secret)
+        self._book = Book({"worker": workers, "server": servers}, self._fail)
+        listener = listen(host, port)
         self.address = f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
         self._loop = asyncio.new_event_loop()
-        self._book = Book(self._loop, self._mismatch)
-        self._thread = threading.Thread(target=self._run, name="tensorwire-coordinator", daemon=True)
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="tensorwire-coordinator", daemon=True)
         self._thread.start()
-        self._acceptor = Acceptor(listener, self._greet, "tensorwire-control")
 
     @property
     def members(self) -> list[str]:
@@ -112,12 +117,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Stops at once; members that are still there see the connection end. Idempotent."""
-        self._acceptor.close()
-        if self._loop.is_closed():
-            return
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
+        self._call(self._stop.set)
+        self._thread.join(10.0)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -125,49 +126,70 @@ class Coordinator:
 
     # ---- connections
 
-    def _greet(self, sock: socket.socket) -> None:
-        sock.settimeout(self.lost_after)
-        if handshake.accept(sock, self._secret) != PURPOSE:
-            raise ProtocolError("not a control connection")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        asyncio.run_coroutine_threadsafe(self._serve(sock), self._loop)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        beats = self._loop.create_task(self._watch())
+    def _run(self, listener: socket.socket) -> None:
+        close_on_fork(listener.fileno())
         try:
-            self._loop.run_forever()
+            self._loop.run_until_complete(self._serve(listener))
         finally:
-            beats.cancel()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
-            for member in self._members.values():
-                member.writer.transport.abort()
-            self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
-    async def _serve(self, sock: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=sock)
-        member: _Member | None = None
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._connected, sock=listener)
+        watch = self._loop.create_task(self._watch())  # kept: the loop itself holds tasks weakly
+        await self._stop.wait()
+        forget_fd(listener.fileno())
+        server.close()
+        watch.cancel()
+        idle = 0
+        while idle < 3:  # a connection just accepted has its task, and a closing one its end, in the next rounds
+            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+            idle = 0 if tasks else idle + 1
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from its first byte to its last. A stranger can end nothing but this connection."""
         try:
-            member = self._admit(await self._receive(reader), writer)
+            await self._doorman.admit(reader, writer)
+            member = await self._join(reader, writer)
+            if member is not None:
+                await self._converse(member, reader)
+        except (AuthenticationError, ProtocolError, asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
+            pass  # a stranger
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
+        try:
+            return self._admit(await asyncio.wait_for(self._receive(reader), GREETING_SECONDS), writer)
+        except (ProtocolError, JobEnded) as error:
+            self._send(writer, frames.Answer(0, error=str(error), type=type(error).__name__))
+            return None
+
+    async def _converse(self, member: _Member, reader: asyncio.StreamReader) -> None:
+        requests: set[asyncio.Task[None]] = set()
+        try:
             while True:
                 message = await self._receive(reader)
                 member.seen = time.monotonic()
-                self._handle(member, message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+                if isinstance(message, (frames.Publish, frames.Lookup, frames.Barrier, frames.Compare)):
+                    task = self._loop.create_task(self._answer(member, message))
+                    requests.add(task)
+                    task.add_done_callback(requests.discard)
+                else:
+                    self._handle(member, message)
         except ProtocolError as error:
-            if member is not None:
-                self._fail(Cause(member.name, f"broke the control protocol: {error}"))
-            else:
-                self._send(writer, frames.Answer(0, error=str(error), type="ProtocolError"))
+            self._fail(Cause(member.name, f"broke the control protocol: {error}"))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
         finally:
-            if member is not None:
-                self._disconnected(member)
-            writer.close()
+            for task in requests:
+                task.cancel()
+            self._disconnected(member)
 
     async def _receive(self, reader: asyncio.StreamReader) -> frames.Any:
         size = frames.body_size(await reader.readexactly(frames.HEAD))
@@ -178,18 +200,23 @@ class Coordinator:
             raise ProtocolError("the first frame must be a join")
         if join.version != frames.VERSION:
             raise ProtocolError(f"this job speaks control version {frames.VERSION}, not {join.version}")
+        if self.ended.is_set():
+            raise JobEnded(str(self.cause) if self.cause else "the job has ended")
         most = {"worker": self.workers, "server": self.servers, "launcher": 1 << 16}.get(join.role, 0)
         name = member_name(join.role, join.index)
         if not 0 <= join.index < most:
             raise ProtocolError(f"this job has no {name}: it has {self.workers} workers and {self.servers} servers")
-        if name in self._members or name in self._done or name in self._gone:
-            raise ProtocolError(f"{name} is already in this job: two processes with one rank, or two jobs at one place?")
-        if self.ended.is_set():
-            raise ProtocolError("this job has ended")
+        if name in self._done:
+            raise ProtocolError(f"{name} has left this job, and a job is joined once")
+        if name in self._joined:
+            raise ProtocolError(
+                f"{name} is already in this job: two processes with one rank, or two jobs at one place?"
+            )
         member = _Member(name, writer, time.monotonic())
         self._members[name] = member
-        welcome = frames.Welcome(self.job, 0, self.workers, self.servers, self.beat, self.lost_after)
-        self._send(writer, welcome)
+        self._joined.add(name)
+        self.empty.clear()
+        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, self.beat, self.lost_after))
         return member
 
     def _send(self, writer: asyncio.StreamWriter, message: frames.Message) -> None:
@@ -206,54 +233,60 @@ class Coordinator:
         elif isinstance(message, frames.Bye):
             member.left = True
             self._done.add(member.name)
+            self._book.leave(member.name)
             if all(member_name("worker", i) in self._done for i in range(self.workers)):
                 self._end(None)
-        elif isinstance(message, (frames.Publish, frames.Lookup, frames.Barrier, frames.Compare)):
-            task = self._loop.create_task(self._answer(member, message))
-            member.requests.add(task)
-            task.add_done_callback(member.requests.discard)
         else:
             raise ProtocolError(f"a {type(message).__name__} is nothing a member may send")
 
     async def _answer(
         self, member: _Member, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare
     ) -> None:
-        answer = await self._book.answer(member.name, message)
-        self._send(member.writer, answer)
+        self._send(member.writer, await self._book.answer(member.name, message))
 
     # ---- life and death
 
     async def _watch(self) -> None:
+        last = time.monotonic()
         while True:
             await asyncio.sleep(self.beat)
+            now = time.monotonic()
+            stalled = now - last - self.beat  # while this process did not run, nobody could be heard
+            last = now
             for member in list(self._members.values()):
                 self._send(member.writer, frames.Beat())
-                silent = time.monotonic() - member.seen
+                member.seen += stalled if stalled > self.beat else 0.0
+                silent = now - member.seen
                 if silent > self.lost_after and not member.left:
                     self._fail(Cause(member.name, f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"))
                     member.writer.transport.abort()
 
     def _disconnected(self, member: _Member) -> None:
-        for task in member.requests:
-            task.cancel()
-        self._members.pop(member.name, None)
-        if not member.left and not self.ended.is_set():
-            self._gone.setdefault(member.name, "")
-            how = self._gone[member.name] or "is gone: its connection closed without a word"
-            self._fail(Cause(member.name, how, settle=0.0 if self._gone[member.name] else SETTLE_SECONDS))
+        del self._members[member.name]
+        if member.name in self._exits:
+            self._judge(member.name)
+        elif not member.left:
+            self._fail(Cause(member.name, "is gone: its connection closed without a word", settle=SETTLE_SECONDS))
         if not self._members:
             self.empty.set()
 
     def _left(self, role: str, index: int, status: int) -> None:
         name = member_name(role, index)
-        if name in self._done and status == 0:
-            return
-        how = describe_exit(status) if status else "exited before it joined or left the job (status 0)"
-        self._gone[name] = how
-        self._fail(Cause(name, how))
+        self._exits[name] = status
+        if name in self._members:  # its last words may still be on their way
+            self._loop.call_later(SETTLE_SECONDS, self._judge, name)
+        else:
+            self._judge(name)
 
-    def _mismatch(self, cause: Cause) -> None:
-        self._fail(cause)
+    def _judge(self, name: str) -> None:
+        """The process of ``name`` is gone; was that all right?"""
+        status = self._exits[name]
+        if status:
+            self._fail(Cause(name, describe_exit(status)))
+        elif name not in self._joined:
+            self._fail(Cause(name, "exited without joining the job: its script has to call tensorwire.init()"))
+        elif name not in self._done:
+            self._fail(Cause(name, "exited with status 0 in the middle of the job"))
 
     def _fail(self, cause: Cause) -> None:
         if self.ended.is_set():
@@ -267,12 +300,12 @@ class Coordinator:
     def _end(self, cause: Cause | None) -> None:
         if self.ended.is_set():
             return
-        self.cause = cause
+        self.cause = None if cause is None else cause.bounded()
         self.ended.set()
         for member in self._members.values():
-            self._send(member.writer, frames.End(cause))
-        self._book.end(cause)
+            self._send(member.writer, frames.End(self.cause))
+        self._loop.create_task(self._book.end())
         if not self._members:
             self.empty.set()
         if self._on_end is not None:
-            self._on_end(cause)
+            self._on_end(self.cause)

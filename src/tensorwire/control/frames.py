@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from tensorwire.errors import ProtocolError
@@ -9,6 +11,16 @@ from tensorwire.errors import ProtocolError
 VERSION = 1
 MOST_BYTES = 1 << 20
 HEAD = 4
+# A value above this travels in parts, one frame each.
+PART_BYTES = MOST_BYTES // 2
+MOST_PARTS = 64
+MOST_SECONDS = 1e7
+
+# What a peer may send, so that no request of a member can disturb the coordinator: NaN is no time, -1 no count.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, frozen=True):
@@ -19,7 +31,7 @@ class Join(Message, tag="join", frozen=True):
     """First frame of a process: who it is."""
 
     version: int
-    role: str
+    role: Name
     index: int
     pid: int
     host: str
@@ -37,47 +49,51 @@ class Welcome(Message, tag="welcome", frozen=True):
 
 
 class Publish(Message, tag="publish", frozen=True):
-    """Puts an entry into the address book, for everybody or for the members named in ``to``."""
+    """Puts an entry, or the next part of one, into the address book, for everybody or for the members in ``to``."""
 
-    id: int
-    key: str
+    id: Id
+    key: Name
     value: bytes
     to: list[str] | None = None
+    part: Id = 0
+    parts: Count = 1
 
 
 class Lookup(Message, tag="lookup", frozen=True):
-    """Asks for an entry; answered when it is there."""
+    """Asks for a part of an entry; answered when the whole entry is there."""
 
-    id: int
-    key: str
-    timeout: float
+    id: Id
+    key: Name
+    timeout: Seconds
+    part: Id = 0
 
 
 class Barrier(Message, tag="barrier", frozen=True):
-    """Answered when ``parties`` members have come to the barrier of that name."""
+    """Answered when ``parties`` members of the sender's role have come to the barrier of that name."""
 
-    id: int
-    name: str
-    parties: int
-    timeout: float
+    id: Id
+    name: Name
+    parties: Count
+    timeout: Seconds
 
 
 class Compare(Message, tag="compare", frozen=True):
     """Answered when ``parties`` members have shown the same digest; otherwise ends the job with a diff of the texts."""
 
-    id: int
-    name: str
+    id: Id
+    name: Name
     digest: bytes
     text: str
-    parties: int
-    timeout: float
+    parties: Count
+    timeout: Seconds
 
 
 class Answer(Message, tag="answer", frozen=True):
-    """The answer to a request: a value, or an error and its class's name."""
+    """The answer to a request: a value (or one of its ``parts``), or an error and its class's name."""
 
-    id: int
+    id: Id
     value: bytes = b""
+    parts: Count = 1
     error: str = ""
     type: str = ""
 
@@ -91,10 +107,16 @@ class Cause(msgspec.Struct, frozen=True):
     who: str
     what: str
     traceback: str = ""
-    settle: float = 0.0
+    settle: Seconds = 0.0
 
     def __str__(self) -> str:
         return f"{self.who} {self.what}"
+
+    def bounded(self) -> Cause:
+        """The same, short enough for a frame."""
+        return Cause(
+            bounded(self.who, 512), bounded(self.what, 16 << 10), bounded(self.traceback, 64 << 10), self.settle
+        )
 
 
 class Fail(Message, tag="fail", frozen=True):
@@ -106,7 +128,7 @@ class Fail(Message, tag="fail", frozen=True):
 class Left(Message, tag="left", frozen=True):
     """A launcher says how a process of its machine ended (a ``waitpid`` status as Popen.returncode has it)."""
 
-    role: str
+    role: Name
     index: int
     status: int
 
@@ -128,6 +150,15 @@ class End(Message, tag="end", frozen=True):
 Any = Join | Welcome | Publish | Lookup | Barrier | Compare | Answer | Fail | Left | Bye | Beat | End
 
 _decoder = msgspec.msgpack.Decoder(Any)
+
+
+def bounded(text: str, nbytes: int) -> str:
+    """``text`` in at most about ``nbytes`` of UTF-8, without its middle if need be."""
+    data = text.encode("utf-8", "replace")  # an exception's text may hold lone surrogates
+    if len(data) > nbytes:
+        left_out = f"\n... {len(data) - nbytes} bytes left out ...\n".encode()
+        data = data[: nbytes // 2] + left_out + data[-(nbytes // 2) :]
+    return data.decode("utf-8", "ignore")
 
 
 def encode(message: Message) -> bytes:

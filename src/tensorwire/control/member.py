@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from tensorwire.errors import (
     PeerLost,
     RemoteAccessError,
     TensorwireError,
+    WaitTimeout,
 )
 
 DEVICES = ("auto", "shm", "tcp")
+FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
 
@@ -33,28 +35,37 @@ class Card(msgspec.Struct, frozen=True):
     shm: bytes | None
     probe: bytes | None
     tcp: bytes | None
+    frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
 
 
 def machine_id() -> str:
     """Equal for processes that can share memory through a Unix socket: one boot, one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
 
 
 class Member:
     """Joins the job at ``address`` as ``role index`` and opens its devices.
 
     ``device`` is ``auto`` (shm where a peer's memory really can be mapped, else tcp), ``shm`` or ``tcp``; ``host`` is
-    the interface that tcp listens on.
+    the interface that tcp listens on; ``patience``: seconds to wait for a coordinator that has not started yet.
     """
 
     def __init__(
-        self, address: str, secret: bytes, role: str, index: int, *, device: str = "auto", host: str = "127.0.0.1"
+        self,
+        address: str,
+        secret: bytes,
+        role: str,
+        index: int,
+        *,
+        device: str = "auto",
+        host: str = "127.0.0.1",
+        patience: float = 0.0,
     ) -> None:
         if device not in DEVICES:
             raise ArgumentError(f"device is one of {', '.join(DEVICES)}, not {device!r}")
         self.role, self.index = role, index
-        self.client = Client(address, secret, role, index)
+        self.client = Client(address, secret, role, index, patience=patience)
         self.devices: dict[str, Device] = {}
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
@@ -76,7 +87,7 @@ class Member:
         if device in ("auto", "tcp"):
             self.devices["tcp"] = TcpDevice(host)
             tcp = self.devices["tcp"].address
-        return Card(machine_id(), shm, probe, tcp)
+        return Card(machine_id(), shm, probe, tcp, tuple(f for f in FRAMEWORKS if f in sys.modules))
 
     @property
     def name(self) -> str:
@@ -91,9 +102,15 @@ class Member:
         name = member_name(role, index)
         with self._lock:
             if name not in self._channels:
-                card = msgspec.msgpack.decode(self.client.lookup(f"card/{name}"), type=Card)
-                self._channels[name] = self._connect(name, card)
+                self._channels[name] = self._connect(name, self.card(name))
             return self._channels[name]
+
+    def card(self, name: str, timeout: float = 60.0) -> Card:
+        """Another member's entry. Raises `WaitTimeout` if it has not joined."""
+        try:
+            return msgspec.msgpack.decode(self.client.lookup(f"card/{name}", timeout), type=Card)
+        except WaitTimeout:
+            raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
 
     def _connect(self, name: str, card: Card) -> Channel:
         reasons = []

@@ -1,36 +1,90 @@
-"""Child processes that belong to a job: servers, and the coordinator where no launcher has one."""
+"""Child processes that belong to a job: servers, and the coordinator where no launcher has one.
+
+Each is on a leash: its standard input is a pipe that its parent holds, and ends with the parent, however that dies.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
+from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.errors import ControlError
 from tensorwire.launch.place import worker_environment
 
+# What a child may take to leave after the job has ended.
+LEAVE_SECONDS = 20.0
+
+
+class Child:
+    """A process on a leash."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: object,
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        own: bool = False,
+    ) -> None:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=stdout, start_new_session=own
+        )
+        assert self.process.stdin is not None
+        close_on_fork(self.process.stdin.fileno())  # else a data loader would hold the leash when we are gone
+
+    def close(self, seconds: float = LEAVE_SECONDS) -> None:
+        """Waits ``seconds`` for it to leave, then kills it. Idempotent."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            forget_fd(self.process.stdin.fileno())
+            self.process.stdin.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def on_parent_death(call: Callable[[], None]) -> None:
+    """In a child on a leash: ``call()``, from a thread, when the parent is gone. Nothing for a process on none."""
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+        call()
+
+    threading.Thread(target=wait, name="tensorwire-leash", daemon=True).start()
+
 
 def start_server(
-    index: int, coordinator: str, secret: str, environment: Mapping[str, str] | None = None, **options: object
-) -> subprocess.Popen[bytes]:
-    """Server ``index`` of the job at ``coordinator``."""
-    values = worker_environment(
-        environment if environment is not None else os.environ, coordinator=coordinator, secret=secret, index=index
-    )
+    index: int, coordinator: str, secret: str, environment: Mapping[str, str] | None = None, *, own: bool = False
+) -> Child:
+    """Server ``index`` of the job at ``coordinator``; ``own``: in a process group of its own."""
+    base = environment if environment is not None else os.environ
+    values = worker_environment(base, coordinator=coordinator, secret=secret, index=index)
     values.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "tensorwire.launch.server"]
-    return subprocess.Popen(command, env=values, stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload,no-any-return]
+    return Child("tensorwire.launch.server", environment=values, own=own)
 
 
-def start_coordinator(secret: str, workers: int, servers: int, host: str, port: int) -> tuple[subprocess.Popen[bytes], str]:
+def start_coordinator(secret: str, workers: int, servers: int, host: str, port: int) -> tuple[Child, str]:
     """A coordinator as a process of its own, and its address. Raises `ControlError` if it cannot listen."""
     environment = worker_environment(os.environ, secret=secret)
-    command = [sys.executable, "-m", "tensorwire.launch.coordinator", str(workers), str(servers), host, str(port)]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    line = process.stdout.readline().decode().strip()
+    module, arguments = "tensorwire.launch.coordinator", (workers, servers, host, port)
+    child = Child(module, *arguments, environment=environment, stdout=subprocess.PIPE)
+    assert child.process.stdout is not None
+    line = child.process.stdout.readline().decode().strip()
     if not line.startswith("listening "):
-        process.wait()
+        child.close()
         raise ControlError(line or "the coordinator did not start")
-    return process, line.removeprefix("listening ")
+    return child, line.removeprefix("listening ")

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 
-from tensorwire.control import Coordinator
+from tensorwire.control import Cause, Coordinator
+from tensorwire.control.coordinator import SETTLE_SECONDS
 from tensorwire.errors import TensorwireError
+from tensorwire.launch.children import on_parent_death
+from tensorwire.launch.place import heartbeat
 
 # Members that do not leave after the end lose the connection, and end by that.
 LEAVE_SECONDS = 15.0
-JOIN_SECONDS = 300.0
 
 
 def main(arguments: list[str]) -> int:
@@ -20,14 +22,17 @@ def main(arguments: list[str]) -> int:
     workers, servers, host, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     secret = os.environ.pop("TENSORWIRE_SECRET").encode()
     try:
-        coordinator = Coordinator(secret, workers=workers, servers=servers, host=host, port=port)
+        beat, lost_after = heartbeat(os.environ)
+        coordinator = Coordinator(
+            secret, workers=workers, servers=servers, host=host, port=port, beat=beat, lost_after=lost_after
+        )
     except TensorwireError as error:
         print(error, flush=True)
         return 1
+    # Rank 0 started this process. If it dies before it joined, only the leash tells.
+    on_parent_death(lambda: coordinator.end(Cause("worker 0", "is gone", settle=SETTLE_SECONDS)))
     print(f"listening {coordinator.address}", flush=True)
-    while not coordinator.ended.wait(JOIN_SECONDS):
-        if not coordinator.members:
-            break
+    coordinator.ended.wait()
     coordinator.empty.wait(LEAVE_SECONDS)
     coordinator.close()
     return 0

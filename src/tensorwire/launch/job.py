@@ -5,32 +5,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from tensorwire.control import Cause, Member
-from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
+from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
-from tensorwire.launch.children import start_coordinator, start_server
-from tensorwire.launch.place import Place, device_choice, find_place, listening_host
-from tensorwire.launch.torchrun import agree
+from tensorwire.launch.children import Child, start_coordinator, start_server
+from tensorwire.launch.place import Place, device_choice, find_place, grace_seconds, listening_host
+from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 
-# After the job has failed, how long this process may take to leave by itself.
-GRACE_SECONDS = 5.0
+# A lost peer is mostly somebody else's failure, which has a better account.
+_SECOND_HAND_SECONDS = 1.0
 
 _current: Job | None = None
+_jobs_before = 0
 
 
 class Job:
     """This worker's part in a job. Made by `init`; left at the end of the script or by ``close()``."""
 
-    def __init__(self, place: Place, member: Member, children: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, place: Place, member: Member, children: list[Child]) -> None:
         self.rank = place.rank
         self.num_workers = place.workers
         self.num_servers = place.servers
@@ -39,9 +38,14 @@ class Job:
         self._children = children
         self._closers: list[Callable[[], None]] = []
         self._stores = 0
-        self._failed = False
+        self._error: BaseException | None = None  # what ends this worker
         self._closed = False
         self._barriers = 0
+        self._pid = os.getpid()
+        self._grace = grace_seconds(os.environ)
+        self._hook = _Hook(self)
+        sys.excepthook = self._hook
+        atexit.register(self.close)
         member.client.on_end(self._ended)
 
     def barrier(self, timeout: float = 600.0) -> None:
@@ -59,28 +63,33 @@ class Job:
         self._closers.append(call)
 
     def close(self) -> None:
-        """Leaves the job: this worker is done. Idempotent; runs by itself at the end of the script."""
+        """Leaves the job: this worker is done. Idempotent; runs by itself at the end of the script.
+
+        A worker that holds the coordinator or servers of the job stays until the others are done too.
+        """
         global _current
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child is no member
             return
         self._closed = True
+        atexit.unregister(self.close)
         if _current is self:
             _current = None
         spans.write(f"worker-{self.rank}")
-        failed = self._failed or self.member.client.cause is not None
-        if not failed:
+        well = self._error is None and self.member.client.cause is None
+        if well:
             for call in self._closers:
                 with contextlib.suppress(TensorwireError):
                     call()
-        self.member.close(goodbye=not failed)
-        for child in self._children:
-            try:
-                child.wait(10.0)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
+            if sys.excepthook is self._hook:
+                sys.excepthook = self._hook.previous
+        try:
+            if well and self._children:
+                self.member.client.bye()
+                self.member.client.ended.wait()
+        finally:
+            self.member.close(goodbye=well)
+            for child in self._children:
+                child.close()
 
     def __enter__(self) -> Job:
         return self
@@ -90,42 +99,57 @@ class Job:
             self.failed(error)
         self.close()
 
-    def failed(self, error: BaseException) -> None:
-        """Tells everybody that this worker ends by ``error``."""
-        if self._failed or self._closed:
-            return
-        self._failed = True
+    def failed(self, error: BaseException) -> bool:
+        """Tells everybody that this worker ends by ``error``; returns whether the launcher will tell people."""
+        if os.getpid() != self._pid:
+            return False
+        client = self.member.client
+        if error is not self._error:
+            if self._closed or (isinstance(error, SystemExit) and not error.code):
+                return False
+            self._error = error
+            if not client.ended.is_set():
+                self._report(error)
+        return self._place.starter == "run" and not client.lost
+
+    def _report(self, error: BaseException) -> None:
         if isinstance(error, JobEnded):
             return
         if isinstance(error, KeyboardInterrupt):
             self.member.fail("was interrupted")
             return
+        if isinstance(error, SystemExit):
+            self.member.fail(
+                f"exited with status {error.code}" if isinstance(error.code, int) else f"exited: {error.code}"
+            )
+            return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         lines = str(error).splitlines()
-        self.member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text)
+        settle = _SECOND_HAND_SECONDS if isinstance(error, PeerLost) else 0.0
+        self.member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text, settle=settle)
 
     def _ended(self, cause: Cause | None) -> None:
+        """A script that goes on computing after the job has failed is ended."""
         if cause is None:
             return
 
         def leave() -> None:
             if not self._closed:
-                self.tell(f"the job ended: {cause}")
+                self.tell(cause)
+                flush = threading.Thread(target=_flush, daemon=True)  # a full pipe must not keep us
+                flush.start()
+                flush.join(1.0)
                 os._exit(1)
 
-        timer = threading.Timer(float(os.environ.get("TENSORWIRE_GRACE", GRACE_SECONDS)), leave)
+        timer = threading.Timer(self._grace, leave)
         timer.daemon = True
         timer.start()
 
-    @property
-    def told_by_launcher(self) -> bool:
-        """Whether ``tensorwire run`` tells people how the job ended."""
-        return self._place.starter == "run"
-
-    def tell(self, text: str) -> None:
-        """One line for people, unless the launcher says it."""
-        if not self.told_by_launcher:
-            print(f"tensorwire: {text}", file=sys.stderr, flush=True)
+    def tell(self, why: object) -> None:
+        """One line for people about how the job ended, unless the launcher says it."""
+        if self._place.starter != "run" or self.member.client.lost:
+            with contextlib.suppress(OSError, ValueError):
+                print(f"tensorwire: {self.member.name}: the job ended: {why}", file=sys.stderr, flush=True)
 
 
 def init(
@@ -141,47 +165,57 @@ def init(
     the one worker, with its server beside it. ``rank``, ``world_size`` and ``rendezvous`` (``HOST:PORT``, where rank 0
     starts the coordinator) say it explicitly. ``servers``: how many the job has where no launcher says.
 
-    Raises `ArgumentError`, `AuthenticationError`, `ProtocolError` or `PeerLost`.
+    Raises `ArgumentError`, `AuthenticationError`, `ProtocolError`, `JobEnded`, or `PeerLost` and `WaitTimeout` where
+    the other ranks do not come.
     """
-    global _current
+    global _current, _jobs_before
     if _current is not None:
         raise ArgumentError("init() was called before in this process; close() that job first")
     place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
-    children: list[subprocess.Popen[bytes]] = []
+    grace_seconds(os.environ)
+    children: list[Child] = []
+    meeting: Rendezvous | None = None
+    job: Job | None = None
     try:
-        address, secret, cleanup = _rendezvous(place, children)
-        if place.starter != "run":
-            for index in range(place.rank, place.servers, place.workers):
-                children.append(start_server(index, address, secret.decode()))
-        host = listening_host(address, os.environ)
-        member = Member(address, secret, "worker", place.rank, device=device_choice(os.environ), host=host)
-    except BaseException:
+        meeting = _meet(place, children)
+        job = _join(place, meeting, children)
+        if place.starter in ("torchrun", "ranks") and not place.several_hosts:
+            job.member.client.barrier("joined", place.workers, JOIN_SECONDS)
+    except BaseException as error:
+        if job is not None:
+            job.failed(error)
+            job.close()
         for child in children:
-            child.kill()
-            child.wait()
+            child.close(0.0)
         raise
-    if cleanup is not None:
-        member.client.barrier("joined", place.workers)
-        with contextlib.suppress(FileNotFoundError):
-            cleanup.unlink()
-    elif place.starter in ("torchrun", "ranks") and not place.several_hosts:
-        member.client.barrier("joined", place.workers)
-    _current = Job(place, member, children)
-    _share_fate(_current)
-    return _current
+    finally:
+        if meeting is not None and meeting.handout is not None:
+            meeting.handout.close()
+    _jobs_before += 1
+    _current = job
+    return job
 
 
-def _rendezvous(place: Place, children: list[subprocess.Popen[bytes]]) -> tuple[str, bytes, Path | None]:
-    """Where the coordinator is, the secret, and a file to remove once everybody has joined."""
+def _meet(place: Place, children: list[Child]) -> Rendezvous:
     if place.starter == "run":
         assert place.rendezvous is not None
-        return place.rendezvous, os.environ["TENSORWIRE_SECRET"].encode(), None
+        return Rendezvous(place.rendezvous, os.environ["TENSORWIRE_SECRET"])
     if place.starter == "alone":
         secret = secrets_.new_secret()
-        process, address = start_coordinator(secret, place.workers, place.servers, "127.0.0.1", 0)
-        children.append(process)
-        return address, secret.encode(), None
-    return agree(place, children)
+        child, address = start_coordinator(secret, place.workers, place.servers, "127.0.0.1", 0)
+        children.append(child)
+        return Rendezvous(address, secret)
+    return agree(place, _jobs_before, children)
+
+
+def _join(place: Place, meeting: Rendezvous, children: list[Child]) -> Job:
+    if place.starter != "run":
+        for index in range(place.rank, place.servers, place.workers):
+            children.append(start_server(index, meeting.address, meeting.secret))
+    host = listening_host(meeting.address, os.environ)
+    secret, device = meeting.secret.encode(), device_choice(os.environ)
+    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, patience=meeting.patience)
+    return Job(place, member, children)
 
 
 def current() -> Job:
@@ -191,21 +225,31 @@ def current() -> Job:
     return _current
 
 
-def _share_fate(job: Job) -> None:
-    """An exception that ends this script ends the job, and says so to everybody."""
-    previous = sys.excepthook
+class _Hook:
+    """``sys.excepthook``: an exception that ends this script ends the job, and people are told once."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        job.failed(error)
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told = self.job.failed(error)
+        if _is_consequence(error):
+            self.job.tell(error)
+        elif not told:
+            self.previous(kind, error, trace)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` is the job's end, or was raised while that was handled."""
+    while error is not None:
         if isinstance(error, JobEnded):
-            job.tell(f"the job ended: {error}")
-        elif not job.told_by_launcher:
-            previous(kind, error, trace)
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
-    sys.excepthook = hook
 
-    def leave() -> None:
-        if not job._closed:
-            job.close()
-
-    atexit.register(leave)
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

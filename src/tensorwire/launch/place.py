@@ -58,19 +58,20 @@ def find_place(
     if "TORCHELASTIC_RUN_ID" in environment:
         mine, world = _need(environment, "RANK"), _need(environment, "WORLD_SIZE")
         several = _need(environment, "LOCAL_WORLD_SIZE") != world
-        return Place("torchrun", mine, world, servers or world, None, several)
+        return Place("torchrun", mine, world, world if servers is None else servers, None, several)
     if "RANK" in environment and "WORLD_SIZE" in environment:
         where = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
         return _by_rank(_need(environment, "RANK"), _need(environment, "WORLD_SIZE"), where, servers)
     if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", 1) != 1:
         mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
         return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
-    return Place("alone", 0, 1, servers or 1, None, False)
+    return Place("alone", 0, 1, 1 if servers is None else servers, None, False)
 
 
 def _by_rank(rank: int, workers: int, rendezvous: str, servers: int | None) -> Place:
     split_address(rendezvous)
-    return Place("ranks", rank, workers, servers or workers, rendezvous, not is_loopback(rendezvous))
+    servers = workers if servers is None else servers
+    return Place("ranks", rank, workers, servers, rendezvous, not is_loopback(rendezvous))
 
 
 def _slurm_rendezvous(environment: Mapping[str, str]) -> str:
@@ -134,6 +135,34 @@ def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> st
         raise ArgumentError(f"there is no route to the rendezvous {rendezvous}: {error}") from None
 
 
+def heartbeat(environment: Mapping[str, str]) -> tuple[float, float]:
+    """``TENSORWIRE_BEAT`` and ``TENSORWIRE_LOST_AFTER``: seconds between signs of life (1), and of silence until a
+    process counts as lost (10). Raises `ArgumentError`."""
+    beat = _seconds(environment, "TENSORWIRE_BEAT", 1.0)
+    lost_after = _seconds(environment, "TENSORWIRE_LOST_AFTER", 10.0)
+    if lost_after < 2 * beat:
+        raise ArgumentError(
+            f"TENSORWIRE_LOST_AFTER ({lost_after:g} s) must be at least twice TENSORWIRE_BEAT ({beat:g} s)"
+        )
+    return beat, lost_after
+
+
+def grace_seconds(environment: Mapping[str, str]) -> float:
+    """``TENSORWIRE_GRACE``: seconds that a process may take to leave by itself after the job failed (5)."""
+    return _seconds(environment, "TENSORWIRE_GRACE", 5.0)
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e6:
+        raise ArgumentError(f"{name} must be a number of seconds above 0, not {text!r}")
+    return seconds
+
+
 def device_choice(environment: Mapping[str, str]) -> str:
     """``TENSORWIRE_DEVICE``: auto, shm or tcp."""
     return environment.get("TENSORWIRE_DEVICE", "auto")
@@ -142,4 +171,3 @@ def device_choice(environment: Mapping[str, str]) -> str:
 def worker_environment(base: Mapping[str, str], **values: object) -> dict[str, str]:
     """``base`` with ``TENSORWIRE_*`` values."""
     return {**base, **{f"TENSORWIRE_{k.upper()}": str(v) for k, v in values.items()}}
-

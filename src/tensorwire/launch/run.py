@@ -10,20 +10,30 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.client import split_address
+from tensorwire.control.coordinator import describe_exit, member_name
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
-from tensorwire.launch.children import start_server
-from tensorwire.launch.place import is_loopback, worker_environment
+from tensorwire.launch.children import Child, start_server
+from tensorwire.launch.groups import Guard, end_groups
+from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, worker_environment
 
-# How long processes may take to leave after the end, before SIGTERM and then SIGKILL.
-LEAVE_SECONDS = 6.0
+# After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
+# How long the launchers of other nodes wait for that of node 0.
+JOIN_SECONDS = 300.0
+_SIGNALS = {
+    signal.SIGINT: Cause("the user", "interrupted the job"),
+    signal.SIGTERM: Cause("SIGTERM", "ended the job"),
+    signal.SIGHUP: Cause("SIGHUP", "ended the job: its terminal was closed"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,8 @@ class RunOptions:
             raise ArgumentError(f"--node {self.node} is not one of {self.nodes} nodes (0 to {self.nodes - 1})")
         if self.nodes > 1 and self.rendezvous is None:
             raise ArgumentError("several nodes need --rendezvous HOST:PORT, the address of node 0")
-        if self.rendezvous is not None:
-            split_address(self.rendezvous)
+        if self.rendezvous is not None and split_address(self.rendezvous)[1] == 0 and self.nodes > 1:
+            raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
 
 
 class Run:
@@ -58,81 +68,116 @@ class Run:
     def __init__(self, options: RunOptions) -> None:
         options.check()
         self._options = options
-        self._children: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-        self._events: queue.Queue[Any] = queue.Queue()
+        self._beat, self._lost_after = heartbeat(os.environ)
+        # A worker that goes on computing ends itself after the grace; then it is our turn.
+        self._leave_seconds = grace_seconds(os.environ) + 1.0
+        self._running: dict[str, int] = {}  # name -> process group
+        self._groups: list[int] = []
+        self._statuses: dict[str, int] = {}
+        self._servers: list[Child] = []
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the only queue a signal handler may put into
+        self._guard: Guard | None = None
         self._coordinator: Coordinator | None = None
         self._client: Client | None = None
-        self._status = 0
+        self._signalled = 0
+        self._patient = False  # whether a signal may wait for an orderly end
 
     def __call__(self) -> int:
         """Runs the job; returns the exit status for the shell."""
-        handlers = {s: signal.signal(s, self._interrupted) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers = {s: signal.signal(s, self._interrupted) for s in _SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        cause: Cause | None = None
         try:
             address, secret = self._rendezvous()
+            self._patient = True
             self._start(address, secret)
             cause = self._watch()
             if cause is not None:
-                self._status = self._status or 1
                 self._tell(cause)
-            self._clear()
+            self._clear(cause)
+        except KeyboardInterrupt:  # before there was a job, or for a second time
+            if cause is None:
+                self._tell(_SIGNALS[signal.Signals(self._signalled)])
         finally:
-            self._kill()
+            for s in handlers:
+                signal.signal(s, signal.SIG_IGN)
+            status = self._status(cause)
+            self._end()
             for s, handler in handlers.items():
                 signal.signal(s, handler)
-            if self._client is not None:
-                self._client.close(goodbye=True)
-            if self._coordinator is not None:
-                self._coordinator.close()
-        return self._status
+        return status
 
-    def _rendezvous(self) -> tuple[str, bytes]:
+    # ---- start
+
+    def _rendezvous(self) -> tuple[str, str]:
         o = self._options
-        several = o.nodes > 1
-        secret = secrets_.file_secret(os.environ) if several else secrets_.new_secret().encode()
+        secret = secrets_.file_secret(os.environ) if o.nodes > 1 else secrets_.new_secret()
+        workers, servers = o.workers * o.nodes, o.servers * o.nodes
         if o.node == 0:
             host, port = ("127.0.0.1", 0) if o.rendezvous is None else split_address(o.rendezvous)
             host = "127.0.0.1" if o.rendezvous is not None and is_loopback(o.rendezvous) else host
             self._coordinator = Coordinator(
-                secret,
-                workers=o.workers * o.nodes,
-                servers=o.servers * o.nodes,
+                secret.encode(),
+                workers=workers,
+                servers=servers,
                 host=host,
                 port=port,
+                beat=self._beat,
+                lost_after=self._lost_after,
                 on_end=self._on_end,
             )
             return self._coordinator.address, secret
         assert o.rendezvous is not None
-        self._client = Client(o.rendezvous, secret, "launcher", o.node, timeout=120.0)
+        self._client = Client(o.rendezvous, secret.encode(), "launcher", o.node, patience=JOIN_SECONDS)
         self._client.on_end(self._on_end)
+        job = self._client.welcome
+        if (job.workers, job.servers) != (workers, servers):
+            raise ArgumentError(
+                f"node 0 runs a job of {job.workers} workers and {job.servers} servers, node {o.node} one of "
+                f"{workers} and {servers}: give every node the same --nodes, --workers and --servers"
+            )
         return o.rendezvous, secret
 
-    def _start(self, address: str, secret: bytes) -> None:
+    def _start(self, address: str, secret: str) -> None:
         o = self._options
+        self._guard = Guard()
         common = worker_environment(
             os.environ, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device
         )
         for index in range(o.node * o.servers, (o.node + 1) * o.servers):
-            server = start_server(index, address, secret.decode(), common, start_new_session=True)
-            self._adopt("server", index, server)
+            server = start_server(index, address, secret, common, own=True)
+            self._servers.append(server)
+            self._adopt("server", index, server.process)
         for rank in range(o.node * o.workers, (o.node + 1) * o.workers):
-            environment = worker_environment(common, coordinator=address, secret=secret.decode(), rank=rank)
-            process = subprocess.Popen([*_tied(), *o.command], env=environment, start_new_session=True)
+            environment = worker_environment(common, coordinator=address, secret=secret, rank=rank)
+            try:
+                process = subprocess.Popen([*o.command], env=environment, start_new_session=True)
+            except OSError as error:
+                raise ArgumentError(f"cannot start {o.command[0]!r}: {error.strerror}") from None
             self._adopt("worker", rank, process)
 
     def _adopt(self, role: str, index: int, process: subprocess.Popen[bytes]) -> None:
-        self._children[role, index] = process
+        name = member_name(role, index)
+        self._running[name] = process.pid
+        self._groups.append(process.pid)
+        assert self._guard is not None
+        self._guard.add(process.pid)
 
         def wait() -> None:
             self._events.put((role, index, process.wait()))
 
-        threading.Thread(target=wait, name=f"tensorwire-wait-{role}-{index}", daemon=True).start()
+        threading.Thread(target=wait, name=f"tensorwire-wait-{name}", daemon=True).start()
+
+    # ---- news
 
     def _on_end(self, cause: Cause | None) -> None:
         self._events.put(("end", cause))
 
-    def _interrupted(self, number: int, _: object) -> None:
-        self._status = 128 + number
-        cause = Cause("the user" if number == signal.SIGINT else signal.Signals(number).name, "interrupted the job")
+    def _interrupted(self, number: int, _: FrameType | None) -> None:
+        first = not self._signalled
+        self._signalled = self._signalled or number
+        if not first or not self._patient:
+            raise KeyboardInterrupt
+        cause = _SIGNALS[signal.Signals(number)]
         if self._coordinator is not None:
             self._coordinator.end(cause)
         elif self._client is not None:
@@ -142,47 +187,69 @@ class Run:
     def _watch(self) -> Cause | None:
         """Until the job ends: passes on how processes ended."""
         while True:
-            try:
-                event = self._events.get(timeout=1.0)  # wakes for Python's signal handlers
-            except queue.Empty:
-                continue
+            event = self._events.get()
             if event[0] == "end":
                 cause: Cause | None = event[1]
                 return cause
             role, index, status = event
-            if status and not self._status:
-                self._status = status if status > 0 else 128 - status
+            self._note(member_name(role, index), status)
             if self._coordinator is not None:
                 self._coordinator.left(role, index, status)
             elif self._client is not None:
                 self._client.report_exit(role, index, status)
 
+    def _note(self, name: str, status: int) -> None:
+        del self._running[name]
+        self._statuses[name] = status
+
+    def _collect(self, role: str, seconds: float) -> None:
+        """Waits for the processes of ``role`` to leave."""
+        end = time.monotonic() + seconds
+        while any(name.startswith(role) for name in self._running):
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=max(0.0, end - time.monotonic()))
+                if event[0] != "end":
+                    self._note(member_name(event[0], event[1]), event[2])
+                continue
+            return
+
+    # ---- the end
+
+    def _clear(self, cause: Cause | None) -> None:
+        """Waits for this machine's processes to leave; after a good end, as long as the scripts still run."""
+        if cause is None:
+            self._collect("worker", threading.TIMEOUT_MAX)
+        self._collect("", self._leave_seconds)
+        if cause is None:
+            for name, status in self._statuses.items():
+                if status:
+                    self._tell(Cause(name, f"{describe_exit(status)} after it had left the job"))
+                    return
+
+    def _status(self, cause: Cause | None) -> int:
+        """For the shell: of the process that the cause names, or else that failed first."""
+        if self._signalled:
+            return 128 + self._signalled
+        failed = [s for s in self._statuses.values() if s]
+        if cause is not None:
+            failed = [s for s in [self._statuses.get(cause.who, 0), *failed, 1] if s]
+        return (failed[0] if failed[0] > 0 else 128 - failed[0]) if failed else 0
+
     def _tell(self, cause: Cause) -> None:
         trace = f"\n{cause.traceback.rstrip()}" if cause.traceback else ""
-        print(f"tensorwire: {cause}{trace}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"tensorwire: {cause}{trace}", file=sys.stderr, flush=True)
 
-    def _clear(self) -> None:
-        """Waits for this machine's processes to leave."""
-        for process in self._children.values():
-            try:
-                status = process.wait(LEAVE_SECONDS)
-                if status > 0 and not self._status:
-                    self._status = status
-            except subprocess.TimeoutExpired:
-                break
-
-    def _kill(self) -> None:
-        for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, 10.0)):
-            left = [p for p in self._children.values() if p.poll() is None]
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            for process in left:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(seconds)
-
-
-def _tied() -> list[str]:
-    """A prefix that ends a child with this launcher, however that dies."""
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+    def _end(self) -> None:
+        """Nothing of this job is left on this machine."""
+        end_groups(self._groups, TERM_SECONDS)
+        self._collect("", 5.0)
+        for server in self._servers:
+            server.close(0.0)
+        if self._guard is not None:
+            self._guard.close()
+        if self._client is not None:
+            self._client.close(goodbye=True)
+        if self._coordinator is not None:
+            self._coordinator.empty.wait(self._leave_seconds if self._coordinator.ended.is_set() else 0.0)
+            self._coordinator.close()

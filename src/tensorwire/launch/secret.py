@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -10,18 +12,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorwire.errors import ArgumentError, AuthenticationError
+from tensorwire.errors import ArgumentError, AuthenticationError, WaitTimeout
 
+SECRET_BYTES = 64
 HOW_TO = "head -c 32 /dev/urandom | base64 > ~/.tensorwire-secret && chmod 600 ~/.tensorwire-secret"
 
 
 def new_secret() -> str:
     """A fresh secret, as text."""
-    return secrets.token_hex(32)
+    return secrets.token_hex(SECRET_BYTES // 2)
 
 
-def file_secret(environment: Mapping[str, str]) -> bytes:
-    """The secret in ``TENSORWIRE_SECRET_FILE``. Raises `ArgumentError` with the line that makes one."""
+def file_secret(environment: Mapping[str, str]) -> str:
+    """The secret in ``TENSORWIRE_SECRET_FILE``, as text whatever its bytes.
+
+    Raises `ArgumentError` with the line that makes one.
+    """
     name = environment.get("TENSORWIRE_SECRET_FILE")
     if not name:
         raise ArgumentError(
@@ -39,40 +45,59 @@ def file_secret(environment: Mapping[str, str]) -> bytes:
         raise ArgumentError(f"TENSORWIRE_SECRET_FILE: others can read {path}: chmod 600 it")
     if len(secret) < 16:
         raise ArgumentError(f"TENSORWIRE_SECRET_FILE: {path} holds {len(secret)} bytes; at least 16 are needed")
-    return secret
+    return hashlib.sha256(secret).hexdigest()
 
 
 def runtime_folder() -> Path:
     """A folder of this user alone, on this machine."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "tensorwire" if base and Path(base).is_dir() else Path(f"/tmp/tensorwire-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AuthenticationError(f"{folder} must be a folder that only this user can enter")
     return folder
 
 
-def hand_out(name: str, secret: str) -> Path:
-    """Leaves the secret for the other processes of this user on this host; returns the file to remove later."""
-    path = runtime_folder() / name
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret)
-    return path
+class Handout:
+    """The secret, left for the other processes of this user on this host until ``close()``.
+
+    The file is locked as long as this process lives: whoever finds it unlocked knows that its job is gone.
+    """
+
+    def __init__(self, name: str, secret: str) -> None:
+        self.path = runtime_folder() / name
+        self.path.unlink(missing_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, secret.encode())
+
+    def close(self) -> None:
+        """Removes the file. Idempotent."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def pick_up(name: str, timeout: float) -> bytes:
-    """The secret that rank 0 left under ``name``; waits for it."""
+    """The secret that rank 0 has left under ``name``; waits for it. Raises `WaitTimeout`."""
     path = runtime_folder() / name
     end = time.monotonic() + timeout
     while True:
-        with contextlib.suppress(FileNotFoundError):
-            secret = path.read_bytes()
-            if len(secret) == 64:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            secret = file.read()
+            if len(secret) == SECRET_BYTES and _locked(file.fileno()):
                 return secret
         if time.monotonic() > end:
-            raise ArgumentError(f"rank 0 did not leave this job's secret in {path} within {timeout:g} s: is it running?")
+            raise WaitTimeout(f"rank 0 has not started this job within {timeout:g} s ({path}): is it running?")
         time.sleep(0.02)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False  # what a process that was killed has left behind

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 import msgspec
 
 from tensorwire.control import Member
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout
-from tensorwire.launch.place import device_choice, listening_host
+from tensorwire.launch.children import on_parent_death
+from tensorwire.launch.place import device_choice, grace_seconds, listening_host
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
 
+# A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
+_SETTLE_SECONDS = 3.0
+
 
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
-    from tensorwire.store.server import StoreServer
+    import torch
 
+    from tensorwire.store.server import Disagreement, StoreServer
+
+    torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
     try:
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
@@ -30,17 +39,31 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
             server.close()
     except (JobEnded, PeerLost):
         pass  # the job's end has a cause of its own
+    except Disagreement as error:
+        member.fail(f"stopped: {error}", settle=_SETTLE_SECONDS)
     except TensorwireError as error:
-        # A worker that left early may have failed, and how its process ends says more.
-        member.fail(f"stopped: {error}", settle=3.0)
+        member.fail(f"stopped: {error}")
     except Exception as error:
         member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _load_framework(member: Member) -> None:
+    """Loads what the workers have loaded, so that their first store does not wait for it."""
+    while True:
+        try:
+            card = member.card("worker 0")
+            break
+        except WaitTimeout:
+            continue
+    if "torch" in card.frameworks:
+        importlib.import_module("torch")
 
 
 def serve(member: Member) -> None:
     """Serves store after store until the job ends."""
     threads = []
     try:
+        _load_framework(member)
         for number in itertools.count():
             name = f"store/{number}"
             while True:
@@ -57,20 +80,28 @@ def serve(member: Member) -> None:
             thread.join(10.0)
 
 
+def _leave() -> None:
+    """The parent is gone. The job ends by that; a server that then does not leave is ended here."""
+    time.sleep(grace_seconds(os.environ))
+    os._exit(1)
+
+
 def main() -> int:
     """Joins the job that the environment names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
     address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
     index = int(os.environ["TENSORWIRE_INDEX"])
     host = listening_host(address, os.environ)
+    on_parent_death(_leave)
     try:
         member = Member(address, secret, "server", index, device=device_choice(os.environ), host=host)
+    except JobEnded:
+        return 0  # meanwhile; how, others say
+    except PeerLost:
+        return 1
     except TensorwireError as error:
         print(f"tensorwire: server {index}: {error}", file=sys.stderr)
         return 1
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
     serve(member)
     failed = member.client.cause is not None
     spans.write(f"server-{index}")

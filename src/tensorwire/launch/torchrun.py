@@ -3,80 +3,93 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.control.client import split_address
 from tensorwire.launch import secret as secrets_
-from tensorwire.launch.children import start_coordinator
+from tensorwire.launch.children import Child, start_coordinator
 from tensorwire.launch.place import Place, is_loopback, listening_host
+from tensorwire.launch.secret import Handout
 
-_TIMEOUT = 60.0
+# How long the other ranks wait for rank 0, which may have data to load first.
+JOIN_SECONDS = 600.0
 
 
-def agree(place: Place, children: list[subprocess.Popen[bytes]]) -> tuple[str, bytes, Path | None]:
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the coordinator is, the job's secret, and what rank 0 has left for others until everybody has joined."""
+
+    address: str
+    secret: str
+    patience: float = 0.0
+    handout: Handout | None = None
+
+
+def agree(place: Place, number: int, children: list[Child]) -> Rendezvous:
     """Rank 0 starts the coordinator as its child; everybody returns its address and the secret.
 
-    On one host the secret passes through a file only this user can read; on several ``TENSORWIRE_SECRET_FILE`` holds it.
+    On one host the secret passes through a file only this user can read; on several it is in
+    ``TENSORWIRE_SECRET_FILE``. ``number``: how many jobs this process was in before.
     """
+    if place.rank == 0:
+        return _start(place, number, children)
+    secret = secrets_.file_secret(os.environ) if place.several_hosts else _picked_up(place, number)
+    if place.starter == "torchrun":
+        return Rendezvous(_torch_store().get(_key(number)).decode(), secret)
+    assert place.rendezvous is not None
+    return Rendezvous(place.rendezvous, secret, JOIN_SECONDS if place.several_hosts else 0.0)
+
+
+def _picked_up(place: Place, number: int) -> str:
+    return secrets_.pick_up(_name(place, number), JOIN_SECONDS).decode()
+
+
+def _name(place: Place, number: int) -> str:
+    """The name of this job's secret among the files of this user's jobs."""
     if place.starter == "torchrun":
         name = f"torchrun-{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ.get('MASTER_PORT', '')}-{_attempt()}"
     else:
         assert place.rendezvous is not None
         name = f"ranks-{split_address(place.rendezvous)[1]}"
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
-    if place.rank == 0:
-        return _start(place, name, children)
-    if place.starter == "torchrun":
-        address = _torch_store().get(_key()).decode()
-    else:
-        assert place.rendezvous is not None
-        address = place.rendezvous
-    if place.several_hosts:
-        return address, secrets_.file_secret(os.environ), None
-    return address, secrets_.pick_up(name, _TIMEOUT), None
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{name}-{number}")[-200:]
 
 
-def _start(place: Place, name: str, children: list[subprocess.Popen[bytes]]) -> tuple[str, bytes, Path | None]:
-    path: Path | None = None
-    if place.several_hosts:
-        secret = secrets_.file_secret(os.environ).decode()
-    else:
-        secret = secrets_.new_secret()
-        path = secrets_.hand_out(name, secret)
+def _start(place: Place, number: int, children: list[Child]) -> Rendezvous:
+    secret = secrets_.file_secret(os.environ) if place.several_hosts else secrets_.new_secret()
     host, port = "127.0.0.1", 0
     if place.rendezvous is not None:
         host, port = split_address(place.rendezvous)
         host = "127.0.0.1" if is_loopback(place.rendezvous) else host
     elif place.several_hosts:
         host = listening_host(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ)
+    child, address = start_coordinator(secret, place.workers, place.servers, host, port)
+    children.append(child)
+    handout = None if place.several_hosts else Handout(_name(place, number), secret)
     try:
-        process, address = start_coordinator(secret, place.workers, place.servers, host, port)
+        if place.starter == "torchrun":
+            _torch_store().set(_key(number), address)
     except BaseException:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if handout is not None:
+            handout.close()
         raise
-    children.append(process)
-    if place.starter == "torchrun":
-        _torch_store().set(_key(), address)
-    return address, secret.encode(), path
+    return Rendezvous(address, secret, handout=handout)
 
 
 def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _key() -> str:
-    return f"tensorwire/{_attempt()}/coordinator"
+def _key(number: int) -> str:
+    return f"tensorwire/{_attempt()}/{number}/coordinator"
 
 
 def _torch_store() -> Any:
     """torchrun's own key-value store, as a client."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch import distributed
 
-    return TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=_TIMEOUT)
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = getattr(distributed, "TCPStore")  # noqa: B009 (torch does not list it among its exports)
+    return store(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))

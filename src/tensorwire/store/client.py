@@ -75,7 +75,7 @@ class StoreClient:
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
         encoded = msgspec.msgpack.encode(spec)
-        text = f"rule {spec.rule} {spec.groups}\n{self.plan.describe()}"
+        text = f"{spec.versions}\nrule {spec.rule} {spec.groups}\n{self.plan.describe()}"
         member.client.compare(name, self.plan.digest(encoded), text, workers)
         if member.index == 0:
             member.client.publish(name, encoded)

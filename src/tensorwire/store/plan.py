@@ -118,6 +118,15 @@ class Plan:
         lines = [f"{t.name} {list(t.shape)} {t.dtype} group {t.group}" for t in self.tensors]
         return "\n".join([*lines, f"{self.servers} servers, {sum(map(len, self.buckets))} buckets"])
 
+    def summary(self, workers: int) -> str:
+        """One line for people: what moves a step, and what servers register."""
+        most = max(self.registered_bytes(s, workers) for s in range(self.servers))
+        return (
+            f"{sum(t.nbytes for t in self.tensors) / 2**20:.1f} MiB in {len(self.tensors)} tensors, "
+            f"{sum(map(len, self.buckets))} buckets on {self.servers} servers; "
+            f"up to {most / 2**20:.1f} MiB registered on one"
+        )
+
     def digest(self, extra: bytes = b"") -> bytes:
         """A hash of the whole plan and of ``extra``."""
         return hashlib.sha256(repr(self).encode() + b"\0" + extra).digest()

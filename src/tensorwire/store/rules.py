@@ -6,6 +6,7 @@ precision parameters have float32 masters. The result has the bits that the same
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,11 @@ ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"
 # Look at a tensor as a whole: never cut.
 WHOLE = ("Adafactor", "Muon")
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
+
+
+def versions() -> str:
+    """The software that gives an update its bits; workers and servers of a job must agree on it."""
+    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {torch.__version__}"
 
 
 def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:

@@ -10,15 +10,19 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import OutOfMemory, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, TensorwireError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
-from tensorwire.store.rules import OptimizerRule
+from tensorwire.store.rules import OptimizerRule, versions
 from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks while workers compute: how long they take is theirs to say
+
+
+class Disagreement(TensorwireError):
+    """The workers do not do the same thing in one round. One of them may have failed: how it ended says more."""
 
 
 class _Worker:
@@ -61,6 +65,10 @@ class StoreServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        if spec.versions != versions():
+            raise PlanMismatch(
+                f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
+            )
         self.plan: Plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
         self._regions: dict[str, Region] = {}
@@ -125,7 +133,7 @@ class StoreServer:
         first = heads[0].operation
         for index, head in enumerate(heads):
             if head.operation is not first:
-                raise TensorwireError(disagreement(heads[0].operation, head.operation, index, self.step))
+                raise Disagreement(disagreement(heads[0].operation, head.operation, index, self.step))
         return first
 
     def _assign(self) -> None:

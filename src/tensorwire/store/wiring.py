@@ -15,10 +15,11 @@ WORD = 64  # bytes between signal words: each has its cache line
 class StoreSpec(msgspec.Struct, frozen=True):
     """All a server needs to know of a store; published by worker 0.
 
-    ``rule`` names a torch optimizer; ``groups`` holds each parameter group's options; ``numeric`` lists
-    ``(group, option, index)``, in the order of the option block (index -1: a plain number).
+    ``versions`` says which software made it. ``rule`` names a torch optimizer; ``groups`` holds each parameter group's
+    options; ``numeric`` lists ``(group, option, index)``, in the order of the option block (index -1: a plain number).
     """
 
+    versions: str
     tensors: list[TensorSpec]
     rule: str
     groups: list[dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,11 +16,19 @@ from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import BUCKET_BYTES, Bucket
 from tensorwire.store.rounds import Operation
-from tensorwire.store.rules import IMPLEMENTATION, is_whole, rule_name, tensor_over, with_implementation
+from tensorwire.store.rules import (
+    IMPLEMENTATION,
+    is_whole,
+    rule_name,
+    tensor_over,
+    versions,
+    with_implementation,
+)
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch.loading import watch_loading
 
 Params = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
+_log = logging.getLogger("tensorwire")
 # Group entries that are not options of the optimizer.
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -62,8 +71,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         fixed = [{k: _plain(k, v) for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.param_groups]
         self._numeric = _numeric(fixed)
         self._fixed = fixed
-        spec = StoreSpec(tensors, rule, fixed, self._numeric, bucket_bytes, is_whole(rule))
+        spec = StoreSpec(versions(), tensors, rule, fixed, self._numeric, bucket_bytes, is_whole(rule))
         self._client = self._connect(spec)
+        if self._job.rank == 0:
+            _log.info("%s: %s", self._client.name, self._client.plan.summary(self._job.num_workers))
         self._job.at_close(self._client.finish)
         self._slots = {id(b): self._views(b) for b in self._client.order}
         self._written: set[str] = set()

@@ -1,0 +1,78 @@
+"""The process groups of a launcher's children: a worker and all that it started live and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tensorwire.launch import guard
+
+
+class Guard:
+    """The process that outlives a killed launcher for a moment, to end its children."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(guard.__file__))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True, bufsize=1
+        )
+
+    def add(self, group: int) -> None:
+        """``group`` is to end with the launcher."""
+        self._tell(f"{group}\n")
+
+    def close(self) -> None:
+        """All groups have ended. Idempotent."""
+        if self._process.returncode is None:
+            self._tell("done\n")
+            self._process.communicate()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it: then only orderly ends are clean
+            self._process.stdin.write(line)
+
+
+def signal_groups(groups: Iterable[int], number: int) -> None:
+    """Sends a signal to whoever is left in the groups."""
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+
+
+def end_groups(groups: Iterable[int], seconds: float, idle: Callable[[float], None] = time.sleep) -> None:
+    """SIGTERM, and after ``seconds`` SIGKILL, to all groups; returns when they are empty.
+
+    A leader that died before leaves its group behind: data loaders, shells, whatever it started. ``idle`` passes time.
+    """
+    groups = list(groups)
+    signal_groups(groups, signal.SIGTERM)
+    signal_groups(groups, signal.SIGCONT)  # a stopped process takes SIGTERM when it goes on
+    if not _empty(groups, seconds, idle):
+        signal_groups(groups, signal.SIGKILL)
+        _empty(groups, 2.0, idle)
+
+
+def _empty(groups: list[int], seconds: float, idle: Callable[[float], None]) -> bool:
+    end = time.monotonic() + seconds
+    while any(_alive(g) for g in groups):
+        if time.monotonic() > end:
+            return False
+        idle(0.02)  # nothing tells when a group that is not ours to wait for has ended
+    return True
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

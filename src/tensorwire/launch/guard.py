@@ -1,0 +1,31 @@
+"""Ends a launcher's processes when the launcher is gone, however it died: a parent that is killed cannot do it itself.
+
+A process of its own that imports nothing of ours. On its standard input the launcher names process groups, one a line;
+``done`` before the end of the input says that there is nothing left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Reads until the launcher closes the pipe or dies."""
+    groups: list[int] = []
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        groups.append(int(line))
+    if groups:
+        with contextlib.suppress(OSError):
+            print("tensorwire: the launcher was killed: its processes are ended", file=sys.stderr, flush=True)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

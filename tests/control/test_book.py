@@ -1,0 +1,194 @@
+"""The address book, barriers and comparisons, through real connections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tensorwire.control import Client, Coordinator, frames
+from tensorwire.errors import JobEnded, PlanMismatch, ProtocolError, RemoteAccessError, WaitTimeout
+from tensorwire.observe import counters
+from tests.control.conftest import Jobs
+from tests.sandbox import every
+
+
+@pytest.fixture
+def pair(jobs: Jobs) -> tuple[Coordinator, Client, Client]:
+    """A job of two workers and a server, the workers there."""
+    coordinator = jobs.coordinator(workers=2, servers=1)
+    return coordinator, jobs.client(coordinator), jobs.client(coordinator, "worker", 1)
+
+
+Pair = tuple[Coordinator, Client, Client]
+
+
+def test_what_was_published_is_found(pair: Pair) -> None:
+    _, first, second = pair
+    first.publish("key", b"value")
+    assert second.lookup("key") == b"value"
+    assert first.lookup("key") == b"value"
+
+
+def test_a_lookup_waits_for_the_publication(pair: Pair) -> None:
+    _, first, second = pair
+
+    def publish() -> None:
+        while not second._pending:  # the lookup is on its way
+            pass
+        first.publish("key", b"late")
+
+    found, _ = every([partial(second.lookup, "key"), publish])
+    assert found == b"late"
+
+
+def test_an_entry_is_published_once(pair: Pair) -> None:
+    _, first, second = pair
+    first.publish("key", b"value")
+    for member in (first, second):
+        with pytest.raises(ProtocolError, match="'key' was published before"):
+            member.publish("key", b"other")
+    assert second.lookup("key") == b"value"
+
+
+def test_an_entry_for_some_is_refused_to_others(pair: Pair, jobs: Jobs) -> None:
+    coordinator, first, second = pair
+    server = jobs.client(coordinator, "server", 0)
+    first.publish("door", b"capability", to=["server 0"])
+    assert server.lookup("door") == b"capability"
+    for member in (first, second):
+        with pytest.raises(RemoteAccessError, match=f"'door' is not for {member.name}"):
+            member.lookup("door")
+    assert not coordinator.ended.is_set()
+
+
+def test_a_lookup_that_waits_too_long(pair: Pair) -> None:
+    _, first, _ = pair
+    with pytest.raises(WaitTimeout, match=r"nobody published 'key' \(waited 0.1 s\)"):
+        first.lookup("key", timeout=0.1)
+    with pytest.raises(WaitTimeout):
+        first.lookup("key", timeout=-3.0)
+
+
+@pytest.mark.parametrize("size", [0, 1, frames.PART_BYTES, frames.PART_BYTES + 1, 3 * frames.MOST_BYTES + 17])
+def test_values_of_any_size(pair: Pair, size: int) -> None:
+    _, first, second = pair
+    value = os.urandom(size)
+    found, _ = every([partial(second.lookup, "big"), partial(first.publish, "big", value)])
+    assert found == value
+
+
+def test_a_value_beyond_all_parts_is_refused_before_it_is_sent(pair: Pair) -> None:
+    coordinator, first, _ = pair
+    with pytest.raises(ProtocolError, match="'spec' is 33 MiB; the address book takes 32 MiB"):
+        first.publish("spec", bytes(33 << 20))
+    with pytest.raises(ProtocolError, match="above the limit"):
+        first.publish("key", b"", to=["worker 1"] * (1 << 18))
+    assert not coordinator.ended.is_set()
+    assert coordinator.members == ["worker 0", "worker 1"]
+
+
+def test_a_barrier_is_passed_by_all_or_none(pair: Pair) -> None:
+    _, first, second = pair
+    with pytest.raises(WaitTimeout, match="barrier 'b': only worker 0 of 2 came"):
+        first.barrier("b", 2, timeout=0.1)
+    # Who gave up does not count: the second would pass alone.
+    with pytest.raises(WaitTimeout, match="only worker 1 of 2"):
+        second.barrier("b", 2, timeout=0.1)
+    assert every([partial(m.barrier, "b", 2) for m in (first, second)]) == [None, None]
+
+
+def test_a_barrier_can_be_used_again(pair: Pair) -> None:
+    _, first, second = pair
+    for _ in range(3):
+        assert every([partial(m.barrier, "b", 2) for m in (first, second)]) == [None, None]
+    with pytest.raises(WaitTimeout):
+        first.barrier("b", 2, timeout=0.1)
+
+
+def test_a_barrier_has_one_size(pair: Pair) -> None:
+    _, first, second = pair
+    with pytest.raises(WaitTimeout):
+        first.barrier("b", 2, timeout=0.0)
+    with pytest.raises(ProtocolError, match="barrier 'b' is one of 2, not of 1, members"):
+        second.barrier("b", 1)
+
+
+def test_nobody_waits_for_a_worker_that_has_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorwire.control.book.LEFT_SECONDS", 0.1)
+    _, first, second = pair
+    first.close(goodbye=True)
+    with pytest.raises(JobEnded, match="worker 0 left the job while worker 1 waits for it in barrier 'b'"):
+        second.barrier("b", 2)
+
+
+def test_equal_plans_pass(pair: Pair) -> None:
+    coordinator, first, second = pair
+    assert every([partial(m.compare, "plan", b"digest", "text", 2) for m in (first, second)]) == [None, None]
+    assert not coordinator.ended.is_set()
+
+
+def mismatch(pair: Pair, first: str, second: str) -> str:
+    """What people are told when two workers' plans differ."""
+    coordinator, one, two = pair
+    texts = {one: first, two: second}
+
+    def compare(member: Client) -> Callable[[], None]:
+        return partial(member.compare, "the model", texts[member].encode()[:40], texts[member], 2)
+
+    errors = every([compare(one), compare(two)])
+    assert {type(e) for e in errors} <= {PlanMismatch, JobEnded}
+    assert coordinator.ended.wait()
+    for member in (one, two):
+        assert member.ended.wait()
+        assert member.cause == coordinator.cause
+    return str(coordinator.cause)
+
+
+def test_different_plans_end_the_job_and_show_the_lines_that_differ(pair: Pair) -> None:
+    told = mismatch(pair, "a [2, 3] float32\nb [4] float32", "a [2, 5] float32\nb [4] float32")
+    assert "does not agree with worker" in told
+    assert "on the model" in told
+    for part in ("--- worker", "+++ worker", "a [2, 3] float32", "a [2, 5] float32"):
+        assert part in told
+    assert "b [4]" not in told
+
+
+def test_different_plans_of_huge_models_are_told_in_short(pair: Pair) -> None:
+    lines = [f"layer.{i}.weight {'é' * 50} [{i}]" for i in range(20_000)]
+    told = mismatch(pair, "\n".join(lines), "\n".join(["x" * 100_000, *reversed(lines)]))
+    assert len(told) < 10_000
+    assert "lines more" in told
+
+
+def test_rpcs_are_counted(pair: Pair) -> None:
+    _, first, _ = pair
+    before = counters.snapshot()
+    first.publish("key", b"value")
+    first.lookup("key")
+    first.barrier("alone", 1)
+    first.compare("plan", b"d", "t", 1)
+    assert counters.since(before).rpcs == 4
+
+
+def test_requests_end_with_the_job_and_with_the_connection(pair: Pair) -> None:
+    _, first, second = pair
+
+    def close() -> None:
+        while not first._pending:
+            pass
+        first.close()
+
+    error, _ = every([partial(first.lookup, "never"), close])
+    assert isinstance(error, JobEnded)
+    assert second.ended.wait()
+    for request in (
+        partial(second.publish, "k", b"v"),
+        partial(second.lookup, "k"),
+        partial(second.barrier, "b", 2),
+        partial(second.compare, "p", b"", "", 2),
+    ):
+        with pytest.raises(JobEnded, match="worker 0 is gone"):
+            request()

@@ -1,0 +1,103 @@
+"""Signs of life: who stops is lost, who only computes is not, and nobody outlives the coordinator."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.control import Client
+from tensorwire.errors import JobEnded
+from tests.control.conftest import SECRET, Jobs
+from tests.sandbox import Sandbox
+
+BEAT, LOST_AFTER = 0.1, 1.0
+
+MEMBER = """
+import ctypes, sys
+from tensorwire.control import Client
+client = Client(sys.argv[1], sys.argv[2].encode(), "worker", int(sys.argv[3]))
+print("joined", flush=True)
+if sys.argv[4] == "computes":
+    ctypes.PyDLL(None).usleep(3_000_000)  # PyDLL keeps the GIL: no Python thread of this process runs
+    print("computed", client.ended.is_set(), flush=True)
+    client.close(goodbye=True)
+else:
+    client.ended.wait()
+    print("cause:", client.cause, flush=True)
+"""
+
+COORDINATOR = f"""
+import time
+from tensorwire.control import Coordinator
+coordinator = Coordinator({SECRET!r}, workers=2, servers=1, beat={BEAT}, lost_after={LOST_AFTER})
+print("port", coordinator.address.rpartition(":")[2], flush=True)
+while True:
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> str:
+    """A script that is one member."""
+    path = tmp_path / "member.py"
+    path.write_text(MEMBER)
+    return str(path)
+
+
+def test_a_stopped_member_is_lost_by_name(jobs: Jobs, sandbox: Sandbox, member: str) -> None:
+    coordinator = jobs.coordinator(beat=BEAT, lost_after=LOST_AFTER)
+    other = jobs.client(coordinator)
+    program = sandbox.python(member, coordinator.address, SECRET.decode(), "1", "waits")
+    program.expect("joined")
+    program.signal(signal.SIGSTOP)
+    with pytest.raises(JobEnded, match="worker 1 sent no heartbeat for 1 s: stopped, or cut off"):
+        other.lookup("nothing", timeout=300)
+    program.signal(signal.SIGCONT)
+    program.finish()
+    sandbox.nothing_left()
+
+
+def test_a_member_that_computes_with_the_gil_is_not_lost(jobs: Jobs, sandbox: Sandbox, member: str) -> None:
+    coordinator = jobs.coordinator(workers=1, beat=BEAT, lost_after=LOST_AFTER)
+    program = sandbox.python(member, coordinator.address, SECRET.decode(), "0", "computes")
+    result = program.finish()
+    assert result.out.split() == ["joined", "computed", "False"], result.err
+    assert coordinator.ended.wait()
+    assert coordinator.cause is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_nobody_outlives_the_coordinator(jobs: Jobs, sandbox: Sandbox, number: int) -> None:
+    script = sandbox.script(COORDINATOR, init=False)
+    program = sandbox.python(script)
+    address = f"127.0.0.1:{program.number('port')}"
+    members: list[Client] = [jobs.client(address), jobs.client(address, "server", 0)]
+    program.signal(number)
+    for one in members:
+        assert one.ended.wait()
+        assert one.lost
+        assert str(one.cause).startswith("the coordinator is gone: ")
+        with pytest.raises(JobEnded, match="the coordinator is gone"):
+            one.barrier("b", 1)
+
+
+def test_a_member_is_told_of_the_end_once(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator()
+    member = jobs.client(coordinator)
+    causes: list[object] = []
+    member.on_end(causes.append)
+    coordinator.end(None)
+    assert member.ended.wait()
+    coordinator.close()
+    member._thread.join()  # has seen the connection end too
+    member.on_end(causes.append)  # late: called at once
+    assert causes == [None, None]
+    assert not member.lost
+
+
+def test_importing_the_package_is_quick(sandbox: Sandbox) -> None:
+    code = "import tensorwire, tensorwire.cli, sys; print(*{'torch', 'numpy'} & set(sys.modules))"
+    assert sandbox.start(sys.executable, "-c", code).finish().out.strip() == ""

@@ -1,0 +1,155 @@
+"""Whoever does not hold the secret can neither join, publish nor look up, and disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+
+from tensorwire.control import Client, doorman, frames
+from tensorwire.device import handshake
+from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
+from tests.control import wire
+from tests.control.conftest import SECRET, Jobs
+
+JOIN = frames.encode(frames.Join(frames.VERSION, "worker", 0, 1, "host"))
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator()
+    with pytest.raises(AuthenticationError, match="secret"):
+        Client(coordinator.address, b"another secret", "worker", 0)
+    assert coordinator.members == []
+    assert not coordinator.ended.is_set()
+    jobs.client(coordinator)  # whoever holds it is welcome, under the same name
+
+
+def test_a_member_believes_no_coordinator_without_the_secret() -> None:
+    """Somebody else listens at the job's address: the member sends it nothing but its greeting."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard = bytearray()
+
+    def impostor() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            heard.extend(handshake.receive_exactly(sock, 4 + 1 + len(doorman.PURPOSE) + handshake.NONCE))
+            sock.sendall(handshake.MAGIC + bytes(handshake.NONCE) + bytes(32))
+            while data := sock.recv(1000):
+                heard.extend(data)
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with listener, pytest.raises(AuthenticationError):
+        Client(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, "worker", 0)
+    thread.join()
+    assert b"worker" not in heard
+    assert SECRET not in heard
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100),
+        bytes(1000),
+        JOIN + JOIN,
+        b"TWH1\x07another" + bytes(100),
+        b"TWH1\xff" + bytes(400),
+        b"TWH1" + bytes([len(doorman.PURPOSE)]) + doorman.PURPOSE + bytes(32) + bytes(32) + JOIN,
+        os.urandom(5000),
+    ],
+    ids=["http", "zeros", "join", "another purpose", "oversized purpose", "no proof", "noise"],
+)
+def test_whatever_a_stranger_sends_ends_its_connection_only(jobs: Jobs, data: bytes) -> None:
+    coordinator = jobs.coordinator(workers=1)
+    member = jobs.client(coordinator)
+    with wire.connection(coordinator) as sock:
+        sock.sendall(data)
+        while not wire.ends(sock):
+            pass
+    assert coordinator.members == ["worker 0"]
+    member.publish("key", b"value")
+    assert member.lookup("key") == b"value"
+
+
+def test_nothing_is_parsed_before_authentication(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    decode = frames.decode
+
+    def recorded(body: bytes) -> frames.Any:
+        parsed.append(body)
+        return decode(body)
+
+    coordinator = jobs.coordinator()
+    monkeypatch.setattr(frames, "decode", recorded)
+    with wire.connection(coordinator) as sock:
+        sock.sendall(JOIN * 20)
+        assert wire.ends(sock)
+    assert parsed == []
+    with wire.joined(coordinator):  # the recorder works
+        pass
+    assert parsed
+
+
+def test_half_open_connections_time_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorman, "GREETING_SECONDS", 0.2)
+    coordinator = jobs.coordinator()
+    with wire.connection(coordinator) as silent, wire.connection(coordinator) as slow:
+        slow.sendall(b"TW")
+        assert wire.ends(silent)
+        assert wire.ends(slow)
+
+
+def test_who_has_the_secret_and_never_joins_times_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorwire.control.coordinator.GREETING_SECONDS", 0.2)
+    coordinator = jobs.coordinator()
+    with wire.authenticated(coordinator) as sock:
+        assert wire.ends(sock)
+
+
+def test_a_flood_of_strangers_does_not_keep_members_out(jobs: Jobs) -> None:
+    """More silent connections than are greeted at a time: the oldest have to go, members come in."""
+    coordinator = jobs.coordinator(workers=1)
+    host, _, port = coordinator.address.rpartition(":")
+    flood = [socket.create_connection((host, int(port))) for _ in range(doorman.MOST_STRANGERS * 3)]
+    try:
+        for number, sock in enumerate(flood):
+            if number % 2:
+                try:
+                    sock.sendall(os.urandom(200))
+                except OSError:
+                    pass  # it was shown the door already
+        member = jobs.client(coordinator)
+        member.barrier("b", 1)
+    finally:
+        for sock in flood:
+            sock.close()
+    assert coordinator.members == ["worker 0"]
+
+
+def test_strangers_end_with_the_coordinator(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator()
+    with wire.connection(coordinator) as sock:
+        sock.sendall(handshake.MAGIC)
+        coordinator.close()
+        assert wire.ends(sock)
+    with pytest.raises(PeerLost, match="no coordinator answers"):
+        Client(coordinator.address, SECRET, "worker", 0)
+
+
+def test_a_port_of_another_service_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def service() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"220 mail.example ESMTP\r\n")
+                while not wire.ends(sock):
+                    pass
+
+        thread = threading.Thread(target=service)
+        thread.start()
+        with pytest.raises(ProtocolError, match="does not speak Tensorwire"):
+            Client(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, "worker", 0)
+        thread.join()

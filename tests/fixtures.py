@@ -1,0 +1,18 @@
+"""Fixtures that several folders share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox import Sandbox
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    """Programs of this test; each test says itself when nothing may be left."""
+    made = Sandbox(tmp_path)
+    yield made
+    made.close()

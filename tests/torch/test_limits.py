@@ -1,0 +1,106 @@
+"""Where a store ends: too little memory, too long a wait, forked helpers, and going on after a refusal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.jobs import run_job
+
+
+def too_big(job: tw.Job) -> None:
+    available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    elements = int(available.split()[1]) * 1024 // 2 // 4  # half of it; a server needs thrice as much
+    p = torch.nn.Parameter(torch.empty(elements), requires_grad=True)  # never touched
+    tw.torch.StoreOptimizer([("huge", p)], torch.optim.SGD, lr=0.1)
+
+
+def test_a_plan_above_the_machines_memory_is_refused_before_step_1() -> None:
+    ended = run_job(too_big)
+    assert ended.cause is not None
+    assert "server 0 would register" in str(ended.cause)
+    assert all(e.startswith("JobEnded: server 0 stopped") for e in ended.errors)
+
+
+def one_does_not_come(job: tw.Job) -> str:
+    os.environ["TENSORWIRE_TIMEOUT"] = "0.2"
+    p = torch.nn.Parameter(torch.zeros(10))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.1)
+    if job.rank == 1:
+        with pytest.raises(errors.JobEnded):
+            job.member.client.lookup("something nobody publishes", 100.0)
+        raise errors.JobEnded("as told")
+    p.grad = torch.ones(10)
+    optimizer.step()
+    return ""
+
+
+def test_a_step_does_not_wait_for_ever() -> None:
+    ended = run_job(one_does_not_come)
+    assert ended.cause is not None
+    assert str(ended.cause).startswith("worker 0 raised WaitTimeout: step 2 of store/0 did not complete within 0.2 s")
+
+
+def with_a_loader(job: tw.Job, method: str) -> float:
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    net = torch.nn.Linear(8, 1)
+    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.SGD, lr=0.05)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, num_workers=2, multiprocessing_context=method)
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(net(inputs), targets)
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_training_with_data_loader_processes(method: str, device: str) -> None:
+    first, second = run_job(with_a_loader, method, device=device).ok()
+    assert first == second < 8.0
+
+
+def refused_then_going_on(job: tw.Job) -> tuple[torch.Tensor, torch.Tensor]:
+    p = torch.nn.Parameter(torch.arange(5000.0))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
+    p.grad = torch.ones(5000)
+    p.data[7] = -1.0
+    with pytest.raises(errors.ParameterModified):
+        optimizer.step()
+    optimizer.write_parameters()
+    optimizer.step()
+    expected = torch.arange(5000.0)
+    expected[7] = -1.0
+    return p.detach().clone(), expected - 1.0
+
+
+def test_a_refused_step_changed_nothing_and_training_goes_on() -> None:
+    for ours, expected in run_job(refused_then_going_on).ok():
+        assert torch.equal(ours, expected)
+
+
+def after_the_job(job: tw.Job) -> bool:
+    p = torch.nn.Parameter(torch.ones(3000))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.5)
+    p.grad = torch.ones(3000)
+    optimizer.step()
+    job.close()
+    try:
+        optimizer.step()
+    except errors.TensorwireError:
+        return bool((p == 0.5).all())
+    return False
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_parameters_outlive_the_job(device: str) -> None:
+    assert run_job(after_the_job, device=device).ok() == [True, True]
