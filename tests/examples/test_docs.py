@@ -1,0 +1,68 @@
+"""What the documentation shows is true: its programs run, their output is as printed, its tables are complete.
+
+Blocks marked ``python`` are one program a page; blocks marked ``py`` are parts of something larger, and are not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    """The fenced blocks of one kind."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+PAGES = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) -> None:
+    page = DOCS / f"{name}.md"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")}
+    program = "\n".join(blocks(page, "python"))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        assert line in "\n".join(blocks(page, "text")), "the page shows another output"
+
+
+def test_every_environment_variable_is_in_the_table() -> None:
+    used = set()
+    for path in (ROOT / "src" / "tensorwire").rglob("*.py"):
+        used.update(re.findall(r"TENSORWIRE_[A-Z_]*[A-Z]", path.read_text()))
+    rows = [line.split("|")[1] for line in (DOCS / "running.md").read_text().splitlines() if line.startswith("|")]
+    assert used - {name for row in rows for name in re.findall(r"TENSORWIRE_\w+", row)} == set()
+
+
+def test_every_error_is_in_the_table() -> None:
+    from tensorwire import errors
+
+    rows = "\n".join(line.split("|")[1] for line in (DOCS / "errors.md").read_text().splitlines() if line[:1] == "|")
+    bases = {"TensorwireError", "DeviceError", "ControlError"}
+    assert [name for name in errors.__all__ if name not in bases and f"`{name}`" not in rows] == []
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    broken = []
+    for path in [*ROOT.glob("*.md"), *DOCS.glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+            if not (path.parent / target).exists():
+                broken.append(f"{path.name}: {target}")
+    assert broken == []
