@@ -62,6 +62,8 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
         model.named_parameters(), torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
+    if job.rank == 0:
+        print(f"store: {optimizer.plan.summary(job.num_workers)}", flush=True)
     pace = Pace(job, args.seconds)
     losses: deque[float] = deque(maxlen=20)
     with Progress("training", "step", quiet=job.rank != 0) as progress:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,15 @@ from tensorwire import errors
 from tests.jobs import run_job
 
 
-def too_big(job: tw.Job) -> None:
-    available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
-    elements = int(available.split()[1]) * 1024 // 2 // 4  # half of it; a server needs thrice as much
+def too_big(job: tw.Job, elements: int) -> None:
     p = torch.nn.Parameter(torch.empty(elements), requires_grad=True)  # never touched
     tw.torch.StoreOptimizer([("huge", p)], torch.optim.SGD, lr=0.1)
 
 
 def test_a_plan_above_the_machines_memory_is_refused_before_step_1() -> None:
-    ended = run_job(too_big)
+    available = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    half = int(available.split()[1]) * 1024 // 2 // 4  # elements; a server needs thrice as much
+    ended = run_job(too_big, half)
     assert ended.cause is not None
     assert "server 0 would register" in str(ended.cause)
     assert all(e.startswith("JobEnded: server 0 stopped") for e in ended.errors)
@@ -44,7 +46,7 @@ def one_does_not_come(job: tw.Job) -> str:
 def test_a_step_does_not_wait_for_ever() -> None:
     ended = run_job(one_does_not_come)
     assert ended.cause is not None
-    assert str(ended.cause).startswith("worker 0 raised WaitTimeout: step 2 of store/0 did not complete within 0.2 s")
+    assert str(ended.cause).startswith("worker 0 raised WaitTimeout: step 1 of store/0 did not complete within 0.2 s")
 
 
 def with_a_loader(job: tw.Job, method: str) -> float:
@@ -104,3 +106,50 @@ def after_the_job(job: tw.Job) -> bool:
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_parameters_outlive_the_job(device: str) -> None:
     assert run_job(after_the_job, device=device).ok() == [True, True]
+
+
+def in_a_child(job: tw.Job) -> tuple[int, bool]:
+    p = torch.nn.Parameter(torch.ones(100))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.5)
+    p.grad = torch.ones(100)
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except errors.ArgumentError:
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    optimizer.step()
+    return os.waitstatus_to_exitcode(status), bool((p == 0.5).all())
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_forked_child_cannot_step(device: str) -> None:
+    assert run_job(in_a_child, device=device).ok() == [(7, True)] * 2
+
+
+def copies(job: tw.Job) -> bool:
+    p = torch.nn.Parameter(torch.ones(100))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.5)
+    for copy_it in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(errors.Unsupported):
+            copy_it(optimizer)
+    return torch.equal(copy.deepcopy(p), p)
+
+
+def test_an_optimizer_is_not_copied_in_silence() -> None:
+    assert run_job(copies, workers=1).ok() == [True]
+
+
+@pytest.mark.parametrize("folder", ["deep/er", "file/below"])
+def test_a_trace_that_cannot_be_written_costs_no_run(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_job(with_a_trace_in, str(tmp_path / folder), workers=1).ok()
+    assert (tmp_path / folder / "worker-0.json").exists() == (folder == "deep/er")
+
+
+def with_a_trace_in(job: tw.Job, folder: str) -> None:
+    from tensorwire.observe import spans
+
+    spans.folder, spans.enabled = folder, True

@@ -5,6 +5,7 @@ Recording is on when ``TENSORWIRE_TRACE`` names a folder; each process writes ``
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -39,14 +40,20 @@ class Spans:
         """Writes what was recorded, with the counters and ``facts``, to ``FOLDER/process.json``."""
         if self.folder is None:
             return None
-        path = Path(self.folder) / f"{process}.json"
+        folder = Path(self.folder)
+        path = folder / f"{process}.json"
         record = {
             "process": process,
             "facts": self.facts,
             "counters": vars(counters),
             "spans": [list(s) for s in self._spans],
         }
-        path.write_bytes(msgspec.json.encode(record))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(record))
+        except OSError as error:  # a trace is not worth a good run
+            logging.getLogger("tensorwire").warning("no trace of %s: %s", process, error)
+            return None
         return path
 
 

@@ -79,7 +79,8 @@ class StoreClient:
         member.client.compare(name, self.plan.digest(encoded), text, workers)
         if member.index == 0:
             member.client.publish(name, encoded)
-        self.step = 0
+        self.step = 0  # rounds begun
+        self.updates = 0  # rounds that were steps of the training
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
         self.window = Window(self.plan.space_bytes)
@@ -114,6 +115,7 @@ class StoreClient:
     def begin(self, operation: Operation, options: Sequence[float], present: bytes) -> None:
         """Opens a round on every server."""
         self.step += 1
+        self.updates += operation is Operation.UPDATE
         block = pack_head(operation, self.step, options, present)
         for server in self._servers:
             server.head.slot(self.step)[:] = block
@@ -139,8 +141,8 @@ class StoreClient:
                 self._servers[bucket.server].version(bucket.index).wait(self.step, step_timeout())
             except WaitTimeout:
                 raise WaitTimeout(
-                    f"step {self.step} of {self.name} did not complete within {step_timeout():g} s: another worker has "
-                    "not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+                    f"step {self.updates} of {self.name} did not complete within {step_timeout():g} s: "
+                    "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
                 ) from None
         spans.add("wait", self.step, start, clock())
 

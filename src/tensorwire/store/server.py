@@ -18,7 +18,7 @@ from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
 from tensorwire.store.rules import OptimizerRule, versions
 from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
-_PATIENCE = 60.0  # between looks while workers compute: how long they take is theirs to say
+_PATIENCE = 60.0  # between looks at the job while workers compute
 
 
 class Disagreement(TensorwireError):
@@ -86,7 +86,8 @@ class StoreServer:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
         self.rule = OptimizerRule(spec, self.plan, self.index, memoryview(self.parameters), workers)
-        self.step = 0
+        self.step = 0  # rounds begun
+        self.updates = 0  # rounds that were steps of the training
 
     def _allocate_parameters(self, workers: int) -> Region:
         """On a device whose memory workers can map, if any worker is reached that way."""
@@ -115,32 +116,36 @@ class StoreServer:
                 self._assign()
             else:
                 self._update(heads)
+                self.updates += 1
 
     def _head(self, worker: _Worker) -> Head:
-        while True:
-            try:
-                block = worker.head.receive(self.step, _PATIENCE)
-                break
-            except WaitTimeout:
-                self.member.check()
-        assert block is not None
+        block = self._receive(worker.head)
         head = unpack_head(block, len(self.spec.numeric), len(self.spec.tensors))
         if head.step != self.step:
             raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {self.step}")
         return head
 
+    def _receive(self, edge: Consumer) -> memoryview:
+        """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
+        while True:
+            try:
+                slot = edge.receive(self.step, _PATIENCE)
+            except WaitTimeout:
+                self.member.check()
+                continue
+            assert slot is not None
+            return slot
+
     def _agree(self, heads: Sequence[Head]) -> Operation:
         first = heads[0].operation
         for index, head in enumerate(heads):
             if head.operation is not first:
-                raise Disagreement(disagreement(heads[0].operation, head.operation, index, self.step))
+                raise Disagreement(disagreement(first, head.operation, index, self.updates + 1))
         return first
 
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[0].pushes):
-            slot = push.receive(self.step)
-            assert slot is not None
-            self.rule.assign(bucket, slot)
+            self.rule.assign(bucket, self._receive(push))
             self._publish(bucket)
 
     def _update(self, heads: Sequence[Head]) -> None:
@@ -148,7 +153,7 @@ class StoreServer:
         present = [head.present for head in heads]
         for bucket in range(len(self.plan.buckets[self.index])):
             for worker in self.workers:
-                worker.pushes[bucket].receive(self.step)
+                self._receive(worker.pushes[bucket])
             ready = clock()
             self.rule.update(bucket, [w.slots[bucket] for w in self.workers], present)
             spans.add("update", self.step, ready, clock())
@@ -175,12 +180,12 @@ def disagreement(first: Operation, other: Operation, worker: int, step: int) -> 
     if Operation.FINISH in (first, other):
         done, going = (0, worker) if first is Operation.FINISH else (worker, 0)
         return (
-            f"worker {done} finished while worker {going} goes on with step {step - 1}: "
+            f"worker {done} finished while worker {going} goes on with step {step}: "
             "give every worker the same number of steps"
         )
     loaded, not_loaded = (0, worker) if first is Operation.ASSIGN else (worker, 0)
     return (
-        f"worker {loaded} loaded parameters before step {step - 1} and worker {not_loaded} did not: "
+        f"worker {loaded} loaded parameters before step {step} and worker {not_loaded} did not: "
         "call load_state_dict on every worker"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from tensorwire.launch import Job, current
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
-from tensorwire.store.plan import BUCKET_BYTES, Bucket
+from tensorwire.store.plan import BUCKET_BYTES, PAGE, Bucket, Plan
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import (
     IMPLEMENTATION,
@@ -45,7 +46,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     worker, and takes effect in the store with the next ``step()`` (worker 0's values win).
 
     Raises `ArgumentError` (no ``init()``, names missing or doubled, parameters not on the CPU), `Unsupported`
-    (an optimizer that servers cannot apply, a dtype) or `PlanMismatch` (workers' models differ).
+    (an optimizer that servers cannot apply, a dtype), `PlanMismatch` or `JobEnded` (workers' models differ).
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._job.at_close(self._client.finish)
         self._slots = {id(b): self._views(b) for b in self._client.order}
         self._written: set[str] = set()
+        self._pages_seen = True  # whether the kernel tells which pages of the window were written to
+        self._pid = os.getpid()
         self._assign()
         self._move_in()
         self._left = clock()
@@ -115,6 +118,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         A parameter without a gradient here counts as zero; without one anywhere it stays as it is.
         Raises `ParameterModified`, `JobEnded`, `WaitTimeout`, `Unsupported` (sparse gradients) or `ArgumentError`.
         """
+        if os.getpid() != self._pid:
+            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,17 +215,30 @@ class StoreOptimizer(torch.optim.Optimizer):
             if p._version != version and name not in self._written:
                 changed.append(name)
         if not changed and not self._written:
-            changed = [self._name_at(offset) for offset in self._client.window.modified(1)]
+            changed = self._stray()
         if changed:
+            which = " or ".join(repr(name) for name in changed)
             raise ParameterModified(
-                f"parameter {changed[0]!r} was changed in place; its values live in the store and only step() changes "
+                f"parameter {which} was changed in place; its values live in the store and only step() changes "
                 "them: call optimizer.write_parameters() on every worker after an intended change"
             )
 
-    def _name_at(self, offset: int) -> str:
-        plan = self._client.plan
-        here = [i for i, start in enumerate(plan.offsets) if start < offset + 4096]
-        return self._names[max(here, key=lambda i: plan.offsets[i])] if here else "?"
+    def _stray(self) -> list[str]:
+        """Who lies in the first page that was written to through the window, past autograd's own version count."""
+        try:
+            pages = self._client.window.modified(1)
+        except OSError as error:
+            if self._pages_seen:
+                self._pages_seen = False
+                _log.warning("changes of parameters through .data will go unnoticed here: %s", error)
+            return []
+        tensors, offsets = self._client.plan.tensors, self._client.plan.offsets
+        return [
+            name
+            for page in pages
+            for name, t, start in zip(self._names, tensors, offsets, strict=True)
+            if start < page + PAGE and page < start + t.nbytes
+        ]
 
     def _current_options(self) -> list[float]:
         """The numbers of all groups' options, in the order of ``_numeric``."""
@@ -238,6 +256,15 @@ class StoreOptimizer(torch.optim.Optimizer):
         return values
 
     # ---- the rest of torch's interface
+
+    @property
+    def plan(self) -> Plan:
+        """Where every parameter lies; ``plan.summary(job.num_workers)`` says it in a line."""
+        return self._client.plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises `Unsupported`: copying and pickling it are not there yet."""
+        raise Unsupported("a StoreOptimizer is one worker's end of a store: copying and pickling it are not there yet")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: the plan of a store is made once. Raises `Unsupported` later."""
