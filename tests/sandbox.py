@@ -17,8 +17,8 @@ from pathlib import Path
 
 MARK = "TENSORWIRE_TEST_MARK"
 HANG_SECONDS = 40.0  # only a guard: nothing here is ever timed
-# What a launcher may have left in the environment of the tests themselves.
-_FOREIGN = ("TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+# What a launcher or a user may have set for the tests themselves.
+_FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
 @dataclass
@@ -95,15 +95,15 @@ class Sandbox:
         self.environment |= {
             MARK: self.mark,
             "XDG_RUNTIME_DIR": str(self.runtime),
-            "TENSORWIRE_GRACE": "1.5",
-            "PYTHONUNBUFFERED": "1",
+            "TENSORWIRE_GRACE": "0.7",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         self._programs: list[Program] = []
 
     def script(self, body: str, *, init: bool = True) -> str:
         """A file of Python, by default one that begins with ``job = tw.init()``."""
-        head = "import os, signal, sys, time\n"
+        # A line is one write, so that lines of several processes do not mix.
+        head = "import functools, os, signal, sys, time\nprint = functools.partial(print, flush=True)\n"
         if init:
             head += "import tensorwire as tw\njob = tw.init()\nprint(f'pid-{job.rank} {os.getpid()}')\n"
         path = self.folder / f"script{len(list(self.folder.glob('script*')))}.py"

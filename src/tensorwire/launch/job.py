@@ -29,7 +29,7 @@ _jobs_before = 0
 class Job:
     """This worker's part in a job. Made by `init`; left at the end of the script or by ``close()``."""
 
-    def __init__(self, place: Place, member: Member, children: list[Child]) -> None:
+    def __init__(self, place: Place, member: Member, children: list[Child], hook: _Hook) -> None:
         self.rank = place.rank
         self.num_workers = place.workers
         self.num_servers = place.servers
@@ -43,8 +43,8 @@ class Job:
         self._barriers = 0
         self._pid = os.getpid()
         self._grace = grace_seconds(os.environ)
-        self._hook = _Hook(self)
-        sys.excepthook = self._hook
+        self._hook = hook
+        hook.job = self
         atexit.register(self.close)
         member.client.on_end(self._ended)
 
@@ -80,8 +80,7 @@ class Job:
             for call in self._closers:
                 with contextlib.suppress(TensorwireError):
                     call()
-            if sys.excepthook is self._hook:
-                sys.excepthook = self._hook.previous
+            self._hook.remove()
         try:
             if well and self._children:
                 self.member.client.bye()
@@ -148,8 +147,53 @@ class Job:
     def tell(self, why: object) -> None:
         """One line for people about how the job ended, unless the launcher says it."""
         if self._place.starter != "run" or self.member.client.lost:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"tensorwire: {self.member.name}: the job ended: {why}", file=sys.stderr, flush=True)
+            _say(self.member.name, why)
+
+
+class _Hook:
+    """``sys.excepthook``: an exception that ends this script ends the job, and people are told once."""
+
+    def __init__(self, place: Place) -> None:
+        self.job: Job | None = None
+        self._place = place
+        self._previous = sys.excepthook
+        sys.excepthook = self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told = self.job.failed(error) if self.job is not None else False
+        if not _is_consequence(error):
+            if not told:
+                self._previous(kind, error, trace)
+        elif self.job is not None:
+            self.job.tell(error)
+        elif self._place.starter != "run":  # the job failed before this worker had joined
+            _say(f"worker {self._place.rank}", error)
+
+    def remove(self) -> None:
+        """Python says again what it always says."""
+        if sys.excepthook is self:
+            sys.excepthook = self._previous
+
+
+def _say(name: str, why: object) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"tensorwire: {name}: the job ended: {why}\n")
+        sys.stderr.flush()
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` is the job's end, or was raised while that was handled."""
+    while error is not None:
+        if isinstance(error, JobEnded):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def init(
@@ -175,16 +219,18 @@ def init(
     grace_seconds(os.environ)
     children: list[Child] = []
     meeting: Rendezvous | None = None
-    job: Job | None = None
+    hook = _Hook(place)
     try:
         meeting = _meet(place, children)
-        job = _join(place, meeting, children)
+        job = _join(place, meeting, children, hook)
         if place.starter in ("torchrun", "ranks") and not place.several_hosts:
             job.member.client.barrier("joined", place.workers, JOIN_SECONDS)
     except BaseException as error:
-        if job is not None:
-            job.failed(error)
-            job.close()
+        if hook.job is not None:
+            hook.job.failed(error)
+            hook.job.close()
+        elif not isinstance(error, JobEnded):
+            hook.remove()
         for child in children:
             child.close(0.0)
         raise
@@ -208,14 +254,14 @@ def _meet(place: Place, children: list[Child]) -> Rendezvous:
     return agree(place, _jobs_before, children)
 
 
-def _join(place: Place, meeting: Rendezvous, children: list[Child]) -> Job:
+def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: _Hook) -> Job:
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):
             children.append(start_server(index, meeting.address, meeting.secret))
     host = listening_host(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
     member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, patience=meeting.patience)
-    return Job(place, member, children)
+    return Job(place, member, children, hook)
 
 
 def current() -> Job:
@@ -223,33 +269,3 @@ def current() -> Job:
     if _current is None:
         raise ArgumentError("call tensorwire.init() first")
     return _current
-
-
-class _Hook:
-    """``sys.excepthook``: an exception that ends this script ends the job, and people are told once."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.previous = sys.excepthook
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = self.job.failed(error)
-        if _is_consequence(error):
-            self.job.tell(error)
-        elif not told:
-            self.previous(kind, error, trace)
-
-
-def _is_consequence(error: BaseException | None) -> bool:
-    """Whether ``error`` is the job's end, or was raised while that was handled."""
-    while error is not None:
-        if isinstance(error, JobEnded):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()

@@ -237,8 +237,11 @@ class Run:
 
     def _tell(self, cause: Cause) -> None:
         trace = f"\n{cause.traceback.rstrip()}" if cause.traceback else ""
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            print(f"tensorwire: {cause}{trace}", file=sys.stderr, flush=True)
+        try:
+            sys.stderr.write(f"tensorwire: {cause}{trace}\n")
+            sys.stderr.flush()
+        except OSError:  # nobody reads it any more; what is buffered must not fail once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _end(self) -> None:
         """Nothing of this job is left on this machine."""

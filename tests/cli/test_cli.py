@@ -1,0 +1,126 @@
+"""The command line itself: help that teaches, and one line for every mistake."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorwire
+from tests.sandbox import Result, Sandbox
+
+
+def tensorwire_(sandbox: Sandbox, *arguments: str) -> Result:
+    return sandbox.launch(*arguments).finish()
+
+
+def test_help_teaches(sandbox: Sandbox) -> None:
+    top = tensorwire_(sandbox, "--help")
+    run = tensorwire_(sandbox, "run", "--help")
+    assert (top.status, run.status) == (0, 0)
+    assert "tensorwire run --workers 2 --servers 1 -- python train.py" in top.out
+    for part in (
+        "tensorwire run --workers 2 --servers 1 -- python train.py",
+        "export TENSORWIRE_SECRET_FILE=~/.tensorwire-secret",
+        "--rendezvous HOST:PORT --nodes 2 --node 0",
+        "TENSORWIRE_LOST_AFTER",
+        "exit status",
+    ):
+        assert part in run.out
+    assert max(len(line) for line in (top.out + run.out).splitlines()) <= 120
+
+
+def test_without_arguments_there_is_help(sandbox: Sandbox) -> None:
+    result = tensorwire_(sandbox)
+    assert result.status == 2
+    assert "Start here" in result.err + result.out
+
+
+def test_version(sandbox: Sandbox) -> None:
+    assert tensorwire.__version__ in tensorwire_(sandbox, "--version").out
+
+
+MISTAKES = [
+    (["fly"], "No such command 'fly'"),
+    (["--fly"], "No such option '--fly'"),
+    (["run"], "Missing argument 'COMMAND...': see tensorwire run --help"),
+    (["run", "--fly", "--", "true"], "No such option '--fly': see tensorwire run --help"),
+    (["run", "--workers", "0", "--", "true"], "'--workers': 0 is not in the range x>=1"),
+    (["run", "--workers", "many", "--", "true"], "'--workers': 'many' is not a valid integer"),
+    (["run", "--workers"], "'--workers' requires an argument"),
+    (["run", "--servers", "0", "--", "true"], "'--servers': 0 is not in the range x>=1"),
+    (["run", "--device", "fax", "--", "true"], "'--device': 'fax' is not one of 'auto', 'shm', 'tcp'"),
+    (["run", "--nodes", "0", "--", "true"], "'--nodes': 0 is not in the range x>=1"),
+    (["run", "--node", "-1", "--", "true"], "'--node': -1 is not in the range x>=0"),
+    (["run", "--node", "1", "--", "true"], "--node 1 is not one of 1 nodes (0 to 0)"),
+    (["run", "--nodes", "2", "--", "true"], "several nodes need --rendezvous HOST:PORT"),
+    (["run", "--nodes", "2", "--rendezvous", "h:0", "--", "true"], "needs a port that the other nodes know, not 0"),
+    (["run", "--rendezvous", "here", "--", "true"], "an address is HOST:PORT, not 'here'"),
+    (["run", "--rendezvous", "10.255.255.1:4000", "--", "true"], "cannot listen on 10.255.255.1:4000"),
+    (["run", "--rendezvous", "no.such.host.invalid:4000", "--", "true"], "cannot listen on no.such.host.invalid"),
+    (["run", "--", "no-such-command"], "there is no command 'no-such-command'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "why"), MISTAKES, ids=lambda a: " ".join(a) if isinstance(a, list) else "")
+def test_a_mistake_is_one_line(sandbox: Sandbox, arguments: list[str], why: str) -> None:
+    result = tensorwire_(sandbox, *arguments)
+    line = result.one_line()
+    assert line.startswith("tensorwire: ")
+    assert why in line
+    assert (result.status, result.out.strip()) == (2, "")
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TENSORWIRE_BEAT", "x"), ("TENSORWIRE_LOST_AFTER", "0.5"), ("TENSORWIRE_GRACE", "-1")]
+)
+def test_a_wrong_setting_is_one_line(sandbox: Sandbox, name: str, value: str) -> None:
+    result = sandbox.launch("run", "--", "true", **{name: value}).finish()
+    assert (result.status, name in result.one_line()) == (2, True)
+
+
+def test_a_busy_port_is_one_line(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        result = tensorwire_(sandbox, "run", "--rendezvous", where, "--", "true")
+    assert result.one_line() == f"tensorwire: the coordinator cannot listen on {where}: Address already in use"
+    assert result.status == 2
+
+
+def test_a_file_that_is_no_program(sandbox: Sandbox) -> None:
+    path = sandbox.folder / "no-program"
+    path.write_bytes(b"\x7fELF of no kind")
+    path.chmod(0o700)
+    result = tensorwire_(sandbox, "run", "--workers", "2", "--", str(path))
+    assert result.one_line() == f"tensorwire: cannot start {str(path)!r}: Exec format error"
+    assert result.status == 2
+    sandbox.nothing_left()
+
+
+def test_the_installed_command(sandbox: Sandbox) -> None:
+    command = Path(sys.executable).parent / "tensorwire"
+    result = sandbox.start(str(command), "run", "--", "sh", "-c", "exit 7").finish()
+    assert result.one_line() == "tensorwire: worker 0 exited with status 7"
+    assert result.status == 7
+
+
+def test_options_after_the_command_belong_to_it(sandbox: Sandbox) -> None:
+    result = tensorwire_(sandbox, "run", sys.executable, "-c", "import sys; sys.exit(sys.argv[1])", "--workers")
+    assert result.err.splitlines() == ["--workers", "tensorwire: worker 0 exited with status 1"]
+
+
+def test_help_into_a_closed_pipe_is_quiet(sandbox: Sandbox) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tensorwire.cli", "run", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=sandbox.environment,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

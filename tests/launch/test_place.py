@@ -1,0 +1,126 @@
+"""Where a process stands, from what its starter put into the environment; nothing is started here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorwire.errors import ArgumentError
+from tensorwire.launch.place import (
+    Place,
+    find_place,
+    grace_seconds,
+    heartbeat,
+    is_loopback,
+    listening_host,
+    worker_environment,
+)
+
+RUN = {
+    "TENSORWIRE_COORDINATOR": "127.0.0.1:4000",
+    "TENSORWIRE_RANK": "1",
+    "TENSORWIRE_WORKERS": "3",
+    "TENSORWIRE_SERVERS": "2",
+}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "40007", "SLURM_NNODES": "1"}
+
+CASES: list[tuple[dict[str, str], Place]] = [
+    ({}, Place("alone", 0, 1, 1, None, False)),
+    ({"TENSORWIRE_SERVERS": "3"}, Place("alone", 0, 1, 3, None, False)),
+    (RUN, Place("run", 1, 3, 2, "127.0.0.1:4000", False)),
+    ({**RUN, "TENSORWIRE_COORDINATOR": "10.0.0.1:4"}, Place("run", 1, 3, 2, "10.0.0.1:4", True)),
+    ({**RUN, **TORCHRUN, **SLURM}, Place("run", 1, 3, 2, "127.0.0.1:4000", False)),
+    (TORCHRUN, Place("torchrun", 2, 4, 4, None, False)),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2", "TENSORWIRE_SERVERS": "1"}, Place("torchrun", 2, 4, 1, None, True)),
+    ({**TORCHRUN, **SLURM}, Place("torchrun", 2, 4, 4, None, False)),
+    (RANKS, Place("ranks", 1, 2, 2, "127.0.0.1:5000", False)),
+    ({**RANKS, **SLURM}, Place("ranks", 1, 2, 2, "127.0.0.1:5000", False)),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, Place("ranks", 0, 1, 1, "127.0.0.1:29500", False)),
+    ({**RANKS, "MASTER_ADDR": "node7"}, Place("ranks", 1, 2, 2, "node7:5000", True)),
+    ({"RANK": "1"}, Place("alone", 0, 1, 1, None, False)),
+    (SLURM, Place("ranks", 3, 4, 4, "127.0.0.1:20007", False)),
+    ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place("alone", 0, 1, 1, None, False)),
+    (
+        {**SLURM, "SLURM_NNODES": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "77"},
+        Place("ranks", 3, 4, 4, "n1:77", True),
+    ),
+    ({**SLURM, "TENSORWIRE_SERVERS": "2"}, Place("ranks", 3, 4, 2, "127.0.0.1:20007", False)),
+]
+
+
+@pytest.mark.parametrize(("environment", "place"), CASES)
+def test_the_place_that_an_environment_gives(environment: dict[str, str], place: Place) -> None:
+    assert find_place(environment) == place
+
+
+def test_arguments_win_over_every_environment() -> None:
+    for environment in ({}, RUN, TORCHRUN, RANKS, SLURM):
+        place = find_place(environment, rank=1, world_size=5, rendezvous="[::1]:9", servers=2)
+        assert place == Place("ranks", 1, 5, 2, "[::1]:9", False)
+
+
+WRONG: list[tuple[dict[str, str], str]] = [
+    ({**RUN, "TENSORWIRE_RANK": "3"}, "rank 3 is not one of 3 workers"),
+    ({**RUN, "TENSORWIRE_RANK": "one"}, "TENSORWIRE_RANK must be a whole number, not 'one'"),
+    ({**RUN, "TENSORWIRE_COORDINATOR": "here"}, "an address is HOST:PORT, not 'here'"),
+    ({k: v for k, v in RUN.items() if k != "TENSORWIRE_WORKERS"}, "TENSORWIRE_WORKERS is not set"),
+    ({**TORCHRUN, "RANK": "-1"}, "rank -1 is not one of 4 workers"),
+    ({**TORCHRUN, "TENSORWIRE_SERVERS": "0"}, "at least one server"),
+    ({"TENSORWIRE_SERVERS": "0"}, "at least one server"),
+    ({"TENSORWIRE_SERVERS": "many"}, "TENSORWIRE_SERVERS must be a whole number"),
+    ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}, "LOCAL_WORLD_SIZE is not set"),
+    ({**RANKS, "WORLD_SIZE": "0"}, "rank 1 is not one of 0 workers"),
+    ({**RANKS, "MASTER_PORT": "http"}, "an address is HOST:PORT, not '127.0.0.1:http'"),
+    ({**RANKS, "MASTER_PORT": "70000"}, "an address is HOST:PORT"),
+    ({**RANKS, "MASTER_ADDR": ""}, "an address is HOST:PORT"),
+    ({**SLURM, "SLURM_NNODES": "2"}, "set MASTER_ADDR"),
+    ({**SLURM, "SLURM_NTASKS": "x"}, "SLURM_NTASKS must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("environment", "why"), WRONG)
+def test_a_wrong_environment_is_refused_in_one_line(environment: dict[str, str], why: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        find_place(environment)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"rank": 0}, {"world_size": 2}, {"rendezvous": "h:1"}, {"rank": 0, "rendezvous": "h:1"}]
+)
+def test_rank_world_size_and_rendezvous_belong_together(arguments: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="belong together"):
+        find_place(RANKS, **arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_on_this_machine() -> None:
+    for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.9.1:1"):
+        assert is_loopback(address)
+        assert listening_host(address, {}) == "127.0.0.1"
+    for address in ("10.0.0.1:1", "node7:1", "[fe80::1]:1"):
+        assert not is_loopback(address)
+
+
+def test_the_interface_to_listen_on() -> None:
+    assert listening_host("10.0.0.1:1", {"TENSORWIRE_IFACE": "lo"}) == "127.0.0.1"
+    with pytest.raises(ArgumentError, match="no interface 'nosuch0'"):
+        listening_host("10.0.0.1:1", {"TENSORWIRE_IFACE": "nosuch0"})
+    with pytest.raises(ArgumentError, match="no route to the rendezvous"):
+        listening_host("no.such.host.invalid:1", {})
+
+
+def test_times() -> None:
+    assert heartbeat({}) == (1.0, 10.0)
+    assert heartbeat({"TENSORWIRE_BEAT": "0.5", "TENSORWIRE_LOST_AFTER": "3"}) == (0.5, 3.0)
+    assert grace_seconds({"TENSORWIRE_GRACE": "2"}) == 2.0
+    with pytest.raises(ArgumentError, match=r"LOST_AFTER \(1 s\) must be at least twice TENSORWIRE_BEAT \(1 s\)"):
+        heartbeat({"TENSORWIRE_LOST_AFTER": "1"})
+    for text in ("soon", "0", "-1", "nan", "inf"):
+        with pytest.raises(ArgumentError, match="must be a number of seconds above 0"):
+            grace_seconds({"TENSORWIRE_GRACE": text})
+
+
+def test_the_environment_of_a_worker() -> None:
+    assert worker_environment({"A": "b"}, rank=3) == {"A": "b", "TENSORWIRE_RANK": "3"}

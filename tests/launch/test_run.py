@@ -1,0 +1,213 @@
+"""How jobs of ``tensorwire run`` end by themselves: everybody leaves, people read one message, the status says it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.sandbox import Sandbox, wait_for_end
+
+RAISES = """
+    def work():
+        raise ValueError("broken data")
+    job.barrier()
+    if job.rank == 1:
+        work()
+    job.barrier()
+"""
+
+
+def test_a_job_that_works_says_nothing(sandbox: Sandbox) -> None:
+    script = sandbox.script("job.barrier(); print('worker', job.rank, 'of', job.num_workers, job.num_servers)")
+    result = sandbox.run(script, "--servers", "2", workers=3).finish()
+    assert (result.status, result.err) == (0, "")
+    assert [f"worker {i} of 3 2" in result.out for i in range(3)] == [True] * 3
+    sandbox.nothing_left()
+
+
+def test_an_exception_ends_everybody_with_its_traceback(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script(RAISES)).finish()
+    message = result.message()
+    assert result.status == 1
+    assert message.splitlines()[0] == "tensorwire: worker 1 raised ValueError: broken data"
+    assert message.splitlines()[-1] == "ValueError: broken data"
+    assert message.count("Traceback") == 1
+    assert "in work" in message
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("how", ["raise SystemError('\\n\\nodd\\udcff')", "assert job.rank == 5"])
+def test_every_worker_may_fail_at_once(sandbox: Sandbox, how: str) -> None:
+    result = sandbox.run(sandbox.script(f"job.barrier()\n{how}"), workers=3).finish()
+    assert result.status == 1
+    assert result.message().count("Traceback") == 1
+    sandbox.nothing_left()
+
+
+def test_a_with_statement_ends_the_same_way(sandbox: Sandbox) -> None:
+    body = """
+        import tensorwire as tw
+        with tw.init() as job:
+            job.barrier()
+            if job.rank == 1:
+                raise KeyError("k")
+            job.barrier()
+    """
+    result = sandbox.run(sandbox.script(body, init=False)).finish()
+    assert result.status == 1
+    assert result.message().startswith("tensorwire: worker 1 raised KeyError: 'k'\nTraceback")
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "message"),
+    [
+        ("sys.exit(3)", 3, "worker 1 exited with status 3"),
+        ("os._exit(0)", 1, "worker 1 exited with status 0 in the middle of the job"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "worker 1 was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "worker 1 was interrupted"),
+        ("raise JobEnded('by hand')", 1, "worker 1 exited with status 1"),
+    ],
+)
+def test_a_worker_that_ends_early(sandbox: Sandbox, ending: str, status: int, message: str) -> None:
+    body = f"from tensorwire.errors import JobEnded\njob.barrier()\nif job.rank == 1: {ending}\njob.barrier()"
+    result = sandbox.run(sandbox.script(body)).finish()
+    assert result.one_line() == f"tensorwire: {message}"
+    assert result.status == status
+    sandbox.nothing_left()
+
+
+def test_a_worker_that_finishes_while_another_waits_for_it(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("if job.rank == 0: job.barrier()")).finish()
+    assert result.one_line() == "tensorwire: worker 1 left the job while worker 0 waits for it in barrier 'user/1'"
+    assert result.status == 1
+
+
+def test_an_exit_status_after_the_job_was_done(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("job.close(); sys.exit(4 if job.rank else 0)")).finish()
+    assert (result.status, result.one_line()) == (
+        4,
+        "tensorwire: worker 1 exited with status 4 after it had left the job",
+    )
+
+
+def test_a_script_may_go_on_after_the_job(sandbox: Sandbox) -> None:
+    """Longer than any grace: saving what was trained is no part of the job, but it must not be cut off."""
+    body = "job.close()\nprint(sys.stdin.read())\nprint('left', flush=True)\ntime.sleep(2.5)\nprint('saved')"
+    result = sandbox.run(sandbox.script(body), TENSORWIRE_GRACE="0.2").finish()
+    assert (result.status, result.err) == (0, "")
+    assert result.out.count("saved") == 2
+
+
+def test_an_exception_after_the_job_is_told_by_python(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("job.close()\nif job.rank: raise ValueError('late')")).finish()
+    assert result.status == 1
+    assert result.err.count("ValueError: late") == 1
+    assert result.err.splitlines()[-1] == "tensorwire: worker 1 exited with status 1 after it had left the job"
+
+
+def test_a_script_that_never_joins(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("print('hello')", init=False)).finish()
+    assert result.status == 1
+    assert "exited without joining the job: its script has to call tensorwire.init()" in result.one_line()
+    sandbox.nothing_left()
+
+
+def test_a_worker_that_fails_before_everybody_joined(sandbox: Sandbox) -> None:
+    """The others wait for it in vain, and hear of it from its launcher."""
+    body = """
+        if os.environ["TENSORWIRE_RANK"] == "1":
+            import no_such_module
+        import tensorwire as tw
+        tw.init().barrier()
+    """
+    result = sandbox.run(sandbox.script(body, init=False)).finish()
+    lines = result.err.splitlines()
+    assert lines[-1] == "tensorwire: worker 1 exited with status 1"
+    assert lines[-2] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert result.err.count("Traceback") == 1
+    assert result.status == 1
+    sandbox.nothing_left()
+
+
+def test_a_worker_that_computes_on_is_ended_and_its_output_is_kept(sandbox: Sandbox) -> None:
+    body = """
+        sys.stdout.write("kept\\n")  # and is in a buffer
+        job.barrier()
+        if job.rank == 1:
+            raise ValueError("x")
+        while True:
+            pass
+    """
+    result = sandbox.run(sandbox.script(body)).finish()
+    assert result.status == 1
+    assert result.message().startswith("tensorwire: worker 1 raised ValueError: x")
+    assert result.out.count("kept") == 2
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["worker", "server"])
+def test_a_killed_process_ends_the_job_by_name(sandbox: Sandbox, victim: str) -> None:
+    program = sandbox.run(
+        sandbox.script("job.barrier(); print('ready'); job.barrier() if job.rank else time.sleep(99)")
+    )
+    program.expect("ready")
+    pid = program.number("pid-1") if victim == "worker" else sandbox.find("tensorwire.launch.server")
+    os.kill(pid, signal.SIGKILL)
+    result = program.finish()
+    name = "worker 1" if victim == "worker" else "server 0"
+    assert result.one_line() == f"tensorwire: {name} was killed by SIGKILL"
+    assert result.status == 137
+    sandbox.nothing_left()
+
+
+def test_a_stopped_worker_ends_the_job_by_name(sandbox: Sandbox) -> None:
+    program = sandbox.run(
+        sandbox.script("job.barrier(); print('ready'); job.barrier() if job.rank == 0 else time.sleep(99)"),
+        TENSORWIRE_BEAT="0.1",
+        TENSORWIRE_LOST_AFTER="1.5",
+    )
+    program.expect("ready")
+    os.kill(program.number("pid-1"), signal.SIGSTOP)
+    result = program.finish()
+    assert result.one_line().startswith("tensorwire: worker 1 sent no heartbeat for ")
+    assert result.status == 1
+    sandbox.nothing_left()
+
+
+def test_what_a_killed_worker_started_ends_with_the_job(sandbox: Sandbox) -> None:
+    """Data loaders, shells: they are in the worker's process group, which outlives it."""
+    body = """
+        import subprocess
+        if job.rank == 1:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            print("grandchild", child.pid)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        job.barrier()
+        time.sleep(99)
+    """
+    program = sandbox.run(sandbox.script(body))
+    grandchild = program.number("grandchild")
+    os.kill(program.number("pid-1"), signal.SIGKILL)
+    assert program.finish().one_line() == "tensorwire: worker 1 was killed by SIGKILL"
+    wait_for_end(grandchild)
+    sandbox.nothing_left()
+
+
+def test_two_jobs_at_once_do_not_meet(sandbox: Sandbox) -> None:
+    script = sandbox.script("""
+        job.member.client.publish(f"mine/{job.rank}", sys.argv[1].encode())
+        job.barrier()
+        print("sees", job.member.client.lookup(f"mine/{1 - job.rank}").decode())
+    """)
+    first, second = (
+        sandbox.launch("run", "--workers", "2", "--", sys.executable, script, name) for name in ("first", "second")
+    )
+    for program, name in ((first, "first"), (second, "second")):
+        result = program.finish()
+        assert result.status == 0, result.err
+        assert result.out.count(f"sees {name}") == 2
+    sandbox.nothing_left()

@@ -1,0 +1,131 @@
+"""What ends the launcher ends the whole job: Ctrl-C, SIGTERM, a closed terminal, SIGKILL, a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.sandbox import Program, Sandbox, free_port, wait_for_end
+
+READY = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"
+
+
+def ready(sandbox: Sandbox, body: str = READY, **environment: str) -> Program:
+    """A job whose two workers are there."""
+    program = sandbox.run(sandbox.script(body), **environment)
+    program.expect("ready 0", "ready 1")
+    return program
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGINT, "the user interrupted the job"),
+        (signal.SIGTERM, "SIGTERM ended the job"),
+        (signal.SIGHUP, "SIGHUP ended the job: its terminal was closed"),
+    ],
+)
+def test_a_signal_ends_the_job(sandbox: Sandbox, number: signal.Signals, message: str) -> None:
+    program = ready(sandbox)
+    program.signal(number)
+    result = program.finish()
+    assert result.one_line() == f"tensorwire: {message}"
+    assert result.status == 128 + number
+    sandbox.nothing_left()
+
+
+def test_a_second_interrupt_does_not_wait(sandbox: Sandbox) -> None:
+    program = ready(sandbox, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}", TENSORWIRE_GRACE="1000")
+    program.signal(signal.SIGINT)
+    while not program._errors.read_text():  # it has said why, and waits for the workers
+        pass
+    program.signal(signal.SIGINT)
+    result = program.finish()
+    assert result.one_line() == "tensorwire: the user interrupted the job"
+    assert result.status == 130
+    sandbox.nothing_left()
+
+
+def test_an_interrupt_while_waiting_for_node_0(sandbox: Sandbox) -> None:
+    secret = sandbox.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    where = f"127.0.0.1:{free_port()}"
+    code = (
+        "import signal, sys; from tensorwire.launch import run\n"
+        "def connect(*_, **__): print('waiting', flush=True); signal.pause()\n"
+        "run.Client = connect\n"
+        f"sys.exit(run.Run(run.RunOptions(['true'], rendezvous='{where}', nodes=2, node=1))())"
+    )
+    program = sandbox.start(sys.executable, "-c", code, TENSORWIRE_SECRET_FILE=str(secret))
+    program.expect("waiting")
+    program.signal(signal.SIGINT)
+    result = program.finish()
+    assert (result.status, result.one_line()) == (130, "tensorwire: the user interrupted the job")
+
+
+def test_an_ignored_hangup_stays_ignored(sandbox: Sandbox) -> None:
+    """``nohup tensorwire run``: a closed terminal is not the end."""
+    body = "job.barrier(); print('ready', job.rank)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+    flag = sandbox.folder / "flag"
+    command = f"trap '' HUP; exec {sys.executable} -m tensorwire.cli run --workers 2 -- {sys.executable} "
+    program = sandbox.start("bash", "-c", f"{command} {sandbox.script(body)} {flag}")
+    program.expect("ready 0", "ready 1")
+    program.signal(signal.SIGHUP)
+    flag.touch()
+    assert (program.finish().status, sandbox.processes()) == (0, {})
+
+
+def test_nothing_outlives_a_killed_launcher(sandbox: Sandbox) -> None:
+    body = f"import subprocess\nsubprocess.Popen(['sleep', '1000'])\n{READY}"
+    program = ready(sandbox, body)
+    program.signal(signal.SIGKILL)
+    program.process.wait()
+    sandbox.all_gone()
+    lines = program.finish().err.splitlines()
+    assert lines[0] == "tensorwire: the launcher was killed: its processes are ended"
+    sandbox.nothing_left()
+
+
+def test_the_guard_may_be_killed_too(sandbox: Sandbox) -> None:
+    """Without it members still notice that the coordinator is gone, and servers that their parent is."""
+    program = ready(sandbox)
+    os.kill(sandbox.find("guard.py"), signal.SIGKILL)
+    program.signal(signal.SIGKILL)
+    program.process.wait()
+    sandbox.all_gone()
+    errors = program.finish().err
+    assert "tensorwire: worker 0: the job ended: the coordinator is gone" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:
+    program = ready(
+        sandbox,
+        "job.barrier(); print('ready', job.rank)\njob.member.client.lookup('nothing', 600.0)",
+        TENSORWIRE_BEAT="0.1",
+        TENSORWIRE_LOST_AFTER="1",
+    )
+    workers = [program.number(f"pid-{rank}") for rank in (0, 1)]
+    program.signal(signal.SIGSTOP)
+    for pid in workers:
+        # A zombie until its stopped parent reads its status: its end is what pidfd shows.
+        wait_for_end(pid)
+    errors = program._errors.read_text().splitlines()
+    told = "the job ended: the coordinator is gone: the other side of a connection fell silent"
+    assert [any(line.startswith(f"tensorwire: worker {r}: {told}") for line in errors) for r in (0, 1)] == [True, True]
+    program.signal(signal.SIGCONT)
+    assert program.finish().status == 1
+    sandbox.nothing_left()
+
+
+def test_a_reader_that_has_gone(sandbox: Sandbox) -> None:
+    """``tensorwire run ... 2>&1 | head``: a broken pipe changes no status and leaves nothing."""
+    script = sandbox.script("job.barrier()\nif job.rank: raise ValueError('x')\njob.barrier()")
+    run = f"{sys.executable} -m tensorwire.cli run --workers 2 -- {sys.executable} {script}"
+    result = sandbox.start("bash", "-c", f"set -o pipefail; {run} 2>&1 >/dev/null | true").finish()
+    assert (result.status, result.err) == (1, "")
+    sandbox.nothing_left()
