@@ -16,7 +16,14 @@ from tensorwire.control.member import DEVICES
 @click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="How many machines take part.")
 @click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is, from 0.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="The transport.")
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default="auto",
+    show_default=True,
+    envvar="TENSORWIRE_DEVICE",
+    help="The transport.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     workers: int, servers: int, rendezvous: str | None, nodes: int, node: int, device: str, command: tuple[str, ...]
@@ -34,7 +41,7 @@ def run(
     Ctrl-C ends the job; a second one does not wait for it.
 
     \b
-    Environment, in seconds:
+    Environment: TENSORWIRE_DEVICE for --device, and in seconds:
       TENSORWIRE_TIMEOUT     how long a step may wait for other workers (1800)
       TENSORWIRE_BEAT        between two signs of life of a process (1)
       TENSORWIRE_LOST_AFTER  of silence, after which a process counts as lost (10)
