@@ -112,9 +112,10 @@ def test_the_job_ends_well_when_every_worker_has_left(jobs: Jobs) -> None:
     assert server.ended.wait()
     assert second.ended.wait()
     assert server.cause is None
-    assert causes == [None]
     with pytest.raises(JobEnded, match="the job has ended"):
         server.lookup("store")
+    coordinator.close()
+    assert causes == [None]
 
 
 def test_an_orderly_leave_is_known_before_the_process_exit(jobs: Jobs) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts with one cable: network namespaces and a veth pair. What crosses goes over tcp; a cut cable ends the job."""
+"""Two hosts with one cable: network namespaces and a veth pair. Tensors cross over tcp; a cut cable ends the job."""
 
 from __future__ import annotations
 

@@ -134,23 +134,42 @@ class Coordinator:
             self._loop.close()
 
     async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._connected, sock=listener)
-        watch = self._loop.create_task(self._watch())  # kept: the loop itself holds tasks weakly
+        """Until ``close()``. asyncio's own server loses connections that come while it closes."""
+        listener.setblocking(False)
+        connections: dict[asyncio.Task[None], socket.socket] = {}
+        accepting = self._loop.create_task(self._accept(listener, connections))
+        watch = self._loop.create_task(self._watch())
         await self._stop.wait()
+        listener.shutdown(socket.SHUT_RDWR)  # wakes it
+        await accepting
         forget_fd(listener.fileno())
-        server.close()
+        listener.close()
         watch.cancel()
-        idle = 0
-        while idle < 3:  # a connection just accepted has its task, and a closing one its end, in the next rounds
-            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(5):  # transports close in the loop's next rounds
             await asyncio.sleep(0)
-            idle = 0 if tasks else idle + 1
+        for sock in connections.values():  # of tasks that were cancelled before they began
+            sock.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, listener: socket.socket, connections: dict[asyncio.Task[None], socket.socket]) -> None:
+        while not self._stop.is_set():
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+            except OSError:  # the stranger gave up, no descriptor is free, or we close
+                await asyncio.sleep(0.01)
+                continue
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = self._loop.create_task(self._connected(sock))
+            connections[task] = sock
+            task.add_done_callback(lambda t: None if self._stop.is_set() else connections.pop(t, None))
+
+    async def _connected(self, sock: socket.socket) -> None:
         """One connection, from its first byte to its last. A stranger can end nothing but this connection."""
+        reader, writer = await asyncio.open_connection(sock=sock)
         try:
             await self._doorman.admit(reader, writer)
             member = await self._join(reader, writer)

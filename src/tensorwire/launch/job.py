@@ -109,7 +109,7 @@ class Job:
             self._error = error
             if not client.ended.is_set():
                 self._report(error)
-        return self._place.starter == "run" and not client.lost
+        return self.launcher_tells
 
     def _report(self, error: BaseException) -> None:
         if isinstance(error, JobEnded):
@@ -144,9 +144,15 @@ class Job:
         timer.daemon = True
         timer.start()
 
+    @property
+    def launcher_tells(self) -> bool:
+        """Whether a launcher says how the job ended. That of node 0 is lost with the coordinator."""
+        at_node_0 = os.environ.get("TENSORWIRE_NODE", "0") == "0"
+        return self._place.starter == "run" and not (self.member.client.lost and at_node_0)
+
     def tell(self, why: object) -> None:
         """One line for people about how the job ended, unless the launcher says it."""
-        if self._place.starter != "run" or self.member.client.lost:
+        if not self.launcher_tells:
             _say(self.member.name, why)
 
 

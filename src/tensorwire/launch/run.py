@@ -141,7 +141,7 @@ class Run:
         o = self._options
         self._guard = Guard()
         common = worker_environment(
-            os.environ, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device
+            os.environ, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
         )
         for index in range(o.node * o.servers, (o.node + 1) * o.servers):
             server = start_server(index, address, secret, common, own=True)
