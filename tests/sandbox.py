@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "TENSORWIRE_TEST_MARK"
+# A member that waits for something that never comes, and so leaves as soon as the job has ended.
+WAITS = "job.member.client.lookup('nothing', 600.0)"
 HANG_SECONDS = 40.0  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves.
 _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
@@ -103,7 +105,8 @@ class Sandbox:
     def script(self, body: str, *, init: bool = True) -> str:
         """A file of Python, by default one that begins with ``job = tw.init()``."""
         # A line is one write, so that lines of several processes do not mix.
-        head = "import functools, os, signal, sys, time\nprint = functools.partial(print, flush=True)\n"
+        head = "import os, signal, sys, time\n"
+        head += "def print(*words): os.write(1, (' '.join(map(str, words)) + '\\n').encode())\n"
         if init:
             head += "import tensorwire as tw\njob = tw.init()\nprint(f'pid-{job.rank} {os.getpid()}')\n"
         path = self.folder / f"script{len(list(self.folder.glob('script*')))}.py"
@@ -159,13 +162,13 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends what a failed test may have left."""
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                wait_for_end(pid, left[pid])
         for program in self._programs:
-            if program.process.poll() is None:
-                program.process.kill()
             program.process.communicate()
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_end(pid: int, what: str = "") -> None:

@@ -21,7 +21,7 @@ from tensorwire.control import Client
 client = Client(sys.argv[1], sys.argv[2].encode(), "worker", int(sys.argv[3]))
 print("joined", flush=True)
 if sys.argv[4] == "computes":
-    ctypes.PyDLL(None).usleep(3_000_000)  # PyDLL keeps the GIL: no Python thread of this process runs
+    ctypes.PyDLL(None).usleep(2_500_000)  # PyDLL keeps the GIL: no Python thread of this process runs
     print("computed", client.ended.is_set(), flush=True)
     client.close(goodbye=True)
 else:

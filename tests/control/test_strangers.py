@@ -108,8 +108,9 @@ def test_who_has_the_secret_and_never_joins_times_out(jobs: Jobs, monkeypatch: p
         assert wire.ends(sock)
 
 
-def test_a_flood_of_strangers_does_not_keep_members_out(jobs: Jobs) -> None:
+def test_a_flood_of_strangers_does_not_keep_members_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent connections than are greeted at a time: the oldest have to go, members come in."""
+    monkeypatch.setattr(doorman, "MOST_STRANGERS", 20)
     coordinator = jobs.coordinator(workers=1)
     host, _, port = coordinator.address.rpartition(":")
     flood = [socket.create_connection((host, int(port))) for _ in range(doorman.MOST_STRANGERS * 3)]

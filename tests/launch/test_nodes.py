@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import Program, Result, Sandbox, free_port
+from tests.sandbox import WAITS, Program, Result, Sandbox, free_port
 
 
 def secret_file(sandbox: Sandbox, text: str = "0123456789abcdef", mode: int = 0o600) -> str:
@@ -54,7 +54,7 @@ def test_a_failure_is_told_on_both_nodes(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_one_launcher_ends_the_other(sandbox: Sandbox, number: signal.Signals) -> None:
-    zero, one = both(sandbox, "job.barrier(); print('ready')\nwhile True: time.sleep(99)")
+    zero, one = both(sandbox, f"job.barrier(); print('ready')\n{WAITS}")
     zero.expect("ready")
     one.expect("ready")
     one.signal(number)
@@ -72,7 +72,7 @@ def test_the_end_of_one_launcher_ends_the_other(sandbox: Sandbox, number: signal
 
 
 def test_the_end_of_node_0_ends_node_1(sandbox: Sandbox) -> None:
-    zero, one = both(sandbox, "job.barrier(); print('ready')\nwhile True: time.sleep(99)")
+    zero, one = both(sandbox, f"job.barrier(); print('ready')\n{WAITS}")
     one.expect("ready")
     zero.signal(signal.SIGKILL)
     zero.process.wait()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.sandbox import Sandbox, wait_for_end
+from tests.sandbox import WAITS, Sandbox, wait_for_end
 
 RAISES = """
     def work():
@@ -87,7 +87,19 @@ def test_a_worker_that_finishes_while_another_waits_for_it(sandbox: Sandbox) -> 
 
 
 def test_an_exit_status_after_the_job_was_done(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script("job.close(); sys.exit(4 if job.rank else 0)")).finish()
+    body = """
+        import select
+        if job.rank == 0:
+            job.member.client.publish("first", str(os.getpid()).encode())
+            job.barrier()
+            sys.exit()
+        first = os.pidfd_open(int(job.member.client.lookup("first")))
+        job.barrier()
+        job.close()
+        select.select([first], [], [])  # worker 0 has gone, and the job is over
+        sys.exit(4)
+    """
+    result = sandbox.run(sandbox.script(body)).finish()
     assert (result.status, result.one_line()) == (
         4,
         "tensorwire: worker 1 exited with status 4 after it had left the job",
@@ -151,9 +163,7 @@ def test_a_worker_that_computes_on_is_ended_and_its_output_is_kept(sandbox: Sand
 
 @pytest.mark.parametrize("victim", ["worker", "server"])
 def test_a_killed_process_ends_the_job_by_name(sandbox: Sandbox, victim: str) -> None:
-    program = sandbox.run(
-        sandbox.script("job.barrier(); print('ready'); job.barrier() if job.rank else time.sleep(99)")
-    )
+    program = sandbox.run(sandbox.script(f"job.barrier(); print('ready')\n{WAITS}"))
     program.expect("ready")
     pid = program.number("pid-1") if victim == "worker" else sandbox.find("tensorwire.launch.server")
     os.kill(pid, signal.SIGKILL)
@@ -166,7 +176,7 @@ def test_a_killed_process_ends_the_job_by_name(sandbox: Sandbox, victim: str) ->
 
 def test_a_stopped_worker_ends_the_job_by_name(sandbox: Sandbox) -> None:
     program = sandbox.run(
-        sandbox.script("job.barrier(); print('ready'); job.barrier() if job.rank == 0 else time.sleep(99)"),
+        sandbox.script(f"job.barrier(); print('ready')\n{WAITS}"),
         TENSORWIRE_BEAT="0.1",
         TENSORWIRE_LOST_AFTER="1.5",
     )
@@ -187,7 +197,7 @@ def test_what_a_killed_worker_started_ends_with_the_job(sandbox: Sandbox) -> Non
             print("grandchild", child.pid)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         job.barrier()
-        time.sleep(99)
+        job.member.client.lookup("nothing", 600.0)
     """
     program = sandbox.run(sandbox.script(body))
     grandchild = program.number("grandchild")

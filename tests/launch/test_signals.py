@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from tests.sandbox import Program, Sandbox, free_port, wait_for_end
+from tests.sandbox import WAITS, Program, Sandbox, free_port, wait_for_end
 
-READY = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"
+READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
+STAYS = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"
 
 
 def ready(sandbox: Sandbox, body: str = READY, **environment: str) -> Program:
@@ -38,7 +39,7 @@ def test_a_signal_ends_the_job(sandbox: Sandbox, number: signal.Signals, message
 
 
 def test_a_second_interrupt_does_not_wait(sandbox: Sandbox) -> None:
-    program = ready(sandbox, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}", TENSORWIRE_GRACE="1000")
+    program = ready(sandbox, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{STAYS}", TENSORWIRE_GRACE="1000")
     program.signal(signal.SIGINT)
     while not program._errors.read_text():  # it has said why, and waits for the workers
         pass
@@ -105,7 +106,7 @@ def test_the_guard_may_be_killed_too(sandbox: Sandbox) -> None:
 def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:
     program = ready(
         sandbox,
-        "job.barrier(); print('ready', job.rank)\njob.member.client.lookup('nothing', 600.0)",
+        READY,
         TENSORWIRE_BEAT="0.1",
         TENSORWIRE_LOST_AFTER="1",
     )

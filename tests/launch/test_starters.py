@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.sandbox import Program, Result, Sandbox, free_port
+from tests.sandbox import WAITS, Program, Result, Sandbox, free_port
 
 WORKS = """
 job.barrier()
@@ -139,7 +139,7 @@ def test_an_exception_ends_the_other_rank_in_one_line(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other_and_leaves_nothing(sandbox: Sandbox, victim: int) -> None:
     """Rank 0 has the coordinator as its child, and each rank a server: they must not stay behind."""
-    programs = by_hand(sandbox, "job.barrier(); print('ready')\njob.member.client.lookup('nothing', 600.0)")
+    programs = by_hand(sandbox, f"job.barrier(); print('ready')\n{WAITS}")
     for program in programs:
         program.expect("ready")
     programs[victim].signal(signal.SIGKILL)
@@ -240,7 +240,7 @@ def test_an_exception_under_torchrun(sandbox: Sandbox) -> None:
 
 
 def test_an_interrupt_under_torchrun(sandbox: Sandbox) -> None:
-    program = torchrun(sandbox, "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)")
+    program = torchrun(sandbox, f"job.barrier(); print('ready', job.rank)\n{WAITS}")
     program.expect("ready 0", "ready 1")
     program.signal(signal.SIGINT)
     assert program.finish().status != 0
