@@ -106,7 +106,7 @@ class Sandbox:
         """A file of Python, by default one that begins with ``job = tw.init()``."""
         # A line is one write, so that lines of several processes do not mix.
         head = "import os, signal, sys, time\n"
-        head += "def print(*words): os.write(1, (' '.join(map(str, words)) + '\\n').encode())\n"
+        head += "def print(*words, **_): os.write(1, (' '.join(map(str, words)) + '\\n').encode())\n"
         if init:
             head += "import tensorwire as tw\njob = tw.init()\nprint(f'pid-{job.rank} {os.getpid()}')\n"
         path = self.folder / f"script{len(list(self.folder.glob('script*')))}.py"
