@@ -410,3 +410,17 @@ def pickling(job: tw.Job) -> int:
 
 def test_pickles_are_counted() -> None:
     assert run_job(pickling, workers=1).ok() == [2]
+
+
+def other_software(job: tw.Job) -> None:
+    import tensorwire.torch.optimizer as module
+
+    if job.rank == 1:
+        module.versions = lambda: "tensorwire 9.9, torch 1.0"  # type: ignore[attr-defined]
+    sgd(model())
+
+
+def test_workers_with_other_software_end_the_job() -> None:
+    ended = run_job(other_software)
+    assert ended.cause is not None
+    assert "tensorwire 9.9, torch 1.0" in str(ended.cause)
