@@ -33,7 +33,7 @@ COORDINATOR = f"""
 import time
 from tensorwire.control import Coordinator
 coordinator = Coordinator({SECRET!r}, workers=2, servers=1, beat={BEAT}, lost_after={LOST_AFTER})
-print("port", coordinator.address.rpartition(":")[2], flush=True)
+print("port", coordinator.address.rpartition(":")[2])
 while True:
     time.sleep(1000)
 """
@@ -99,5 +99,5 @@ def test_a_member_is_told_of_the_end_once(jobs: Jobs) -> None:
 
 
 def test_importing_the_package_is_quick(sandbox: Sandbox) -> None:
-    code = "import tensorwire, tensorwire.cli, sys; print(*{'torch', 'numpy'} & set(sys.modules))"
+    code = "import tensorwire, sys; print(*{'torch', 'numpy', 'asyncio'} & set(sys.modules))"
     assert sandbox.start(sys.executable, "-c", code).finish().out.strip() == ""

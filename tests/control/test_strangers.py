@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from tensorwire.control import Client, doorman, frames
+from tensorwire.control.names import PURPOSE
 from tensorwire.device import handshake
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
 from tests.control import wire
@@ -34,7 +35,7 @@ def test_a_member_believes_no_coordinator_without_the_secret() -> None:
     def impostor() -> None:
         sock, _ = listener.accept()
         with sock:
-            heard.extend(handshake.receive_exactly(sock, 4 + 1 + len(doorman.PURPOSE) + handshake.NONCE))
+            heard.extend(handshake.receive_exactly(sock, 4 + 1 + len(PURPOSE) + handshake.NONCE))
             sock.sendall(handshake.MAGIC + bytes(handshake.NONCE) + bytes(32))
             while data := sock.recv(1000):
                 heard.extend(data)
@@ -56,7 +57,7 @@ def test_a_member_believes_no_coordinator_without_the_secret() -> None:
         JOIN + JOIN,
         b"TWH1\x07another" + bytes(100),
         b"TWH1\xff" + bytes(400),
-        b"TWH1" + bytes([len(doorman.PURPOSE)]) + doorman.PURPOSE + bytes(32) + bytes(32) + JOIN,
+        b"TWH1" + bytes([len(PURPOSE)]) + PURPOSE + bytes(32) + bytes(32) + JOIN,
         os.urandom(5000),
     ],
     ids=["http", "zeros", "join", "another purpose", "oversized purpose", "no proof", "noise"],

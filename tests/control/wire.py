@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 from tensorwire.control import Coordinator, frames
-from tensorwire.control.doorman import PURPOSE
+from tensorwire.control.names import PURPOSE
 from tensorwire.device import handshake
 from tests.control.conftest import SECRET
 from tests.sandbox import HANG_SECONDS

@@ -108,7 +108,7 @@ def test_an_exit_status_after_the_job_was_done(sandbox: Sandbox) -> None:
 
 def test_a_script_may_go_on_after_the_job(sandbox: Sandbox) -> None:
     """Longer than any grace: saving what was trained is no part of the job, but it must not be cut off."""
-    body = "job.close()\nprint(sys.stdin.read())\nprint('left', flush=True)\ntime.sleep(2.5)\nprint('saved')"
+    body = "job.close()\nprint(sys.stdin.read())\nprint('left')\ntime.sleep(1.8)\nprint('saved')"
     result = sandbox.run(sandbox.script(body), TENSORWIRE_GRACE="0.2").finish()
     assert (result.status, result.err) == (0, "")
     assert result.out.count("saved") == 2

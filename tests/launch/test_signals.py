@@ -81,7 +81,7 @@ def test_an_ignored_hangup_stays_ignored(sandbox: Sandbox) -> None:
 
 
 def test_nothing_outlives_a_killed_launcher(sandbox: Sandbox) -> None:
-    body = f"import subprocess\nsubprocess.Popen(['sleep', '1000'])\n{READY}"
+    body = f"import subprocess\nsubprocess.Popen(['sleep', '1000'])\n{STAYS}"
     program = ready(sandbox, body)
     program.signal(signal.SIGKILL)
     program.process.wait()

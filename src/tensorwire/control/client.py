@@ -15,9 +15,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from tensorwire import errors
 from tensorwire._native import Pulse, close_on_fork, forget_fd
 from tensorwire.control import frames
-from tensorwire.control.coordinator import member_name
-from tensorwire.control.doorman import PURPOSE
 from tensorwire.control.frames import Cause
+from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError
 from tensorwire.observe import counters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from tensorwire.control import frames
 from tensorwire.control.book import Book
 from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
+from tensorwire.control.names import describe_exit, member_name
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
 # How long a second-hand report ("its connection closed") waits for the first-hand one that explains it.
@@ -29,21 +29,6 @@ class _Member:
     writer: asyncio.StreamWriter
     seen: float
     left: bool = False
-
-
-def member_name(role: str, index: int) -> str:
-    """``worker 0``: how messages name a process."""
-    return f"{role} {index}"
-
-
-def describe_exit(status: int) -> str:
-    """What a launcher says of a process that is gone; ``status`` as in ``Popen.returncode``."""
-    if status < 0:
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-    return f"exited with status {status}"
 
 
 def listen(host: str, port: int) -> socket.socket:

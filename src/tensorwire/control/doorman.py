@@ -9,11 +9,11 @@ import asyncio
 import hmac
 import secrets
 
+from tensorwire.control.names import PURPOSE
 from tensorwire.device.handshake import MAGIC, NONCE
 from tensorwire.device.handshake import _proof as proof
 from tensorwire.errors import AuthenticationError, ProtocolError
 
-PURPOSE = b"control"
 # How long a connection may take to say who it is, and how many may do so at a time; the oldest has to go first.
 GREETING_SECONDS = 10.0
 MOST_STRANGERS = 128

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.control.client import Client
-from tensorwire.control.coordinator import member_name
 from tensorwire.control.frames import Cause
+from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, RemoteRegion, ShmDevice, TcpDevice
 from tensorwire.errors import (
     ArgumentError,

@@ -6,7 +6,6 @@ reused and that the bytes are in the target's memory; only a signal tells the ta
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -51,6 +50,8 @@ class Completion(ABC):
         if self.done:
             self.wait()
             return
+        import asyncio  # whoever awaits has it; all others start faster without
+
         yield from asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.client import split_address
-from tensorwire.control.coordinator import describe_exit, member_name
+from tensorwire.control.names import describe_exit, member_name
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server

@@ -1,0 +1,23 @@
+"""How processes are named and spoken of. Shared by members, which need no coordinator's code, and the coordinator."""
+
+from __future__ import annotations
+
+import signal
+
+# What a control connection authenticates for.
+PURPOSE = b"control"
+
+
+def member_name(role: str, index: int) -> str:
+    """``worker 0``: how messages name a process."""
+    return f"{role} {index}"
+
+
+def describe_exit(status: int) -> str:
+    """What a launcher says of a process that is gone; ``status`` as in ``Popen.returncode``."""
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"exited with status {status}"
