@@ -87,7 +87,11 @@ def test_nothing_outlives_a_killed_launcher(sandbox: Sandbox) -> None:
     program.process.wait()
     sandbox.all_gone()
     lines = program.finish().err.splitlines()
-    assert lines[0] == "tensorwire: the launcher was killed: its processes are ended"
+    guard = "tensorwire: the launcher was killed: its processes are ended"
+    assert guard in lines
+    # A worker may notice that the coordinator is gone before the guard ends it.
+    others = [line for line in lines if line != guard]
+    assert all(line.startswith("tensorwire: worker ") and "the coordinator is gone" in line for line in others)
     sandbox.nothing_left()
 
 
