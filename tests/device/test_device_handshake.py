@@ -136,7 +136,7 @@ def test_an_acceptor_that_falls_silent_is_not_a_wrong_secret(in_thread: InThread
     def accept(sock: socket.socket) -> None:
         greeting = handshake.receive_exactly(sock, 4 + 1 + 3 + 32)
         nonce = os.urandom(32)
-        sock.sendall(handshake.MAGIC + nonce + handshake._proof(SECRET, b"accept", b"tcp", greeting[-32:], nonce))
+        sock.sendall(handshake.MAGIC + nonce + handshake.proof(SECRET, b"accept", b"tcp", greeting[-32:], nonce))
 
     with sockets() as (a, b):
         a.settimeout(0.5)

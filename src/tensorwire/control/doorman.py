@@ -10,8 +10,7 @@ import hmac
 import secrets
 
 from tensorwire.control.names import PURPOSE
-from tensorwire.device.handshake import MAGIC, NONCE
-from tensorwire.device.handshake import _proof as proof
+from tensorwire.device.handshake import MAGIC, NONCE, proof
 from tensorwire.errors import AuthenticationError, ProtocolError
 
 # How long a connection may take to say who it is, and how many may do so at a time; the oldest has to go first.

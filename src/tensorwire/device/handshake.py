@@ -54,7 +54,8 @@ def _send(sock: socket.socket, data: bytes) -> None:
         raise PeerLost(f"the other side closed the connection: {error}") from None
 
 
-def _proof(secret: bytes, side: bytes, purpose: bytes, first: bytes, second: bytes) -> bytes:
+def proof(secret: bytes, side: bytes, purpose: bytes, first: bytes, second: bytes) -> bytes:
+    """What ``side`` (accept or initiate) shows: 32 bytes that only a holder of ``secret`` can make for these nonces."""
     return hmac.new(secret, b"|".join((side, purpose, first, second)), hashlib.sha256).digest()
 
 
@@ -65,12 +66,12 @@ def initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
     if receive_exactly(sock, len(MAGIC)) != MAGIC:
         raise ProtocolError("the other side does not speak Tensorwire")
     theirs = receive_exactly(sock, NONCE)
-    proof = receive_exactly(sock, 32)
-    if not hmac.compare_digest(proof, _proof(secret, b"accept", purpose, mine, theirs)):
+    answer = receive_exactly(sock, 32)
+    if not hmac.compare_digest(answer, proof(secret, b"accept", purpose, mine, theirs)):
         with contextlib.suppress(PeerLost):
             _send(sock, bytes(32))  # no proof, so that the other side knows why, and learns nothing
         raise AuthenticationError("the other side does not hold this job's secret")
-    _send(sock, _proof(secret, b"initiate", purpose, theirs, mine))
+    _send(sock, proof(secret, b"initiate", purpose, theirs, mine))
     try:
         if receive_exactly(sock, 1) != b"\x01":
             raise ProtocolError("the other side does not speak Tensorwire")
@@ -90,9 +91,9 @@ def accept(sock: socket.socket, secret: bytes) -> bytes:
     purpose = receive_exactly(sock, size)
     theirs = receive_exactly(sock, NONCE)
     mine = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + mine + _proof(secret, b"accept", purpose, theirs, mine))
-    proof = receive_exactly(sock, 32)
-    if not hmac.compare_digest(proof, _proof(secret, b"initiate", purpose, mine, theirs)):
+    _send(sock, MAGIC + mine + proof(secret, b"accept", purpose, theirs, mine))
+    answer = receive_exactly(sock, 32)
+    if not hmac.compare_digest(answer, proof(secret, b"initiate", purpose, mine, theirs)):
         raise AuthenticationError("the other side does not hold this job's secret")
     _send(sock, b"\x01")
     return purpose

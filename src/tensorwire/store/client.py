@@ -11,7 +11,7 @@ from tensorwire._native import Window
 from tensorwire.control import Member
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
-from tensorwire.errors import PeerLost, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket, Plan
@@ -157,7 +157,3 @@ class StoreClient:
         except (PeerLost, WaitTimeout):
             pass
         self.step = -1
-
-    def explain(self, error: TensorwireError) -> TensorwireError:
-        """The job's own cause for a lost peer."""
-        return self.member.explain(error)

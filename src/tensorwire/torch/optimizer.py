@@ -143,7 +143,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             spans.add("push", step, start, clock())
             self._client.wait()
         except TensorwireError as error:
-            raise self._client.explain(error) from None
+            raise self._job.member.explain(error) from None
         self._left = clock()
         return loss
 
@@ -189,7 +189,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                     self._push(bucket, values)
             client.wait()
         except TensorwireError as error:
-            raise client.explain(error) from None
+            raise self._job.member.explain(error) from None
 
     def write_parameters(self) -> None:
         """What the parameters hold now becomes the store's values with the next ``step()``.
