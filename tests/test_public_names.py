@@ -33,7 +33,7 @@ PUBLIC = {
         "TcpDevice",
         "View",
     },
-    "tensorwire.edge": {"Consumer", "Producer", "Word"},
+    "tensorwire.edge": {"TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec", "Word"},
 }
 
 

@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "monitor.h"
 #include "span.h"
+#include "tensor.h"
 #include "unlocked.h"
 #include "window.h"
 
@@ -182,6 +183,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
         .def_prop_ro("reason", &Life::reason);
 
+    bind_tensors(m);
+
     nb::class_<Memory>(m, "Memory", "A span of memory that transfers may touch.", nb::type_slots(memory_slots), nb::is_weak_referenceable())
         .def(nb::init<const Memory&>(), "other"_a)
         .def_static("allocate", [](u64 nbytes, bool reserve) {
@@ -192,11 +195,7 @@ NB_MODULE(_native, m) {
                  Unlocked unlocked;
                  return Memory{Span::map(fd, writable)};
              }, "fd"_a, "writable"_a, "A peer's memfd.")
-        .def_static("wrap", [](nb::object buffer) {
-                 auto span = Span::wrap(buffer.ptr());
-                 if (!span) throw nb::python_error();
-                 return Memory{std::move(span)};
-             }, "buffer"_a, "Memory of a contiguous Python buffer.")
+        .def_static("wrap", [](nb::object buffer) { return Memory{borrow(std::move(buffer))}; }, "buffer"_a, "Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.")
         .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Engine> engine) {
                  self.span->own = std::move(own);
                  self.span->progress = engine;
@@ -294,6 +293,7 @@ NB_MODULE(_native, m) {
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;
     m.attr("STREAMING_BYTES") = static_cast<u64>(streaming_bytes);
+    m.def("available_bytes", &available_bytes, nb::call_guard<Unlocked>(), "What the machine and the control groups around this process leave.");
     m.def("close_on_fork", &close_on_fork, "fd"_a);
     m.def("forget_fd", &forget_fd, "fd"_a);
 }

@@ -38,31 +38,59 @@ static bool number_in(const std::string& path, u64& value) {
     return static_cast<bool>(file >> value);
 }
 
-// Bytes that can still be had, from the machine and from each control group (v2) around this process. The kernel would
-// not refuse more: it would kill a process once they are touched.
-static u64 available_bytes() {
+// What a control group leaves: its limit less what is used and cannot be dropped. Version 1 adds up its children's
+// figures under other names, and shows "no limit" as a huge number.
+static u64 left_in_group(const std::string& folder, bool unified) {
+    u64 limit = 0, current = 0;
+    if (!number_in(folder + (unified ? "/memory.max" : "/memory.limit_in_bytes"), limit)) return std::numeric_limits<u64>::max();
+    if (!number_in(folder + (unified ? "/memory.current" : "/memory.usage_in_bytes"), current)) return std::numeric_limits<u64>::max();
+    const std::string stat = folder + "/memory.stat";
+    const u64 files = unified ? sum_of(stat, {"inactive_file", "active_file"}) : sum_of(stat, {"total_inactive_file", "total_active_file"});
+    const u64 used = current - std::min(current, files);
+    return limit - std::min(limit, used);
+}
+
+// The control group of a line "NUMBER:CONTROLLERS:PATH", and every group around it. In a container the path may be the
+// host's, which is not there; the last step, the root of what is mounted, is then the container's own group.
+static u64 left_in_groups(const std::string& line) {
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) return std::numeric_limits<u64>::max();
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool unified = controllers == ",,";
+    if (!unified && controllers.find(",memory,") == std::string::npos) return std::numeric_limits<u64>::max();
+    const std::string root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    u64 least = std::numeric_limits<u64>::max();
+    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+        least = std::min(least, left_in_group(root + path, unified));
+        if (path.empty() || path == "/") return least;
+    }
+}
+
+u64 available_bytes() {
     u64 least = std::numeric_limits<u64>::max();
     if (const u64 kib = sum_of("/proc/meminfo", {"MemAvailable:", "SwapFree:"})) least = kib * 1024;
     std::ifstream groups("/proc/self/cgroup");
-    for (std::string line; std::getline(groups, line);) {
-        if (line.rfind("0::/", 0) != 0) continue;
-        for (std::string path = line.substr(3);; path.resize(path.rfind('/'))) {
-            const std::string folder = "/sys/fs/cgroup" + path;
-            u64 limit = 0, current = 0;
-            if (number_in(folder + "/memory.max", limit) && number_in(folder + "/memory.current", current)) {
-                const u64 used = current - std::min(current, sum_of(folder + "/memory.stat", {"inactive_file", "active_file"}));
-                least = std::min(least, limit - std::min(limit, used));
-            }
-            if (path.empty() || path == "/") break;
-        }
-    }
+    for (std::string line; std::getline(groups, line);) least = std::min(least, left_in_groups(line));
     return least;
+}
+
+// The kernel refuses nothing that a control group has no room for: it kills a process once the pages are touched. So we
+// look, and leave some room for the process's own needs; not for every small region, since looking takes 100 us.
+static void check_available(u64 total) {
+    constexpr u64 look_every = u64{4} << 20, spare = u64{16} << 20;
+    static std::atomic<u64> unseen{0};
+    if (unseen.fetch_add(total, std::memory_order_relaxed) + total < look_every) return;
+    unseen.store(0, std::memory_order_relaxed);
+    const u64 available = available_bytes();
+    if (available >= spare && total <= available - spare) return;
+    unseen.store(look_every, std::memory_order_relaxed);  // the next one looks again
+    fail(ENOMEM, "allocate");
 }
 
 // In pieces: a signal makes the kernel give a whole piece back and start again.
 static void reserve_pages(int fd, u64 total) {
     constexpr u64 piece = u64{64} << 20;
-    if (total > piece && total > available_bytes()) fail(ENOMEM, "allocate");
+    check_available(total);
     for (u64 at = 0; at < total;) {
         const u64 length = std::min(piece, total - at);
         if (fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(length)) == 0) at += length;

@@ -20,6 +20,9 @@ struct Header {
 };
 static_assert(sizeof(Header) <= page);
 
+// Bytes that can still be had, from the machine and from each control group around this process.
+u64 available_bytes();
+
 class Span {
   public:
     // Throws std::system_error with the errno of what failed.

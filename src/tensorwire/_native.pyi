@@ -20,6 +20,16 @@ class Life:
     @property
     def reason(self) -> str: ...
 
+class Lent:
+    """Memory of another library, lent by DLPack."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def gather(target: object, source: object) -> None:
+    """
+    Copies a tensor's elements, strided or not, in the order of its indices.
+    """
+
 class Memory:
     """A span of memory that transfers may touch."""
 
@@ -34,7 +44,9 @@ class Memory:
 
     @staticmethod
     def wrap(buffer: object) -> Memory:
-        """Memory of a contiguous Python buffer."""
+        """
+        Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.
+        """
 
     def bind(self, own: Life, engine: Engine | None = None) -> None:
         """Whose memory it is, and what must run while somebody waits on it."""
@@ -160,6 +172,9 @@ NO_SIGNAL: int = 18446744073709551615
 PAGE: int = 4096
 
 STREAMING_BYTES: int = 16777216
+
+def available_bytes() -> int:
+    """What the machine and the control groups around this process leave."""
 
 def close_on_fork(fd: int) -> None: ...
 def forget_fd(fd: int) -> None: ...

@@ -8,6 +8,7 @@
     ├── OutOfMemory (MemoryError)       registered memory that cannot be had, or is above the limit
     ├── DeviceError
     │   ├── RemoteAccessError           the target refused: wrong key, out of range, read-only, closed
+    │   ├── ContentMismatch             a checked edge: what lies in the slot is not what was sent
     │   ├── RegionClosed                a local region was used after close()
     │   ├── PeerLost (ConnectionError)  the process at the other end is gone
     │   └── WaitTimeout (TimeoutError)  nothing arrived in time; what becomes of the transfer is in the message
@@ -24,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "AuthenticationError",
+    "ContentMismatch",
     "ControlError",
     "DeviceError",
     "JobEnded",
@@ -62,6 +64,10 @@ class DeviceError(TensorwireError):
 
 class RemoteAccessError(DeviceError):
     """The target refused an operation; its memory is untouched and the channel lives on."""
+
+
+class ContentMismatch(DeviceError):
+    """A checked edge: what lies in the slot is not what was sent. Its memory may hold anything."""
 
 
 class RegionClosed(DeviceError):

@@ -187,18 +187,19 @@ class Device(ABC):
         return self._adopt(memory)
 
     def register(self, buffer: Any) -> Region:
-        """Memory that exists already, as a region; anything contiguous with the buffer protocol.
+        """Memory that exists already, as a region; anything contiguous with the buffer protocol or DLPack on the CPU.
 
         It must stay as it is until the region is dropped. Raises `ArgumentError` for other objects, and for arrays of
         Python objects: a peer would read and write pointers.
         """
         self._check_open()
-        if getattr(getattr(buffer, "dtype", None), "hasobject", False):
-            raise ArgumentError("register needs plain numbers: this array holds Python objects")
+        check_plain("register", buffer)
         try:
             memory = Memory.wrap(buffer)
-        except (TypeError, BufferError, ValueError) as error:
-            raise ArgumentError(f"register needs contiguous memory with the buffer protocol: {error}") from None
+        except (TypeError, BufferError, ValueError, RuntimeError) as error:
+            raise ArgumentError(
+                f"register needs contiguous memory with the buffer protocol or DLPack: {error}"
+            ) from None
         return self._adopt(memory)
 
     def _adopt(self, memory: Memory) -> Region:
@@ -249,6 +250,16 @@ class Device(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_plain(what: str, array: Any) -> None:
+    """The memory of ``array`` holds its values, and nothing that only this process understands."""
+    if getattr(getattr(array, "dtype", None), "hasobject", False):
+        raise ArgumentError(f"{what} needs plain numbers: this array holds Python objects")
+    # PyTorch's DLPack leaves this out: the negative of what the tensor shows would be taken.
+    is_negative = getattr(array, "is_neg", None)
+    if callable(is_negative) and is_negative():
+        raise ArgumentError(f"{what} needs memory as it is: this tensor is a negative view; call resolve_neg() first")
 
 
 def check_sizes(source: int, target: int) -> None:

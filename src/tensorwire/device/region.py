@@ -115,8 +115,13 @@ class Region(Memory):
         return self.nbytes
 
     def __dlpack__(self, **options: Any) -> Any:
+        """The bytes as an array of uint8, without a copy; the array keeps the memory. Refused for read-only memory."""
         import numpy
 
+        if not self.writable and not options.get("copy"):  # consumers exist that write there all the same
+            raise ArgumentError(
+                "this memory is read-only, which DLPack cannot enforce: use the buffer protocol or a copy"
+            )
         return numpy.frombuffer(memoryview(self), numpy.uint8).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:

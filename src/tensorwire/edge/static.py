@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tensorwire.device import Channel, Completion, Region, RemoteView, View
+from tensorwire.edge.tensor import Spec, check_tensor, copy_tensor
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 
 DEFAULT_TIMEOUT = 1800.0
+TRAILER = 16  # bytes of a checked edge's slot behind the payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,9 @@ class Producer:
     the consumer's slot itself, and what is born there is sent by signal alone; elsewhere it hands out a part of
     ``source`` (this device's registered memory, one view a slot), which ``send`` writes across. Without ``slots``
     the consumer reads our memory in place, and ``send`` is always a signal alone.
+
+    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. Raises `ArgumentError` for slots of
+    another size.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Producer:
         slots: Sequence[RemoteView] = (),
         source: Sequence[View] = (),
         credit: Word | None = None,
+        spec: Spec | None = None,
     ) -> None:
         self._channel = channel
         self._arrival = arrival
@@ -66,6 +73,8 @@ class Producer:
         self._sent: list[Completion | None] = [None] * self.depth
         self._memory = self._find_memory()
         self._last = 0
+        self.spec = spec
+        check_spec(spec, self._memory)
 
     def _find_memory(self) -> list[memoryview]:
         if not self._slots:
@@ -99,6 +108,19 @@ class Producer:
             self._sent[step % self.depth] = None
         return self._memory[step % self.depth]
 
+    def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Copies ``tensor`` into the slot of step ``step``: for what was not born there. ``send`` sends it.
+
+        Any array on the CPU with the buffer protocol or DLPack, strided or not; its elements go in the order of their
+        indices. Raises `ArgumentError` for another size, and for another shape or dtype than the edge's ``spec``.
+        """
+        if not self._memory:
+            raise ArgumentError("this edge carries no payload: it has no slots to fill")
+        check_tensor(tensor, self.spec)
+        copy_tensor(self.slot(step, timeout), tensor)
+        counters.copies += 1
+        counters.copied_bytes += self.nbytes
+
     def send(self, step: int, *, payload: bool = True) -> None:
         """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
         self._check(step)
@@ -124,14 +146,24 @@ class Producer:
 
 
 class Consumer:
-    """The receiving end. ``slots`` are views of our memory that the producer fills, or of mapped memory of its own."""
+    """The receiving end. ``slots`` are views of our memory that the producer fills, or of mapped memory of its own.
+
+    ``spec``: the tensor that the slots are for. Raises `ArgumentError` for slots of another size.
+    """
 
     def __init__(
-        self, arrival: Word, *, slots: Sequence[memoryview] = (), credit: tuple[Channel, RemoteView] | None = None
+        self,
+        arrival: Word,
+        *,
+        slots: Sequence[memoryview] = (),
+        credit: tuple[Channel, RemoteView] | None = None,
+        spec: Spec | None = None,
     ) -> None:
         self._arrival = arrival
         self._slots = list(slots)
         self._credit = credit
+        self.spec = spec
+        check_spec(spec, self._slots)
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview | None:
         """Waits for step ``step``; its slot (None for an edge without slots), valid until ``release(step)``."""
@@ -147,3 +179,15 @@ class Consumer:
         if self._credit is not None:
             channel, word = self._credit
             channel.signal(word, step)
+
+
+def check_spec(spec: Spec | None, slots: Sequence[memoryview]) -> None:
+    """Refuses slots that are not of the size of ``spec``."""
+    if spec is None:
+        return
+    for slot in slots:
+        if slot.nbytes != spec.nbytes:
+            raise ArgumentError(
+                f"a slot for {spec} has {spec.nbytes} bytes, not {slot.nbytes} "
+                f"(with a content check {TRAILER} more: is it on at both ends?)"
+            )
