@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tensorwire.device import Channel, Device, LoopbackDevice, Region, ShmDevice, TcpDevice
-from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.edge import Producer
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
 from tensorwire.observe import counters
+from tests.edge.edges import Pair, make_edge
 
 NBYTES = 4096
-KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
-
-
-@dataclass
-class Pair:
-    """A producer's and a consumer's device, with channels both ways."""
-
-    producer: Device
-    consumer: Device
-    there: Channel
-    back: Channel
-
-
-@pytest.fixture(params=list(KINDS))
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    a, b = KINDS[request.param](), KINDS[request.param]()
-    yield Pair(a, b, a.connect(b.address), b.connect(a.address))
-    a.close()
-    b.close()
-
-
-def make_edge(pair: Pair, depth: int) -> tuple[Producer, Consumer, Region]:
-    inbox = pair.consumer.allocate(64 + depth * NBYTES)
-    credits_ = pair.producer.allocate(64)
-    remote = inbox.remote()
-    source = []
-    if not pair.producer.capabilities.maps:
-        staging = pair.producer.allocate(depth * NBYTES)
-        source = [staging.view(i * NBYTES, NBYTES) for i in range(depth)]
-    producer = Producer(
-        pair.there,
-        remote.view(0, 8),
-        slots=[remote.view(64 + i * NBYTES, NBYTES) for i in range(depth)],
-        source=source,
-        credit=Word(credits_, 0, pair.there),
-    )
-    slots = [memoryview(inbox)[64 + i * NBYTES : 64 + (i + 1) * NBYTES] for i in range(depth)]
-    credit = (pair.back, credits_.remote().view(0, 8))
-    return producer, Consumer(Word(inbox, 0, pair.back), slots=slots, credit=credit), inbox
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_thousand_steps_in_a_ring(pair: Pair, depth: int) -> None:
-    producer, consumer, _ = make_edge(pair, depth)
+    producer, consumer, _ = make_edge(pair, depth, NBYTES)
     wrong: list[int] = []
 
     def consume() -> None:
@@ -78,7 +37,7 @@ def test_a_thousand_steps_in_a_ring(pair: Pair, depth: int) -> None:
 
 
 def test_the_producer_may_come_first(pair: Pair) -> None:
-    producer, consumer, _ = make_edge(pair, 2)
+    producer, consumer, _ = make_edge(pair, 2, NBYTES)
     for step in (1, 2):
         producer.slot(step, 60.0)[:] = bytes([step]) * NBYTES
         producer.send(step)
@@ -93,7 +52,7 @@ def test_the_producer_may_come_first(pair: Pair) -> None:
 
 
 def test_the_consumer_may_come_first(pair: Pair) -> None:
-    producer, consumer, _ = make_edge(pair, 1)
+    producer, consumer, _ = make_edge(pair, 1, NBYTES)
     assert not consumer.ready(1)
     with pytest.raises(WaitTimeout):
         consumer.receive(1, 0.01)
@@ -106,7 +65,7 @@ def test_the_consumer_may_come_first(pair: Pair) -> None:
 
 
 def test_mapped_edges_are_born_in_the_slot(pair: Pair) -> None:
-    producer, consumer, inbox = make_edge(pair, 1)
+    producer, consumer, inbox = make_edge(pair, 1, NBYTES)
     maps = pair.producer.capabilities.maps
     assert producer.mapped == maps
     slot = producer.slot(1, 60.0)
@@ -122,7 +81,7 @@ def test_mapped_edges_are_born_in_the_slot(pair: Pair) -> None:
 
 
 def test_a_signal_without_payload(pair: Pair) -> None:
-    producer, consumer, _ = make_edge(pair, 1)
+    producer, consumer, _ = make_edge(pair, 1, NBYTES)
     before = counters.snapshot()
     producer.send(1, payload=False)
     consumer.receive(1, 60.0)
@@ -130,7 +89,7 @@ def test_a_signal_without_payload(pair: Pair) -> None:
 
 
 def test_steps_must_grow(pair: Pair) -> None:
-    producer, _, _ = make_edge(pair, 1)
+    producer, _, _ = make_edge(pair, 1, NBYTES)
     producer.send(5, payload=False)
     for step in (5, 4):
         with pytest.raises(ArgumentError, match="steps grow"):
@@ -138,7 +97,7 @@ def test_steps_must_grow(pair: Pair) -> None:
 
 
 def test_a_lost_peer_wakes_both_ends(pair: Pair) -> None:
-    producer, consumer, _ = make_edge(pair, 1)
+    producer, consumer, _ = make_edge(pair, 1, NBYTES)
     producer.slot(1, 60.0)
     producer.send(1)
     raised: list[type[BaseException]] = []

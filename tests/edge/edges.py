@@ -1,0 +1,49 @@
+"""Both ends of an edge, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.device import Channel, Device, LoopbackDevice, Region, ShmDevice, TcpDevice
+from tensorwire.edge import TRAILER, CheckedConsumer, CheckedProducer, Consumer, Producer, Spec, Word
+
+KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
+FIRST = 64  # where the slots begin: behind the arrival word
+
+
+@dataclass
+class Pair:
+    """A producer's and a consumer's device, with channels both ways."""
+
+    producer: Device
+    consumer: Device
+    there: Channel
+    back: Channel
+
+
+def make_edge(
+    pair: Pair, depth: int, nbytes: int, *, checked: bool = False, spec: Spec | None = None
+) -> tuple[Producer, Consumer, Region]:
+    """An edge with slots for ``nbytes`` of payload; the region that its slots lie in."""
+    size = nbytes + TRAILER * checked
+    inbox = pair.consumer.allocate(FIRST + depth * size)
+    credits_ = pair.producer.allocate(64)
+    remote = inbox.remote()
+    options: dict[str, Any] = {"spec": spec}
+    if not pair.producer.capabilities.maps:
+        staging = pair.producer.allocate(depth * size)
+        options["source"] = [staging.view(i * size, size) for i in range(depth)]
+    producer = (CheckedProducer if checked else Producer)(
+        pair.there,
+        remote.view(0, 8),
+        slots=[remote.view(FIRST + i * size, size) for i in range(depth)],
+        credit=Word(credits_, 0, pair.there),
+        **options,
+    )
+    slots = [memoryview(inbox)[FIRST + i * size : FIRST + (i + 1) * size] for i in range(depth)]
+    credit = (pair.back, credits_.remote().view(0, 8))
+    consumer = (CheckedConsumer if checked else Consumer)(
+        Word(inbox, 0, pair.back), slots=slots, credit=credit, spec=spec
+    )
+    return producer, consumer, inbox
