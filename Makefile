@@ -9,7 +9,7 @@ ARGS ?=
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
 
-.PHONY: demo test check setup format docs stubs clean
+.PHONY: demo test check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -22,6 +22,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_public_names.py
+
+# Thread, address and undefined-behaviour sanitizers over the native core; ARGS=threads or ARGS=address for one part.
+check-native: setup
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/native/check.py $(ARGS)
 
 setup: $(SETUP)
 

@@ -1,0 +1,250 @@
+// Two threads on one region, two engines on one socket pair, and their ends: ThreadSanitizer watches.
+//
+// `threads` exits with 0 if every value was right, and the sanitizer turns any race into 66. `threads racy` makes one
+// mistake, the signal before the payload, so that one can see the sanitizer find it.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "copy.h"
+#include "engine.h"
+#include "monitor.h"
+
+using namespace tw;
+
+namespace {
+
+constexpr u64 payload_at = 64, payload_bytes = 4096;
+constexpr double patience = 60.0;
+
+#define REQUIRE(condition)                                                   \
+    do {                                                                     \
+        if (!(condition)) {                                                  \
+            fprintf(stderr, "line %d: not so: %s\n", __LINE__, #condition); \
+            exit(1);                                                         \
+        }                                                                    \
+    } while (0)
+
+// What a binding does around the native waits, which come back now and then.
+template <typename Wait>
+Outcome until(Wait wait) {
+    const double end = now() + patience;
+    Outcome outcome;
+    do {
+        outcome = wait(std::max(0.0, end - now()));
+    } while (outcome == Outcome::interrupted);
+    return outcome;
+}
+
+void await_word(const std::shared_ptr<Span>& span, u64 offset, u64 at_least, Progress* progress = nullptr) {
+    const Target target = span->target(offset, nullptr);
+    const Outcome outcome = until([&](double left) { return progress ? progress->wait(target, at_least, left) : wait_parked(target, at_least, left); });
+    REQUIRE(outcome == Outcome::reached);
+}
+
+void raise_word(const std::shared_ptr<Span>& span, u64 offset, u64 value) {
+    span->word(offset)->store(value, std::memory_order_release);
+    span->announce();
+}
+
+bool holds_only(const char* at, u64 nbytes, char value) {
+    for (u64 i = 0; i < nbytes; i++)
+        if (at[i] != value) return false;
+    return true;
+}
+
+std::shared_ptr<Span> region(u64 nbytes) {
+    auto span = Span::allocate(nbytes, true);
+    span->own = std::make_shared<Life>();
+    return span;
+}
+
+// A ring of one slot: arrival word at 0, credit word at 8, payload behind them. Every 64th step one side comes late, so
+// that the other parks.
+void one_region(bool racy) {
+    constexpr u64 steps = 5000;
+    auto span = region(payload_at + payload_bytes);
+    std::thread producer([&] {
+        std::vector<char> source(payload_bytes);
+        for (u64 step = 1; step <= steps; step++) {
+            await_word(span, 8, step - 1);
+            memset(source.data(), static_cast<int>(step), payload_bytes);
+            if (racy) raise_word(span, 0, step);
+            copy(span->base + payload_at, source.data(), payload_bytes);
+            if (!racy) raise_word(span, 0, step);
+            if (step % 64 == 0) usleep(100);
+        }
+    });
+    for (u64 step = 1; step <= steps; step++) {
+        await_word(span, 0, step);
+        const bool right = holds_only(span->base + payload_at, payload_bytes, static_cast<char>(step));
+        REQUIRE(right || racy);
+        if (step % 64 == 32) usleep(100);
+        raise_word(span, 8, step);
+    }
+    producer.join();
+}
+
+// Many threads ring one door while others come and go.
+void one_door() {
+    constexpr u64 threads = 3, each = 2000;
+    auto span = region(64);
+    std::vector<std::thread> all;
+    for (u64 t = 0; t < threads; t++) {
+        all.emplace_back([&] {
+            for (u64 i = 0; i < each; i++) {
+                span->word(0)->fetch_add(1, std::memory_order_acq_rel);
+                span->announce();
+            }
+        });
+    }
+    for (u64 seen = 0; seen < threads * each; seen += 50) await_word(span, 0, seen);
+    for (auto& t : all) t.join();
+    await_word(span, 0, threads * each);
+}
+
+struct Ends {
+    std::shared_ptr<Life> life = std::make_shared<Life>(), peer_life = std::make_shared<Life>();
+    std::shared_ptr<Engine> engine = std::make_shared<Engine>(life), peer = std::make_shared<Engine>(peer_life);
+    std::shared_ptr<Connection> out, in;
+    Ends() {
+        int fds[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds) == 0);
+        out = engine->connect(fds[0], true, std::make_shared<Life>(life));
+        in = peer->connect(fds[1], false, std::make_shared<Life>(peer_life));
+    }
+    void close() {
+        engine->close();
+        peer->close();
+    }
+};
+
+u64 post(Ends& ends, Frame frame, const std::shared_ptr<Span>& memory = nullptr, u64 offset = 0) {
+    u64 id = 0;
+    until([&](double left) { return ends.out->post(frame, memory, offset, left, id); });
+    return id;
+}
+
+void complete(Ends& ends, u64 id) {
+    REQUIRE(until([&](double left) { return ends.engine->wait(ends.out->completion(), id, left); }) == Outcome::reached);
+}
+
+Frame frame_of(Op op, u64 offset, u64 length) {
+    Frame f;
+    f.op = static_cast<u32>(op);
+    f.key = f.signal_key = 7;
+    f.offset = offset;
+    f.length = length;
+    return f;
+}
+
+// Writes with signals one way while a waiter of the target drives its engine and the initiator's thread its own; beside
+// them a second thread reads and adds on the same connection.
+void two_engines() {
+    constexpr u64 steps = 600, adds = 300;
+    Ends ends;
+    auto inbox = region(payload_at + payload_bytes), credits = region(8);
+    inbox->progress = ends.peer;
+    ends.peer->expose(7, inbox, true);
+    std::thread consumer([&] {
+        for (u64 step = 1; step <= steps; step++) {
+            await_word(inbox, 0, step, ends.peer.get());
+            REQUIRE(holds_only(inbox->base + payload_at, payload_bytes, static_cast<char>(step)));
+            raise_word(credits, 0, step);
+        }
+    });
+    std::thread adder([&] {
+        auto own = region(8);
+        for (u64 i = 0; i < adds; i++) {
+            Frame f = frame_of(Op::fetch_add, 16, 8);
+            f.signal_value = 1;
+            const u64 id = post(ends, f);
+            complete(ends, id);
+            REQUIRE(ends.out->old_value(id) == i);
+            complete(ends, post(ends, frame_of(Op::read, 16, 8), own));
+            REQUIRE(own->word(0)->load(std::memory_order_relaxed) == i + 1);
+        }
+    });
+    auto source = region(payload_bytes);
+    for (u64 step = 1; step <= steps; step++) {
+        await_word(credits, 0, step - 1);
+        memset(source->base, static_cast<int>(step), payload_bytes);
+        Frame f = frame_of(Op::write, payload_at, payload_bytes);
+        f.signal_offset = 0;
+        f.signal_value = step;
+        const u64 id = post(ends, f, source);
+        if (step % 2) complete(ends, id);
+        else await_word(credits, 0, step);  // applied, so sent; nobody of this process may drive meanwhile
+    }
+    consumer.join();
+    adder.join();
+    ends.close();
+}
+
+// Everything ends while somebody waits and operations are on their way.
+void ends_under_way() {
+    for (int round = 0; round < 20; round++) {
+        Ends ends;
+        auto inbox = region(64), source = region(64);
+        inbox->progress = ends.peer;
+        inbox->own = ends.peer_life;
+        ends.peer->expose(7, inbox, true);
+        std::thread waiter([&] {
+            const Target target = inbox->target(0, nullptr);
+            REQUIRE(until([&](double left) { return ends.peer->wait(target, 1000, left); }) == Outcome::lost);
+        });
+        std::thread poster([&] {
+            while (post(ends, frame_of(Op::write, 8, 8), source)) {}
+            REQUIRE(ends.out->life->lost() || ends.life->lost());
+        });
+        if (round % 3 == 0) ends.out->close("the channel was closed");
+        if (round % 3 == 1) ends.peer->withdraw(7);
+        if (round % 2) ends.peer->close();
+        else ends.engine->close();
+        poster.join();
+        ends.close();
+        waiter.join();
+    }
+}
+
+// A hang-up wakes a waiter, from the monitor's thread.
+void a_hang_up() {
+    for (int round = 0; round < 20; round++) {
+        int fds[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+        Monitor monitor;
+        auto span = region(64);
+        auto life = std::make_shared<Life>(span->own);
+        monitor.watch(fds[0], life);
+        std::thread waiter([&] {
+            const Target target = span->target(0, life.get());
+            REQUIRE(until([&](double left) { return wait_parked(target, 1, left); }) == Outcome::lost);
+        });
+        ::close(fds[1]);
+        waiter.join();
+        monitor.forget(fds[0]);
+        monitor.close();
+        ::close(fds[0]);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc > 1 && !strcmp(argv[1], "racy")) {
+        one_region(true);
+        return 0;
+    }
+    one_region(false);
+    one_door();
+    two_engines();
+    ends_under_way();
+    a_hang_up();
+    puts("every value was right");
+}
