@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "copy.h"
-#include "unlocked.h"
+#include "memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -136,8 +135,6 @@ void Tensor::gather(char* target) const {
 }
 
 namespace {
-constexpr u64 release_gil_bytes = 64 << 10;  // below, releasing the GIL costs more than it gives
-
 int get_lent(PyObject* self, Py_buffer* view, int flags) {
     const Lent& l = *nb::inst_ptr<Lent>(nb::handle(self));
     void* at = const_cast<char*>(l.data());

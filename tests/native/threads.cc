@@ -15,6 +15,7 @@
 #include "copy.h"
 #include "engine.h"
 #include "monitor.h"
+#include "notices.h"
 
 using namespace tw;
 
@@ -125,9 +126,9 @@ struct Ends {
     }
 };
 
-u64 post(Ends& ends, Frame frame, const std::shared_ptr<Span>& memory = nullptr, u64 offset = 0) {
+u64 post(Ends& ends, Frame frame, const std::shared_ptr<Span>& memory = nullptr, u64 offset = 0, bool fence = false) {
     u64 id = 0;
-    until([&](double left) { return ends.out->post(frame, memory, offset, left, id); });
+    until([&](double left) { return ends.out->post(frame, memory, offset, left, fence, id); });
     return id;
 }
 
@@ -171,6 +172,12 @@ void two_engines() {
             REQUIRE(own->word(0)->load(std::memory_order_relaxed) == i + 1);
         }
     });
+    auto notices = std::make_shared<Notices>();
+    std::thread told([&] {
+        u64 sum = 0;
+        while (const u64 token = notices->take()) sum += token;
+        REQUIRE(sum == steps * (steps + 1) / 2);
+    });
     auto source = region(payload_bytes);
     for (u64 step = 1; step <= steps; step++) {
         await_word(credits, 0, step - 1);
@@ -178,13 +185,16 @@ void two_engines() {
         Frame f = frame_of(Op::write, payload_at, payload_bytes);
         f.signal_offset = 0;
         f.signal_value = step;
-        const u64 id = post(ends, f, source);
+        const u64 id = post(ends, f, source, 0, step % 7 == 0);
+        ends.out->notify(id, notices, step);
         if (step % 2) complete(ends, id);
         else await_word(credits, 0, step);  // applied, so sent; nobody of this process may drive meanwhile
     }
     consumer.join();
     adder.join();
-    ends.close();
+    ends.close();  // whatever was not done by then is lost: told all the same
+    notices->close();
+    told.join();
 }
 
 // Everything ends while somebody waits and operations are on their way.

@@ -118,8 +118,7 @@ class Producer:
             raise ArgumentError("this edge carries no payload: it has no slots to fill")
         check_tensor(tensor, self.spec)
         copy_tensor(self.slot(step, timeout), tensor)
-        counters.copies += 1
-        counters.copied_bytes += self.nbytes
+        counters.add(copies=1, copied_bytes=self.nbytes)
 
     def send(self, step: int, *, payload: bool = True) -> None:
         """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
@@ -130,7 +129,7 @@ class Producer:
             self._sent[at] = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
             return
         if payload:
-            counters.mapped_bytes += self.nbytes
+            counters.add(mapped_bytes=self.nbytes)
         self._channel.signal(self._arrival, step)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
