@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from tensorwire.cli.doctor import doctor
 from tensorwire.cli.run import run
 from tensorwire.errors import ArgumentError, TensorwireError
 
@@ -19,11 +20,13 @@ def group() -> None:
 
     \b
     Start here:
+      tensorwire doctor
       tensorwire run --workers 2 --servers 1 -- python train.py
     """
 
 
 group.add_command(run)
+group.add_command(doctor)
 
 
 def main() -> None:

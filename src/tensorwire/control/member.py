@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import member_name
-from tensorwire.device import Channel, Device, RemoteRegion, ShmDevice, TcpDevice
-from tensorwire.errors import (
-    ArgumentError,
-    AuthenticationError,
-    JobEnded,
-    PeerLost,
-    RemoteAccessError,
-    TensorwireError,
-    WaitTimeout,
-)
+from tensorwire.control.reach import Card, Route, connect, whereabouts
+from tensorwire.device import Channel, Device, ShmDevice, TcpDevice
+from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError, WaitTimeout
 
 DEVICES = ("auto", "shm", "tcp")
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
-
-
-class Card(msgspec.Struct, frozen=True):
-    """A member's entry in the address book."""
-
-    machine: str
-    shm: bytes | None
-    probe: bytes | None
-    tcp: bytes | None
-    frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
-
-
-def machine_id() -> str:
-    """Equal for processes that can share memory through a Unix socket: one boot, one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
 
 
 class Member:
@@ -67,6 +43,8 @@ class Member:
         self.role, self.index = role, index
         self.client = Client(address, secret, role, index, patience=patience)
         self.devices: dict[str, Device] = {}
+        self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
+        self._where = whereabouts()
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -87,7 +65,7 @@ class Member:
         if device in ("auto", "tcp"):
             self.devices["tcp"] = TcpDevice(host)
             tcp = self.devices["tcp"].address
-        return Card(machine_id(), shm, probe, tcp, tuple(f for f in FRAMEWORKS if f in sys.modules))
+        return Card(self._where, shm, probe, tcp, tuple(f for f in FRAMEWORKS if f in sys.modules))
 
     @property
     def name(self) -> str:
@@ -102,8 +80,15 @@ class Member:
         name = member_name(role, index)
         with self._lock:
             if name not in self._channels:
-                self._channels[name] = self._connect(name, self.card(name))
+                self._channels[name] = self._connect(name)
             return self._channels[name]
+
+    def _connect(self, name: str) -> Channel:
+        try:
+            channel, self.routes[name] = connect(self.devices, self._where, self.card(name))
+        except PeerLost as error:
+            raise PeerLost(f"no device reaches {name}: {error}") from None
+        return channel
 
     def card(self, name: str, timeout: float = 60.0) -> Card:
         """Another member's entry. Raises `WaitTimeout` if it has not joined."""
@@ -111,22 +96,6 @@ class Member:
             return msgspec.msgpack.decode(self.client.lookup(f"card/{name}", timeout), type=Card)
         except WaitTimeout:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
-
-    def _connect(self, name: str, card: Card) -> Channel:
-        reasons = []
-        if "shm" in self.devices and card.shm is not None and card.probe is not None:
-            if card.machine == machine_id():
-                try:
-                    channel = self.devices["shm"].connect(card.shm)
-                    channel.map(RemoteRegion.unpack(card.probe).view())  # only a real mapping counts
-                    return channel
-                except (PeerLost, RemoteAccessError, AuthenticationError) as error:
-                    reasons.append(f"shm: {error}")
-            else:
-                reasons.append("shm: it runs on another machine")
-        if "tcp" in self.devices and card.tcp is not None:
-            return self.devices["tcp"].connect(card.tcp)
-        raise PeerLost(f"no device reaches {name}: {'; '.join(reasons) or 'none in common'}")
 
     def explain(self, error: TensorwireError) -> TensorwireError:
         """The job's own cause where ``error`` only says that a peer is gone."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from tensorwire.control import Cause, Member
+from tensorwire.control.reach import Route
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
@@ -52,6 +53,11 @@ class Job:
         """Returns when every worker has come here. An RPC: not for every step."""
         self._barriers += 1
         self.member.client.barrier(f"user/{self._barriers}", self.num_workers, timeout)
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """By which device each server was reached so far, such as ``server 0``, and why: ``device`` and ``why``."""
+        return dict(self.member.routes)
 
     def next_store(self) -> str:
         """The name of this worker's next store: all workers make theirs in the same order."""

@@ -1,0 +1,82 @@
+"""Devices, each really opened and tried, and the device that a pair of processes would get."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from tensorwire.control.client import split_address
+from tensorwire.control.reach import Whereabouts, expected, whereabouts, why_not_shm
+from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
+from tensorwire.doctor.findings import Finding, Section
+from tensorwire.errors import TensorwireError
+
+_SECONDS = 10.0
+_ADVICE = {
+    "loopback": "see memory above",
+    "shm": "run with --device tcp, or see memory, sockets and kernel above",
+    "tcp": "see sockets above; a firewall on loopback?",
+}
+
+
+def devices() -> Section:
+    """Each device of this version: two of them opened, a write and its signal seen, and read back."""
+    kinds = (LoopbackDevice, ShmDevice, TcpDevice)
+    verbs = Finding("verbs", "not in this version", "note", "shm and tcp do all that it would, slower over a network")
+    return Section("devices", (*(_try_device(kind) for kind in kinds), verbs))
+
+
+def _try_device(kind: type[Device]) -> Finding:
+    try:
+        with kind() as one, kind() as other:
+            _probe(one, other)
+    except (TensorwireError, OSError) as error:
+        return Finding(kind.name, f"does not work: {error}", "stops", _ADVICE[kind.name])
+    return Finding(kind.name, "works: a write and its signal arrived, and were read back")
+
+
+def _probe(one: Device, other: Device) -> None:
+    content = b"tensorwire doctor" * 64
+    target, source, back = other.allocate(8 + len(content)), one.allocate(len(content)), one.allocate(len(content))
+    memoryview(source)[:] = content
+    with one.connect(other.address, _SECONDS) as channel:
+        remote = target.remote()
+        payload = remote.view(8)
+        channel.write(source.view(), payload, (remote.view(0, 8), 1)).wait(_SECONDS)
+        target.wait(0, 1, _SECONDS)
+        channel.read(back.view(), payload).wait(_SECONDS)
+        if bytes(memoryview(target)[8:]) != content or bytes(memoryview(back)) != content:
+            raise OSError("other bytes arrived than were written: test this machine's memory")
+
+
+def between(one: int | None = None, other: int | None = None) -> Section:
+    """Which device two processes get, by what ``auto`` decides; without numbers, two of this user here."""
+    first, second = whereabouts(one), whereabouts(other)
+    route = expected(first, second)
+    who = "two processes of this user here" if one is None and other is None else f"processes {one} and {other}"
+    findings = [Finding(f"process {pid}", _at(where)) for pid, where in ((one, first), (other, second)) if pid]
+    obstacle = why_not_shm(first, second)
+    findings.append(Finding("shared memory", f"no: {obstacle}" if obstacle else "nothing is in the way"))
+    advice = ""
+    if first.network != second.network:
+        advice = "tcp needs an address that both reach: set TENSORWIRE_IFACE, and try --peer HOST:PORT there"
+    findings.append(Finding("auto takes", str(route), "note" if obstacle else "fine", advice))
+    return Section(who, tuple(findings))
+
+
+def _at(where: Whereabouts) -> str:
+    return f"user {where.user}, network namespace {where.network}"
+
+
+def peer(address: str) -> Section:
+    """Whether somebody listens at ``HOST:PORT``, and by which way one gets there."""
+    host, port = split_address(address)
+    start = time.monotonic()
+    try:
+        with socket.create_connection((host, port), _SECONDS) as sock:
+            took = (time.monotonic() - start) * 1e6
+            found = Finding("connection", f"from {sock.getsockname()[0]}, in {took:.0f} us (network and name service)")
+    except OSError as error:
+        advice = "does anything listen there, and does a firewall let it through?"
+        found = Finding("connection", f"no: {error}", "stops", advice)
+    return Section(f"peer {address}", (found,))

@@ -1,0 +1,41 @@
+"""What the doctor says: findings, in sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["fine", "note", "stops"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``note``: worth knowing. ``stops``: a job cannot run.
+
+    ``advice`` says what to do about it.
+    ``number`` is the value for programs: bytes, or Mbit/s of an interface; None where it is no number, or no limit.
+    """
+
+    name: str
+    value: str
+    level: Level = "fine"
+    advice: str = ""
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings about one thing."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+def in_words(nbytes: int) -> str:
+    """``3.2 GiB``."""
+    size, unit = float(nbytes), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

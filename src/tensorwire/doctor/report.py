@@ -1,0 +1,61 @@
+"""The whole examination."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from tensorwire.control.member import DEVICES
+from tensorwire.doctor.devices import between, devices, peer
+from tensorwire.doctor.findings import Finding, Section
+from tensorwire.doctor.memory import memory
+from tensorwire.doctor.system import interfaces, kernel, sockets
+from tensorwire.errors import ArgumentError
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host
+from tensorwire.launch.secret import file_secret
+
+
+def examine(*, pids: tuple[int, int] | None = None, address: str | None = None) -> list[Section]:
+    """Looks at everything; opens devices, starts nothing that stays. Raises `ArgumentError` for processes or an
+    address that cannot be asked about."""
+    pair = between(*pids) if pids is not None else between()
+    sections = [memory(), kernel(), sockets(), interfaces(), settings(os.environ), devices(), pair]
+    if address is not None:
+        sections.append(peer(address))
+    return sections
+
+
+def settings(environment: Mapping[str, str]) -> Section:
+    """The environment variables that a job would read."""
+    return Section("settings", tuple(_settings(environment)))
+
+
+def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
+    def device() -> str:
+        if (chosen := device_choice(environment)) not in DEVICES:
+            raise ArgumentError(f"TENSORWIRE_DEVICE is one of {', '.join(DEVICES)}, not {chosen!r}")
+        return chosen
+
+    def beat() -> str:
+        every, lost = heartbeat(environment)
+        return f"every {every:g} s, lost after {lost:g} s, {grace_seconds(environment):g} s to leave"
+
+    def secret() -> str:
+        if not environment.get("TENSORWIRE_SECRET_FILE"):
+            return "not set (needed for jobs on several machines)"
+        file_secret(environment)
+        return "a file that this user alone can read"
+
+    yield _setting("TENSORWIRE_DEVICE", device)
+    yield _setting(
+        "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_host(None, environment)} unless a job says else"
+    )
+    yield _setting("TENSORWIRE_SECRET_FILE", secret)
+    yield _setting("heartbeat", beat)
+
+
+def _setting(name: str, read: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, read())
+    except ArgumentError as error:
+        return Finding(name, "wrong", "stops", " ".join(str(error).split()))
