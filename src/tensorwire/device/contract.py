@@ -136,7 +136,11 @@ class Channel(ABC):
         """Replaces the peer's 8-byte word if it is ``expected``; returns what it was."""
 
     def map(self, target: RemoteView) -> Memory | None:
-        """The peer's whole region as local memory, where this device can map it; else None."""
+        """The peer's whole region as local memory, where this device can map it; else None.
+
+        Raises `OutOfMemory` where there is no descriptor or address space left for it, as the first operation on a
+        region does, too.
+        """
         return None
 
     def on_lost(self, call: Callable[[str], None]) -> None:

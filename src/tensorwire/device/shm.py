@@ -7,6 +7,7 @@ Nothing has a name in the file system, so nothing outlives the processes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -19,10 +20,11 @@ from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device, unshared
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.region import Access, Region, RemoteRegion
-from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RemoteAccessError
+from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, RemoteAccessError
 
 _ASK = struct.Struct("<QB")  # key, 1: for writing
 _NAME, _TOKEN = 16, 32
+_SCARCE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # lack of something, not a fault of the peer
 
 
 class ShmDevice(Device):
@@ -167,6 +169,8 @@ class ShmChannel(MappedChannel):
             try:
                 memory = Memory.map(fd, write)
             except OSError as error:
+                if error.errno in _SCARCE:
+                    raise _scarce(error.args[1]) from None
                 raise ProtocolError(f"shm: the peer's region cannot be mapped: {error.args[1]}") from None
             finally:
                 os.close(fd)
@@ -183,6 +187,8 @@ class ShmChannel(MappedChannel):
             os.close(fd)
         if not status:
             raise ConnectionError("it closed the connection")
+        if status == b"\x00":  # the kernel throws away a descriptor that has no room here
+            raise _scarce(os.strerror(errno.EMFILE))
         raise self._refused(
             "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
         )
@@ -203,6 +209,13 @@ class ShmChannel(MappedChannel):
         with self._lock:
             self._mapped = {}
             close_socket(self._sock)
+
+
+def _scarce(why: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"shm: the peer's region cannot be mapped: {why}. Each mapped region takes a descriptor and address space: "
+        "see ulimit -n and ulimit -v"
+    )
 
 
 def _check_same_user(sock: socket.socket) -> None:
