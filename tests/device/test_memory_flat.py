@@ -33,7 +33,7 @@ class Held:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         mappings = Path("/proc/self/maps").read_text().count("\n")
-        return cls(len(os.listdir("/proc/self/fd")), mappings, pages * os.sysconf("SC_PAGE_SIZE"))
+        return cls(len(list(Path("/proc/self/fd").iterdir())), mappings, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def one_round(number: int, device: Device, peer: Device, channel: Channel) -> None:
