@@ -229,7 +229,7 @@ class Device(ABC):
             memory = Memory.wrap(buffer)
         except (TypeError, BufferError, ValueError, RuntimeError) as error:
             raise ArgumentError(
-                f"register needs contiguous memory with the buffer protocol or DLPack: {error}"
+                f"register needs contiguous memory with the buffer protocol or DLPack, such as a copy of it: {error}"
             ) from None
         return self._adopt(memory)
 
