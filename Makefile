@@ -23,7 +23,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_public_names.py
 
-# Thread, address and undefined-behaviour sanitizers over the native core; ARGS=threads or ARGS=address for one part.
+# Sanitizers over the native core; ARGS=threads, leaks or address for one part.
 check-native: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/native/check.py $(ARGS)
 

@@ -1,8 +1,9 @@
-"""The native core under sanitizers: ``python tests/native/check.py [threads] [address]``, by default both.
+"""The native core under sanitizers: ``python tests/native/check.py [threads] [address] [leaks]``, by default all.
 
-``threads``: a program of C++ under ThreadSanitizer, in which threads and engines share regions. ``address``: the tests
-of devices and edges, with the native module built for AddressSanitizer and UndefinedBehaviorSanitizer. Both first make
-a mistake on purpose, which must be found. Needs g++ with libtsan, libasan and libubsan.
+``threads``: a program of C++ under ThreadSanitizer, in which threads and engines share regions. ``leaks``: the same
+program under LeakSanitizer, with AddressSanitizer and UndefinedBehaviorSanitizer. ``address``: the tests of devices and
+edges, with the native module built for the latter two. Each first makes a mistake on purpose, which must be found. Needs
+g++ with libtsan, libasan and libubsan.
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ def threads() -> None:
     run(*fixed, program)
 
 
+def leaks() -> None:
+    """LeakSanitizer over the same: no engine, connection or span keeps itself alive."""
+    program = build(ROOT / "tests" / "native", "leaks", "-DSANITIZER=address,undefined") / "threads"
+    environment = {"ASAN_OPTIONS": "detect_leaks=1"}
+    must_find("detected memory leaks", program, "leaky", environment=environment)
+    run(program, environment=environment)
+
+
 def library(name: str) -> str:
     """Where the compiler has a library of its own."""
     compiler = os.environ.get("CXX", "g++")
@@ -102,7 +111,7 @@ def address() -> None:
 
 def main() -> None:
     """Runs the parts that are named, or all."""
-    parts = {"threads": threads, "address": address}
+    parts = {"threads": threads, "leaks": leaks, "address": address}
     for name in sys.argv[1:] or list(parts):
         start = time.monotonic()
         parts[name]()
