@@ -1,9 +1,9 @@
 """The native core under sanitizers: ``python tests/native/check.py [threads] [address] [leaks]``, by default all.
 
 ``threads``: a program of C++ under ThreadSanitizer, in which threads and engines share regions. ``leaks``: the same
-program under LeakSanitizer, with AddressSanitizer and UndefinedBehaviorSanitizer. ``address``: the tests of devices and
-edges, with the native module built for the latter two. Each first makes a mistake on purpose, which must be found. Needs
-g++ with libtsan, libasan and libubsan.
+program under LeakSanitizer, with AddressSanitizer and UndefinedBehaviorSanitizer. ``address``: the tests of devices
+and edges, with the native module built for the latter two. Each first makes a mistake on purpose, which must be found.
+Needs g++ with libtsan, libasan and libubsan.
 """
 
 from __future__ import annotations
