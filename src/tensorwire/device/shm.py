@@ -180,14 +180,14 @@ class ShmChannel(MappedChannel):
 
     def _ask(self, key: int, write: bool) -> int:
         self._sock.sendall(_ASK.pack(key, write))
-        status, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+        status, fds, flags, _ = socket.recv_fds(self._sock, 1, 1)
         if status == b"\x00" and len(fds) == 1:
             return fds[0]
         for fd in fds:
             os.close(fd)
         if not status:
             raise ConnectionError("it closed the connection")
-        if status == b"\x00":  # the kernel throws away a descriptor that has no room here
+        if flags & socket.MSG_CTRUNC:  # the kernel throws away a descriptor that has no room here
             raise _scarce(os.strerror(errno.EMFILE))
         raise self._refused(
             "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
