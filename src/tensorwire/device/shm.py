@@ -187,7 +187,7 @@ class ShmChannel(MappedChannel):
             os.close(fd)
         if not status:
             raise ConnectionError("it closed the connection")
-        if flags & socket.MSG_CTRUNC:  # the kernel throws away a descriptor that has no room here
+        if not fds and flags & socket.MSG_CTRUNC:  # the kernel throws away a descriptor that has no room here
             raise _scarce(os.strerror(errno.EMFILE))
         raise self._refused(
             "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
