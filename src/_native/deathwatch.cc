@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cmath>
 #include <system_error>
 
@@ -138,9 +139,14 @@ void Deathwatch::leave(u32 word) {
         if (it == entries_.end()) return;
         gone = std::move(it->second);
         entries_.erase(it);
-        words_[word].value.store(0, std::memory_order_release);
+        give_up(word);
     }
     wake();
+}
+
+void Deathwatch::give_up(u32 word) {
+    words_[word].value.store(0, std::memory_order_release);
+    syscall(SYS_futex, reinterpret_cast<u32*>(&words_[word].value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 void Deathwatch::wake() {
@@ -222,6 +228,7 @@ void Deathwatch::close() {
     std::unordered_map<u32, Entry> gone;
     std::lock_guard g(mutex_);
     gone.swap(entries_);
+    for (auto& [word, entry] : gone) give_up(word);
     munmap(map_, 2 * table_bytes);
     forget_fd(fd_);
     ::close(fd_);

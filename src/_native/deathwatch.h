@@ -46,6 +46,7 @@ class Deathwatch {
         u32 silent = 0, most_silent = 0;  // in ticks of our own: while this process was stopped, nobody was silent
     };
     void run();
+    void give_up(u32 word);  // mutex_ held; its watcher takes the connection for closed
     void look(bool tick);
     const char* what_became_of(Entry& entry, bool tick);
     void sleep(double until, u32 seen);
