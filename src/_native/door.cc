@@ -13,8 +13,8 @@
 #include <cerrno>
 #include <climits>
 #include <unordered_set>
-#include <vector>
 
+#include "notices.h"
 #include "unlocked.h"
 
 namespace tw {
@@ -113,11 +113,12 @@ Life::~Life() {
 }
 
 // Whether it was alive.
-bool Life::end(const std::string& reason, bool own) {
+bool Life::end(const std::string& reason, bool own, std::vector<Told>& told) {
     if (lost_.load()) return false;
     reason_ = reason;
     closed_.store(own, std::memory_order_release);
     lost_.store(1, std::memory_order_release);
+    told.swap(told_);
     return true;
 }
 
@@ -131,24 +132,40 @@ void Life::count(const std::string& loss, bool inbound) {
 
 void Life::lose(const std::string& reason) {
     if (forked()) return;  // a thread that the child does not have may hold the mutex
+    std::vector<Told> told;
     {
         std::lock_guard g(mutex_);
-        if (!end(reason, false)) return;
+        if (!end(reason, false, told)) return;
         counted_ = parent_ && !inbound_;
         if (parent_) parent_->count((peer.empty() ? "a peer" : peer) + " is lost: " + reason, inbound_);
     }
     ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
 }
 
 void Life::close(const std::string& reason) {
     if (forked()) return;
+    std::vector<Told> told;
     {
         std::lock_guard g(mutex_);
         if (counted_) parent_->children_lost_.fetch_sub(1, std::memory_order_acq_rel);
         counted_ = false;
-        if (!end(reason, true)) return;
+        if (!end(reason, true, told)) return;
     }
     ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
+}
+
+void Life::notify(std::shared_ptr<Notices> notices, u64 token) {
+    if (forked()) return notices->post(token);
+    {
+        std::lock_guard g(mutex_);
+        if (!lost_.load()) {
+            told_.emplace_back(std::move(notices), token);
+            return;
+        }
+    }
+    notices->post(token);
 }
 
 std::string Life::reason() {

@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace tw {
 
@@ -41,6 +43,8 @@ void enlist(Door* door);
 void dismiss(Door* door);
 void ring_all();
 
+class Notices;
+
 // Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its
 // device's as parent, which counts the peers that are lost: that ends waits that named no peer.
 class Life : public std::enable_shared_from_this<Life> {
@@ -60,15 +64,19 @@ class Life : public std::enable_shared_from_this<Life> {
     void mark_forked() { forked_.store(true); lost_.store(1); }  // in the child: takes no lock
     std::string reason();
     std::string last_loss();  // of a child, with its peer
+    // Posts the token when this life is lost; at once if it is.
+    void notify(std::shared_ptr<Notices> notices, u64 token);
     const std::string peer;
 
   private:
-    bool end(const std::string& reason, bool own);
+    using Told = std::pair<std::shared_ptr<Notices>, u64>;
+    bool end(const std::string& reason, bool own, std::vector<Told>& told);
     void count(const std::string& loss, bool inbound);
     std::atomic<u32> lost_{0}, children_lost_{0}, losses_{0};
     std::atomic<bool> closed_{false}, inbound_lost_{false}, forked_{false};
     std::mutex mutex_;  // a child's is taken before its parent's
     std::string reason_, last_loss_;
+    std::vector<Told> told_;
     std::shared_ptr<Life> parent_;
     const bool inbound_;
     bool counted_ = false;  // among its parent's lost children

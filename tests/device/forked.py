@@ -1,4 +1,4 @@
-"""Cheap peers: children forked from the test, each with a device of its own, that do what a function says and then wait."""
+"""Cheap peers: children forked from the test that do what a function says, with devices of their own, and then wait."""
 
 from __future__ import annotations
 

@@ -103,6 +103,12 @@ def test_every_kind_of_wait_ends_and_names_the_peer(doomed: Doomed, how: str, in
         doomed.channel.signal(doomed.remote.view(0, 8), 1)
 
 
+def fill(channel: Channel, remote: RemoteRegion) -> None:
+    """More operations than a channel takes: the last ones wait for room."""
+    for _ in range(5000):
+        channel.signal(remote.view(0, 8), 1)
+
+
 @pytest.mark.parametrize("far_kind", ["tcp"])
 def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThread) -> None:
     """Completions that are waited for, awaited and called back, and a post that waits for room."""
@@ -111,14 +117,16 @@ def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThre
     completions = [doomed.channel.write(source.view(), doomed.remote.view())]
     completions.append(doomed.channel.read(source.view(), doomed.remote.view()))
     called: queue.Queue[Completion] = queue.Queue()
-    if hasattr(completions[0], "on_done"):
-        for completion in completions:
-            completion.on_done(called.put)
+    for completion in completions:
+        completion.on_done(called.put)
 
     def post() -> None:
         with pytest.raises(PeerLost, match=doomed.name):
-            for _ in range(5000):
-                doomed.channel.signal(doomed.remote.view(0, 8), 1)
+            fill(doomed.channel, doomed.remote)
+
+    def wait_in_thread(completion: Completion) -> None:
+        with pytest.raises(PeerLost, match=doomed.name):
+            completion.wait(SECONDS)
 
     async def wait(completion: Completion) -> None:
         with pytest.raises(PeerLost, match=doomed.name):
@@ -131,7 +139,7 @@ def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThre
         asyncio.run(main())
 
     threads = [in_thread(post), in_thread(run_loop)]
-    threads += [in_thread(lambda c=c: pytest.raises(PeerLost, c.wait, SECONDS)) for c in completions]
+    threads += [in_thread(lambda c=c: wait_in_thread(c)) for c in completions]
     for thread in threads:
         assert thread.native_id
         until_asleep(os.getpid(), thread.native_id)
@@ -141,8 +149,7 @@ def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThre
         thread.join(SECONDS)
     for completion in completions:
         assert completion.done
-        if hasattr(completion, "on_done"):
-            called.get(timeout=SECONDS)
+        called.get(timeout=SECONDS)
 
 
 def test_memory_is_settled_once_the_process_is_gone(doomed: Doomed) -> None:

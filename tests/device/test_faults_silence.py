@@ -1,4 +1,4 @@
-"""Signs of life: who is silent is lost, who beats slowly or was stopped itself is not taken for lost, nor takes others."""
+"""Signs of life: who is silent is lost; who beats slowly is not, and who was stopped takes nobody for lost."""
 
 from __future__ import annotations
 

@@ -145,6 +145,7 @@ class ShmDevice(Device):
         self._close_regions()
         self._acceptor.close()
         self._watchers.close()
+        self.callbacks.close()
 
 
 class ShmChannel(MappedChannel):
