@@ -26,9 +26,7 @@ Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::s
 
 Connection::~Connection() {
     dismiss(&door_);
-    if (fd_ < 0) return;
-    forget_fd(fd_);
-    ::close(fd_);
+    if (fd_ >= 0) close_socket(fd_);
 }
 
 void Connection::close(const std::string& reason) {
@@ -48,8 +46,7 @@ void Connection::close(const std::string& reason) {
         unanswered.swap(pending_);
         into.swap(into_);
         at_ = nullptr;
-        forget_fd(fd_);
-        ::close(fd_);
+        close_socket(fd_);
         fd_ = -1;
     }
     life->lose(reason);

@@ -199,6 +199,12 @@ int accept_socket(int listener) {
     return fd;
 }
 
+void close_socket(int fd) {
+    std::lock_guard g(registry().mutex);
+    registry().fds.erase(fd);
+    close(fd);
+}
+
 static void before_fork() { registry().mutex.lock(); }
 static void after_fork_in_parent() { registry().mutex.unlock(); }
 

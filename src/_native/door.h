@@ -85,9 +85,10 @@ class Life : public std::enable_shared_from_this<Life> {
 // Descriptors that a forked child gives up at once: the peer learns of our death only when no copy is open.
 void close_on_fork(int fd);
 void forget_fd(int fd);
-// A new socket, or -1 and errno; no fork comes between its birth and its entry in that list.
+// No fork comes between a socket's birth or end and its place in that list. -1 and errno where there is none.
 int open_socket(int family, int type);
 int accept_socket(int listener);  // waits for a connection first
+void close_socket(int fd);
 void install_fork_handlers();
 
 // Something that must run for a word to change: the tcp engine.

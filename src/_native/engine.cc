@@ -122,8 +122,7 @@ bool Engine::look(u64 key, Exposed& out) {
 std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Life> life, PeerDevice peer) {
     std::lock_guard g(table_mutex_);
     if (closed_ || getpid() != pid_) {
-        forget_fd(fd);
-        ::close(fd);
+        close_socket(fd);
         throw std::system_error(EBADF, std::generic_category(), "the engine is closed");
     }
     const u64 token = next_token_++;

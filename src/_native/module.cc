@@ -321,6 +321,7 @@ NB_MODULE(_native, m) {
     m.def("forget_fd", &forget_fd, "fd"_a);
     m.def("open_socket", [](int family, int type) { return descriptor(open_socket(family, type), "socket"); }, "family"_a, "type"_a,
           "A new socket that no forked child keeps, whenever it is forked.");
+    m.def("close_socket", &close_socket, "fd"_a, "Closes what open_socket or accept_socket gave.");
     m.def("accept_socket", [](int listener) {
         Unlocked unlocked;
         return descriptor(accept_socket(listener), "accept");

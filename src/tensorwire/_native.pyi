@@ -272,5 +272,8 @@ def forget_fd(fd: int) -> None: ...
 def open_socket(family: int, type: int) -> int:
     """A new socket that no forked child keeps, whenever it is forked."""
 
+def close_socket(fd: int) -> None:
+    """Closes what open_socket or accept_socket gave."""
+
 def accept_socket(listener: int) -> int:
     """The next connection, likewise. The listener does not block."""

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tensorwire._native import accept_socket, forget_fd
+from tensorwire import _native
 
 _GREETING_SECONDS = 30.0
 
@@ -35,7 +35,7 @@ class Acceptor:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                connection = socket.socket(fileno=accept_socket(self._listener.fileno()))
+                connection = socket.socket(fileno=_native.accept_socket(self._listener.fileno()))
             except OSError:  # the stranger gave up, or no descriptor is free: do not burn a core meanwhile
                 self._stopped.wait(0.05)
                 continue
@@ -83,5 +83,4 @@ class Acceptor:
 def close_socket(sock: socket.socket) -> None:
     """Closes a socket that a forked child would give up; nothing if it was detached."""
     if sock.fileno() >= 0:
-        forget_fd(sock.fileno())
-        sock.close()
+        _native.close_socket(sock.detach())
