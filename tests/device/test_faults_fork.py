@@ -20,7 +20,7 @@ def sockets() -> set[str]:
     found = set()
     for fd in Path("/proc/self/fd").iterdir():
         try:
-            link = os.readlink(fd)
+            link = str(fd.readlink())
         except OSError:  # the listing's own
             continue
         if link.startswith("socket:"):

@@ -104,7 +104,7 @@ def waits(channel: Channel, region: Region, remote: RemoteRegion) -> list[Callab
 
 @pytest.mark.parametrize("how", ["cut", "vanished"])
 def test_a_silent_link_is_a_loss(cable: Cable, how: str) -> None:
-    """``cut``: both live on and both are told. ``vanished``: half open, one has been killed and no word of it got out."""
+    """``cut``: both live on, and both are told. ``vanished``: half open; one was killed, and no word of it got out."""
     with Forked(lambda pipe: host(cable, 0, pipe)) as here, Forked(lambda pipe: host(cable, 1, pipe)) as there:
         cards = receive(here.pipe), receive(there.pipe)
         send(here.pipe, cards[1])

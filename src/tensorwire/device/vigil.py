@@ -40,6 +40,7 @@ class Watchers:
         self.deathwatch = Deathwatch(heartbeat, lost_after)
 
     def close(self) -> None:
+        """Ends the threads. Idempotent."""
         self.monitor.close()
         self.deathwatch.close()
 
@@ -107,6 +108,7 @@ class Remains:
         return bool(poll.poll(timeout * 1000))
 
     def close(self) -> None:
+        """Gives the descriptor back. Idempotent."""
         if self._fd >= 0:
             forget_fd(self._fd)
             os.close(self._fd)
