@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
-from device_peer import DEVICES, SECONDS
+from device_peer import DEVICES, SECONDS, until_asleep
 from forked import Forked, quick, receive, send
 
+from tensorwire._native import Life, Memory
 from tensorwire.device import Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 
@@ -137,3 +140,23 @@ def test_a_lost_peer_that_had_connected_is_forgotten_when_another_does(kind: str
                     region.wait(8, 1, 0.01)
             with pytest.raises(PeerLost, match="is lost"):
                 region.wait(8, 1, SECONDS)
+
+
+def test_a_loss_that_ends_at_once_still_ends_waits(in_thread: Callable[..., threading.Thread]) -> None:
+    """The waiter looks only after the channel is closed already."""
+    own = Life()
+    child, memory = Life(own, "process 7"), Memory.allocate(8)
+    memory.bind(own)
+    outcomes: list[int] = []
+    threads = [in_thread(lambda: outcomes.append(memory.wait(0, 1, SECONDS))) for _ in range(4)]
+    for thread in threads:
+        assert thread.native_id
+        until_asleep(os.getpid(), thread.native_id)
+    child.lose("gone")
+    child.close("closed")
+    for thread in threads:
+        thread.join()
+    assert outcomes == [2] * 4
+    assert own.last_loss == "process 7 is lost: gone"
+    assert (child.reason, child.closed, own.child_lost) == ("gone", False, False)
+    assert memory.wait(0, 1, 0.0) == 1
