@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -89,7 +90,7 @@ Deathwatch::Deathwatch(double heartbeat, double lost_after) : heartbeat_(heartbe
     tid_.wait(0);
 }
 
-u32 Deathwatch::enter(std::shared_ptr<Life> life) {
+u32 Deathwatch::enter(std::shared_ptr<Life> life, int socket) {
     if (getpid() != pid_) fail(EPERM, "the deathwatch belongs to the parent process");
     std::lock_guard g(mutex_);
     if (stop_) fail(EBADF, "the deathwatch is closed");
@@ -107,6 +108,7 @@ u32 Deathwatch::enter(std::shared_ptr<Life> life) {
     // As if somebody waited, always: the kernel wakes nobody otherwise.
     words_[word].value.store(tid_.load() | FUTEX_WAITERS, std::memory_order_release);
     entries_[word].life = std::move(life);
+    entries_[word].socket = socket;
     return word;
 }
 
@@ -166,21 +168,33 @@ const char* Deathwatch::what_became_of(Entry& e, bool tick) {
 }
 
 void Deathwatch::look(bool tick) {
-    std::vector<std::pair<std::shared_ptr<Life>, const char*>> lost;
+    struct Loss {
+        u32 word;
+        std::shared_ptr<Life> life;
+        const char* why;
+    };
+    std::vector<Loss> losses;
     slept_on_.clear();
     {
         std::lock_guard g(mutex_);
         for (auto& [word, e] : entries_) {
             if (!e.page) continue;
             if (const char* why = what_became_of(e, tick)) {
-                lost.emplace_back(e.life, why);
+                losses.push_back({word, e.life, why});
                 e.page.reset();
             } else if (slept_on_.size() + 1 < most_waited_on) {
                 slept_on_.emplace_back(e.page, e.peer_word);
             }
         }
     }
-    for (auto& [life, why] : lost) life->lose(why);
+    for (auto& [word, life, why] : losses) lose(word, life, why);
+}
+
+void Deathwatch::lose(u32 word, const std::shared_ptr<Life>& life, const char* why) {
+    life->lose(why);  // before the hang-up, which knows less
+    std::lock_guard g(mutex_);
+    auto it = entries_.find(word);
+    if (it != entries_.end() && it->second.life == life && it->second.socket >= 0) shutdown(it->second.socket, SHUT_RDWR);
 }
 
 void Deathwatch::sleep(double until, u32 seen) {

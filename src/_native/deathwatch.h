@@ -24,12 +24,13 @@ class Deathwatch {
     ~Deathwatch();
     Deathwatch(const Deathwatch&) = delete;
     Deathwatch& operator=(const Deathwatch&) = delete;
-    // A word that tells one peer of this process's death; 0 if none is free.
-    u32 enter(std::shared_ptr<Life> life);
+    // A word that tells one peer of this process's death; 0 if none is free. When that life is lost here, `socket` is shut
+    // down: a peer that was only stopped learns of it.
+    u32 enter(std::shared_ptr<Life> life, int socket);
     // Ends that life when the peer's word says so, or its counter stood still for too long. Throws std::system_error
     // for a page that is none.
     void watch(u32 word, int fd, u32 peer_word, double peer_heartbeat);
-    void leave(u32 word);
+    void leave(u32 word);  // before the socket is closed
     void close();
     int fd() const { return fd_; }
 
@@ -41,6 +42,7 @@ class Deathwatch {
     struct Page;
     struct Entry {
         std::shared_ptr<Life> life;
+        int socket = -1;
         std::shared_ptr<Page> page;  // null: the peer is not watched, or no more
         u32 peer_word = 0, expected = 0, beat = 0;
         u32 silent = 0, most_silent = 0;  // in ticks of our own: while this process was stopped, nobody was silent
@@ -48,6 +50,7 @@ class Deathwatch {
     void run();
     void give_up(u32 word);  // mutex_ held; its watcher takes the connection for closed
     void look(bool tick);
+    void lose(u32 word, const std::shared_ptr<Life>& life, const char* why);
     const char* what_became_of(Entry& entry, bool tick);
     void sleep(double until, u32 seen);
     void wake();

@@ -265,7 +265,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Deathwatch>(m, "Deathwatch", "A thread whose own death the kernel tells to peers, and that watches theirs.")
         .def(nb::init<double, double>(), "heartbeat"_a, "lost_after"_a)
-        .def("enter", &Deathwatch::enter, "life"_a, "The number of a word that tells one peer of our death; 0 if none is free.")
+        .def("enter", &Deathwatch::enter, "life"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
         .def("watch", &Deathwatch::watch, "word"_a, "fd"_a, "peer_word"_a, "peer_heartbeat"_a, "That peer's page and word.")
         .def("leave", &Deathwatch::leave, "word"_a)
         .def("close", &Deathwatch::close, nb::call_guard<Unlocked>())

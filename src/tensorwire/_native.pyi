@@ -187,7 +187,7 @@ class Deathwatch:
     """
 
     def __init__(self, heartbeat: float, lost_after: float) -> None: ...
-    def enter(self, life: Life) -> int:
+    def enter(self, life: Life, socket: int = -1) -> int:
         """
         The number of a word that tells one peer of our death; 0 if none is free.
         """

@@ -80,6 +80,30 @@ def test_who_was_stopped_takes_nobody_for_lost(far_kind: str) -> None:
             region.wait(0, 1, SECONDS, channel)
 
 
+def test_a_stopped_peer_learns_that_it_was_given_up(far_kind: str) -> None:
+    """A loss is mutual: whoever goes on after it finds its own channel ended, though it was patient."""
+
+    def stopped(pipe: socket.socket) -> None:
+        device = quick(far_kind, lost_after=1000.0)
+        channel = device.connect(receive(pipe))
+        region = device.allocate(8)
+        send(pipe, device.address)
+        try:
+            region.wait(0, 1, SECONDS, channel)
+        except PeerLost as error:
+            send(pipe, str(error))
+
+    with quick(far_kind) as device, device.allocate(8) as region, Forked(stopped) as peer:
+        send(peer.pipe, device.address)
+        with device.connect(receive(peer.pipe)) as channel:
+            peer.signal(signal.SIGSTOP)
+            for named in (channel, None):
+                with pytest.raises(PeerLost, match="no sign of life"):
+                    region.wait(0, 1, SECONDS, named)
+            peer.signal(signal.SIGCONT)
+            assert "closed the connection" in receive(peer.pipe)
+
+
 @pytest.mark.parametrize(
     ("heartbeat", "lost_after"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 1.9), (5000.0, 1e5), (float("nan"), 1.0), (1.0, 1e9)]
 )

@@ -48,13 +48,14 @@ class Watchers:
 class Vigil:
     """Ends ``life`` when the process at the other end of ``sock`` dies, hangs up or falls silent.
 
-    Both ends make one, right after the handshake. Raises `PeerLost` or `ProtocolError`.
+    Both ends make one, right after the handshake. A loss is mutual: it ends the connection, so that a peer that was
+    only stopped learns of it. Raises `PeerLost` or `ProtocolError`.
     """
 
     def __init__(self, watchers: Watchers, sock: socket.socket, life: Life) -> None:
         self._watchers = watchers
         self._fd = sock.fileno()
-        self._word = watchers.deathwatch.enter(life)
+        self._word = watchers.deathwatch.enter(life, self._fd)
         try:
             self._greet(sock)
             watchers.monitor.watch(self._fd, life)
@@ -105,7 +106,7 @@ class Remains:
             return False
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+        return bool(poll.poll(max(0.0, timeout) * 1000))
 
     def close(self) -> None:
         """Gives the descriptor back. Idempotent."""
