@@ -16,7 +16,7 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
-LAYERS = ["observe", "device", "control", "edge", "store", "launch", "doctor", "torch", "cli"]
+LAYERS = ["observe", "device", "control", "edge", "store", "launch", "doctor", "torch", "bench", "cli"]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
     "tensorwire.torch": {"StoreOptimizer"},

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "deathwatch.h"
 #include "engine.h"
 #include "monitor.h"
 #include "notices.h"
@@ -112,13 +113,13 @@ void one_door() {
 
 struct Ends {
     std::shared_ptr<Life> life = std::make_shared<Life>(), peer_life = std::make_shared<Life>();
-    std::shared_ptr<Engine> engine = std::make_shared<Engine>(life), peer = std::make_shared<Engine>(peer_life);
+    std::shared_ptr<Engine> engine = std::make_shared<Engine>(life, 0.001, patience), peer = std::make_shared<Engine>(peer_life, 0.001, patience);
     std::shared_ptr<Connection> out, in;
     Ends() {
         int fds[2];
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds) == 0);
-        out = engine->connect(fds[0], true, std::make_shared<Life>(life));
-        in = peer->connect(fds[1], false, std::make_shared<Life>(peer_life));
+        out = engine->connect(fds[0], true, std::make_shared<Life>(life), PeerDevice{1, 0.001});
+        in = peer->connect(fds[1], false, std::make_shared<Life>(peer_life), PeerDevice{1, 0.001});
     }
     void close() {
         engine->close();
@@ -244,6 +245,40 @@ void a_hang_up() {
     }
 }
 
+// Two devices watch each other's words, more of them than the kernel waits for at once, while channels come and go.
+void words_of_life() {
+    constexpr int channels = 150;
+    auto one = std::make_unique<Deathwatch>(0.001, patience), other = std::make_unique<Deathwatch>(0.001, patience);
+    std::vector<std::shared_ptr<Life>> lives;
+    std::vector<u32> left, right;
+    std::vector<int> sockets;
+    for (int i = 0; i < channels; i++) {
+        int fds[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+        sockets.insert(sockets.end(), fds, fds + 2);
+        lives.push_back(std::make_shared<Life>());
+        left.push_back(one->enter(lives.back(), fds[0]));
+        right.push_back(other->enter(std::make_shared<Life>(), fds[1]));
+        one->watch(left.back(), other->fd(), right.back(), 0.001);
+        other->watch(right.back(), one->fd(), left.back(), 0.001);
+    }
+    auto span = region(64);
+    std::thread waiter([&] {
+        const Target target = span->target(0, lives.back().get());
+        REQUIRE(until([&](double left) { return wait_parked(target, 1, left); }) == Outcome::lost);
+    });
+    for (int i = 0; i < channels / 2; i++) {
+        other->leave(right[i]);
+        while (!lives[i]->lost()) usleep(100);
+        one->leave(left[i]);
+        REQUIRE(!lives[i + channels / 2]->lost());
+    }
+    other->close();
+    waiter.join();
+    one->close();
+    for (int fd : sockets) ::close(fd);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -260,5 +295,6 @@ int main(int argc, char** argv) {
     two_engines();
     ends_under_way();
     a_hang_up();
+    words_of_life();
     puts("every value was right");
 }

@@ -90,4 +90,4 @@ class CheckedConsumer(Consumer):
 
     def _where(self, step: int) -> str:
         channel = self._arrival.channel
-        return f"{channel.device.name}: step {step} from {getattr(channel, 'peer', 'its producer')}"
+        return f"{channel.device.name}: step {step} from {channel.peer}"
