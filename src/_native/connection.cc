@@ -255,7 +255,9 @@ bool Connection::receive() {
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (n > 0) heard_.store(true, std::memory_order_relaxed);
-        if (n <= 0) return broken(n == 0 ? "its process closed the connection or died" : strerror(errno));
+        // A process that dies with bytes of ours unread resets the connection.
+        if (n == 0 || errno == ECONNRESET) return broken("its process closed the connection or died");
+        if (n < 0) return broken(("its connection broke: " + std::string(strerror(errno))).c_str());
         arrived_ = true;
         if (!parse()) return false;
         if (!in_payload_ && end_ - begin_ < sizeof(Frame) && static_cast<size_t>(n) < staging_.size() / 2) break;
