@@ -256,7 +256,7 @@ bool Connection::receive() {
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (n > 0) heard_.store(true, std::memory_order_relaxed);
         // A process that dies with bytes of ours unread resets the connection.
-        if (n == 0 || errno == ECONNRESET) return broken("its process closed the connection or died");
+        if (n == 0 || (n < 0 && errno == ECONNRESET)) return broken("its process closed the connection or died");
         if (n < 0) return broken(("its connection broke: " + std::string(strerror(errno))).c_str());
         arrived_ = true;
         if (!parse()) return false;
