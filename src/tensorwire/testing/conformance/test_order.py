@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Thread
-
 import numpy as np
-from conftest import FarPair, Pair
-from device_peer import SECONDS, array, pattern, verify
 
 from tensorwire._native import STREAMING_BYTES
 from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.testing.fixtures import FarPair, InThread, Pair
+from tensorwire.testing.patterns import HEAD, SECONDS, Plan, array, pattern, verify
 
 SIZES = [1, 8, 4097, 65536, STREAMING_BYTES, 63, (1 << 20) + 5, STREAMING_BYTES + 77, 300_001, STREAMING_BYTES + 16] * 2
-HEAD = 64  # the signal word's own line
 
 
-def layout() -> tuple[list[tuple[int, int, int]], int]:
+def layout() -> tuple[Plan, int]:
     """(signal value, offset, size) of each payload, side by side at odd places, and the bytes of it all."""
     plan, at = [], HEAD
     for i, nbytes in enumerate(SIZES, 1):
@@ -25,7 +21,7 @@ def layout() -> tuple[list[tuple[int, int, int]], int]:
     return plan, at
 
 
-def send(device: Device, channel: Channel, remote: RemoteRegion, plan: list[tuple[int, int, int]], total: int) -> None:
+def send(device: Device, channel: Channel, remote: RemoteRegion, plan: Plan, total: int) -> None:
     """Every payload with its signal; each third one in two halves and a signal alone."""
     source = device.allocate(total)
     here = array(source)
@@ -56,9 +52,7 @@ def test_a_visible_signal_means_a_whole_payload(far: FarPair) -> None:
     assert far.peer.finish() == len(plan)
 
 
-def test_a_visible_signal_means_a_whole_payload_within_a_process(
-    pair: Pair, in_thread: Callable[[Callable[[], object]], Thread]
-) -> None:
+def test_a_visible_signal_means_a_whole_payload_within_a_process(pair: Pair, in_thread: InThread) -> None:
     plan, total = layout()
     region = pair.target.allocate(total)
     in_thread(lambda: verify(region, plan))
