@@ -84,7 +84,7 @@ def test_layers_import_only_downward() -> None:
 def test_nothing_pickles_or_evaluates() -> None:
     wrong = []
     for path in modules():
-        if path.name == "counters.py":  # counts pickles, makes none
+        if path.name == "counting.py":  # counts pickles, makes none
             continue
         for line in path.read_text().splitlines():
             if re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill)|\beval\(|\bexec\(", line):

@@ -53,6 +53,7 @@ void Connection::close(const std::string& reason) {
         fd_ = -1;
     }
     life->lose(reason);
+    tell(~u64{0});
     engine_.drop(token_);
 }
 
@@ -63,10 +64,14 @@ bool Connection::broken(const char* why) {
 
 // ---- sending
 
-Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, u64& id) {
+Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, bool fence, u64& id) {
     if (life->lost() || engine_life_->lost()) return Outcome::lost;
     std::vector<std::shared_ptr<Span>> finished;
     const double end = now() + seconds;
+    if (fence) {
+        const Outcome outcome = engine_.wait(completion(), last_question_, seconds);
+        if (outcome != Outcome::reached) return outcome;
+    }
     std::unique_lock g(send_mutex_);
     while (!dead_ && !has_room()) {
         const u64 need = posted_ - most_outstanding / 2;
@@ -86,6 +91,7 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
     if (frame.op == static_cast<u32>(Op::write)) {
         outgoing_.push_back({frame, std::move(memory), at, frame.length, 0});
     } else {
+        last_question_ = frame.id;
         std::lock_guard r(result_mutex_);
         pending_.push_back({frame.id, std::move(memory), at, frame.length});
         outgoing_.push_back({frame, nullptr, nullptr, 0, 0});
@@ -386,8 +392,28 @@ void Connection::end_payload() {
 }
 
 void Connection::complete(u64 id) {
-    done_.store(id, std::memory_order_release);
+    done_.store(id, std::memory_order_seq_cst);
     ring(door_);
+    if (anyone_to_tell_) tell(id);
+}
+
+void Connection::notify(u64 id, std::shared_ptr<Notices> notices, u64 token) {
+    std::lock_guard g(result_mutex_);
+    told_.push_back({id, token, std::move(notices)});
+    anyone_to_tell_ = true;
+    // Either complete() and close() see it now, or we see what they did.
+    if (done_.load() < id && !life->lost()) return;
+    told_.back().notices->post(token);
+    told_.pop_back();
+}
+
+void Connection::tell(u64 id) {
+    std::lock_guard g(result_mutex_);
+    const auto over = [id](const Told& t) { return t.id <= id; };
+    for (const Told& t : told_)
+        if (over(t)) t.notices->post(t.token);
+    told_.erase(std::remove_if(told_.begin(), told_.end(), over), told_.end());
+    anyone_to_tell_ = !told_.empty();
 }
 
 Refusal Connection::refusal(u64 id) {

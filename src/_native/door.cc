@@ -11,8 +11,8 @@
 #include <cerrno>
 #include <climits>
 #include <unordered_set>
-#include <vector>
 
+#include "notices.h"
 #include "unlocked.h"
 
 namespace tw {
@@ -110,14 +110,29 @@ Life::~Life() {
 
 void Life::lose(const std::string& reason) {
     if (forked()) return;  // a thread that the child does not have may hold the mutex
+    decltype(told_) told;
     {
         std::lock_guard g(mutex_);
         if (lost_.load()) return;
         reason_ = reason;
         lost_.store(1, std::memory_order_release);
+        told.swap(told_);
     }
     if (parent_) parent_->child_lost_.store(1, std::memory_order_release);
     ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
+}
+
+void Life::notify(std::shared_ptr<Notices> notices, u64 token) {
+    if (forked()) return notices->post(token);
+    {
+        std::lock_guard g(mutex_);
+        if (!lost_.load()) {
+            told_.emplace_back(std::move(notices), token);
+            return;
+        }
+    }
+    notices->post(token);
 }
 
 std::string Life::reason() {

@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace tw {
 
@@ -41,6 +43,8 @@ void enlist(Door* door);
 void dismiss(Door* door);
 void ring_all();
 
+class Notices;
+
 // Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its device's as parent.
 class Life : public std::enable_shared_from_this<Life> {
   public:
@@ -53,12 +57,15 @@ class Life : public std::enable_shared_from_this<Life> {
     bool forked() const { return forked_.load(std::memory_order_relaxed); }
     void mark_forked() { forked_.store(true); lost_.store(1); }  // in the child: takes no lock
     std::string reason();
+    // Posts the token when this life is lost; at once if it is.
+    void notify(std::shared_ptr<Notices> notices, u64 token);
 
   private:
     std::atomic<u32> lost_{0}, child_lost_{0};
     std::atomic<bool> forked_{false};
     std::mutex mutex_;
     std::string reason_;
+    std::vector<std::pair<std::shared_ptr<Notices>, u64>> told_;
     std::shared_ptr<Life> parent_;
 };
 

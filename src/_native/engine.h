@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "notices.h"
 #include "span.h"
 
 namespace tw {
@@ -41,7 +42,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
     ~Connection();
     // Gives the operation a number and sends it; waits while too many are outstanding. Only if the outcome is
     // `reached` was it started. `memory` is a write's source or a read's destination.
-    Outcome post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, u64& id);
+    // With a fence it waits first until every earlier read and atomic is answered.
+    Outcome post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, bool fence, u64& id);
+    // Posts the token once that operation is done, or the connection lost.
+    void notify(u64 id, std::shared_ptr<Notices> notices, u64 token);
     Target completion() { return {&done_, &door_, life.get(), engine_life_.get()}; }
     u64 done() const { return done_.load(std::memory_order_acquire); }
     Refusal refusal(u64 id);
@@ -87,6 +91,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     void expect(std::shared_ptr<Span> span, char* at, u64 length);
     bool broken(const char* why);
     void complete(u64 id);
+    void tell(u64 id);
 
     Engine& engine_;
     const std::shared_ptr<Life> engine_life_;
@@ -99,10 +104,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
     // Locks are taken in this order: drive, receive, send, result. None is held while Python's is asked for.
     std::mutex send_mutex_;
     std::deque<Outgoing> outgoing_;
-    std::atomic<u64> posted_{0};
+    std::atomic<u64> posted_{0}, last_question_{0};  // a question: a read or an atomic
     u32 interest_ = 0;
 
-    std::mutex result_mutex_;  // pending_, refusals_, old_values_
+    struct Told {
+        u64 id, token;
+        std::shared_ptr<Notices> notices;
+    };
+    std::mutex result_mutex_;  // pending_, refusals_, old_values_, told_
+    std::vector<Told> told_;
+    std::atomic<bool> anyone_to_tell_{false};
     std::deque<Pending> pending_;
     std::unordered_map<u64, Refusal> refusals_;
     std::unordered_map<u64, u64> old_values_;

@@ -6,13 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <system_error>
 
-#include "copy.h"
+#include "count.h"
 #include "engine.h"
+#include "memory.h"
 #include "monitor.h"
-#include "span.h"
-#include "unlocked.h"
+#include "notices.h"
 #include "window.h"
 
 namespace nb = nanobind;
@@ -20,12 +21,6 @@ using namespace nb::literals;
 using namespace tw;
 
 namespace {
-
-constexpr u64 release_gil_bytes = 64 << 10;  // below, releasing the GIL costs more than it gives
-
-struct Memory {
-    std::shared_ptr<Span> span;
-};
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     const Span& s = *nb::inst_ptr<Memory>(nb::handle(self))->span;
@@ -40,24 +35,10 @@ int get_window(PyObject* self, Py_buffer* view, int flags) {
 PyType_Slot window_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_window)}, {0, nullptr}};
 PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-void check(const Memory& m, u64 offset, u64 length) {
-    if (!m.span->holds(offset, length)) throw nb::index_error("out of the region's range");
-}
-
-void check_writable(const Memory& m) {
-    if (!m.span->writable) throw nb::value_error("this memory is read-only");
-}
-
-std::atomic<u64>& word(const Memory& m, u64 offset) {
-    check(m, offset, 8);
-    if (!m.span->aligned(offset)) throw nb::value_error("a signal word must be 8-byte aligned");
-    return *m.span->word(offset);
-}
-
 void store(const Memory& m, u64 offset, u64 value) {
     check_writable(m);
-    word(m, offset).store(value, std::memory_order_release);
-    m.span->announce();
+    word(m, offset);
+    raise(*m.span, offset, value);
 }
 
 u64 fetch_add(const Memory& m, u64 offset, u64 value) {
@@ -80,21 +61,10 @@ void mark_closed(const Memory& m) {
     m.span->announce();
 }
 
-void move(char* target, const char* source, u64 nbytes) {
-    if (nbytes < release_gil_bytes) {
-        copy(target, source, nbytes);
-        return;
-    }
-    Unlocked unlocked;
-    copy(target, source, nbytes);
-}
-
 void put(const Memory& source, u64 source_offset, const Memory& target, u64 target_offset, u64 nbytes) {
     check(source, source_offset, nbytes);
     check(target, target_offset, nbytes);
     check_writable(target);
-    // A write is not seen before the one in front of it, on any processor.
-    std::atomic_thread_fence(std::memory_order_release);
     move(target.span->base + target_offset, source.span->base + source_offset, nbytes);
 }
 
@@ -127,6 +97,7 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
 
 int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
     word(m, offset);
+    if (m.span->header->closed.load(std::memory_order_acquire)) return 2;
     if (!m.span->has_door()) throw nb::value_error("nobody can wait on read-only memory of a peer");
     const std::shared_ptr<Span> keep = m.span;
     const std::shared_ptr<Progress> progress = keep->progress.lock();
@@ -134,14 +105,18 @@ int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const L
 }
 
 // The operation's number, or 0: the connection is lost, or `seconds` passed while it was full.
-u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory, u64 offset, double seconds) {
+u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory, u64 offset, double seconds, bool fence = false) {
     const double end = now() + seconds;
     for (;;) {
         Outcome outcome;
         u64 id = 0;
         {
             Unlocked unlocked;
-            outcome = c.post(frame, memory, offset, std::max(0.0, end - now()), id);
+            outcome = c.post(frame, memory, offset, std::max(0.0, end - now()), fence, id);
+        }
+        if (id) {
+            count(Counter::messages);
+            if (memory) count(Counter::bytes, frame.length);
         }
         if (outcome != Outcome::interrupted) return id;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -174,9 +149,21 @@ NB_MODULE(_native, m) {
         }
     });
 
+    nb::class_<Notices>(m, "Notices", "Tokens that native code posts, and one thread takes.")
+        .def(nb::new_([] { return std::make_shared<Notices>(); }))
+        .def("post", &Notices::post, "token"_a)
+        .def("close", &Notices::close, "Ends the thread that takes, once nothing is left.")
+        .def("take", [](Notices& n) {
+                 std::optional<Unlocked> unlocked(std::in_place);
+                 const u64 token = n.take();
+                 unlocked.reset();
+                 return token;
+             }, "The next token; waits for it. 0: closed and empty.");
+
     nb::class_<Life>(m, "Life", "Alive until lost, once and for good.", nb::is_weak_referenceable())
         .def(nb::new_([](std::shared_ptr<Life> parent) { return std::make_shared<Life>(std::move(parent)); }), "parent"_a.none() = nb::none())
         .def("lose", &Life::lose, "reason"_a, nb::call_guard<Unlocked>(), "Marks it lost and wakes every waiter of the process.")
+        .def("notify", &Life::notify, "notices"_a, "token"_a, "Posts the token when it is lost; at once if it is.")
         .def_prop_ro("lost", &Life::lost)
         .def_prop_ro("child_lost", &Life::child_lost)
         .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
@@ -214,6 +201,16 @@ NB_MODULE(_native, m) {
         .def("wait", &wait_word, "offset"_a, "at_least"_a, "seconds"_a, "peer"_a.none() = nb::none(),
              "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed.");
 
+    bind_mapped(m);
+
+    m.attr("COUNTERS") = nb::cast(std::vector<std::string>(std::begin(counter_names), std::end(counter_names)));
+    m.def("count", [](size_t which, u64 amount) { count(static_cast<Counter>(std::min(which, counter_count - 1)), amount); }, "which"_a, "amount"_a,
+          "Adds to the counter at that place of COUNTERS.");
+    m.def("counted", [] {
+        std::vector<u64> now;
+        for (const auto& c : counted) now.push_back(c.load(std::memory_order_relaxed));
+        return now;
+    }, "All counters, in the order of COUNTERS.");
     m.def("put", &put, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "Copies between mapped memories.");
     m.def("put_signal", &put_signal, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "signal"_a, "signal_offset"_a, "value"_a,
           "Copies, then stores the signal with release.");
@@ -249,21 +246,21 @@ NB_MODULE(_native, m) {
         .def("close", &Engine::close, nb::call_guard<Unlocked>());
 
     nb::class_<Connection>(m, "Connection", "One connection of the engine.")
-        .def("write", [](Connection& c, const Memory& source, u64 source_offset, u64 length, u64 key, u64 offset, u64 signal_key, u64 signal_offset, u64 value, double seconds) {
+        .def("write", [](Connection& c, const Memory& source, u64 source_offset, u64 length, u64 key, u64 offset, u64 signal_key, u64 signal_offset, u64 value, double seconds, bool fence) {
                  check(source, source_offset, length);
                  Frame f;
                  f.op = static_cast<u32>(Op::write);
                  f.key = key; f.offset = offset; f.length = length;
                  f.signal_key = signal_key; f.signal_offset = signal_offset; f.signal_value = value;
-                 return post(c, f, source.span, source_offset, seconds);
-             }, "source"_a, "source_offset"_a, "length"_a, "key"_a, "offset"_a, "signal_key"_a, "signal_offset"_a, "value"_a, "seconds"_a)
-        .def("signal", [](Connection& c, u64 key, u64 offset, u64 value, double seconds) {
+                 return post(c, f, source.span, source_offset, seconds, fence);
+             }, "source"_a, "source_offset"_a, "length"_a, "key"_a, "offset"_a, "signal_key"_a, "signal_offset"_a, "value"_a, "seconds"_a, "fence"_a = false)
+        .def("signal", [](Connection& c, u64 key, u64 offset, u64 value, double seconds, bool fence) {
                  Frame f;
                  f.op = static_cast<u32>(Op::write);
                  f.offset = no_signal;
                  f.signal_key = key; f.signal_offset = offset; f.signal_value = value;
-                 return post(c, f, nullptr, 0, seconds);
-             }, "key"_a, "offset"_a, "value"_a, "seconds"_a)
+                 return post(c, f, nullptr, 0, seconds, fence);
+             }, "key"_a, "offset"_a, "value"_a, "seconds"_a, "fence"_a = false)
         .def("read", [](Connection& c, const Memory& target, u64 target_offset, u64 length, u64 key, u64 offset, double seconds) {
                  check(target, target_offset, length);
                  check_writable(target);
@@ -285,6 +282,7 @@ NB_MODULE(_native, m) {
                  return post(c, f, nullptr, 0, seconds);
              }, "key"_a, "offset"_a, "expected"_a, "value"_a, "seconds"_a)
         .def("wait", [](Connection& c, Engine& e, u64 id, double seconds) { return wait_outcome(c.completion(), &e, id, seconds); }, "engine"_a, "id"_a, "seconds"_a)
+        .def("notify", &Connection::notify, "id"_a, "notices"_a, "token"_a, "Posts the token when that operation is done, or the connection lost.")
         .def_prop_ro("done", &Connection::done)
         .def_prop_ro("life", [](Connection& c) { return c.life; })
         .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)

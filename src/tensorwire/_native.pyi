@@ -2,12 +2,28 @@
 Tensorwire's native core: shared words, waits, copies and the tcp engine.
 """
 
+import tensorwire.device.region
+
+class Notices:
+    """Tokens that native code posts, and one thread takes."""
+
+    def __init__(self) -> None: ...
+    def post(self, token: int) -> None: ...
+    def close(self) -> None:
+        """Ends the thread that takes, once nothing is left."""
+
+    def take(self) -> int:
+        """The next token; waits for it. 0: closed and empty."""
+
 class Life:
     """Alive until lost, once and for good."""
 
     def __init__(self, parent: Life | None = None) -> None: ...
     def lose(self, reason: str) -> None:
         """Marks it lost and wakes every waiter of the process."""
+
+    def notify(self, notices: Notices, token: int) -> None:
+        """Posts the token when it is lost; at once if it is."""
 
     @property
     def lost(self) -> bool: ...
@@ -64,6 +80,55 @@ class Memory:
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class View:
+    """
+    A part of a region: what a write sends and a read fills. Prepare it once, use it every step.
+    """
+
+    def __init__(self, region: object, offset: int, nbytes: int) -> None: ...
+    @property
+    def region(self) -> tensorwire.device.region.Region: ...
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes themselves."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class RemoteView:
+    """A part of a peer's region: where a write lands and a read comes from."""
+
+    def __init__(self, region: object, offset: int, nbytes: int) -> None: ...
+    @property
+    def region(self) -> tensorwire.device.region.RemoteRegion: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Path:
+    """
+    The short way of a channel over mapped memory. False: nothing was done, take the long way.
+    """
+
+    def __init__(self, life: Life, device: Life) -> None: ...
+    def remember(self, view: RemoteView, memory: Memory, writable: bool) -> None:
+        """Where the region of a view lies, in this channel."""
+
+    def write(self, source: View, target: RemoteView, signal: object | None) -> bool: ...
+    def signal(self, target: RemoteView, value: object) -> bool: ...
+    def read(self, target: View, source: RemoteView) -> bool: ...
+
+COUNTERS: list[str] = ...
+
+def count(which: int, amount: int) -> None:
+    """Adds to the counter at that place of COUNTERS."""
+
+def counted() -> list[int]:
+    """All counters, in the order of COUNTERS."""
 
 def put(source: Memory, source_offset: int, target: Memory, target_offset: int, nbytes: int) -> None:
     """Copies between mapped memories."""
@@ -141,12 +206,16 @@ class Connection:
         signal_offset: int,
         value: int,
         seconds: float,
+        fence: bool = False,
     ) -> int: ...
-    def signal(self, key: int, offset: int, value: int, seconds: float) -> int: ...
+    def signal(self, key: int, offset: int, value: int, seconds: float, fence: bool = False) -> int: ...
     def read(self, target: Memory, target_offset: int, length: int, key: int, offset: int, seconds: float) -> int: ...
     def fetch_add(self, key: int, offset: int, value: int, seconds: float) -> int: ...
     def compare_swap(self, key: int, offset: int, expected: int, value: int, seconds: float) -> int: ...
     def wait(self, engine: Engine, id: int, seconds: float) -> int: ...
+    def notify(self, id: int, notices: Notices, token: int) -> None:
+        """Posts the token when that operation is done, or the connection lost."""
+
     @property
     def done(self) -> int: ...
     @property

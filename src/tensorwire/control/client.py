@@ -105,7 +105,7 @@ class Client:
         self, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare, timeout: float
     ) -> frames.Answer:
         data = frames.encode(message)
-        counters.rpcs += 1
+        counters.add(rpcs=1)
         future: Future[frames.Answer] = Future()
         with self._lock:
             if self._closed or self.ended.is_set():

@@ -6,6 +6,7 @@ reused and that the bytes are in the target's memory; only a signal tells the ta
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire._native import Life, Memory
+from tensorwire.device.callbacks import Callbacks
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError, Unsupported
 from tensorwire.observe import counters
@@ -47,13 +49,34 @@ class Completion(ABC):
     def done(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
 
-    def __await__(self) -> Generator[Any, None, None]:
-        if self.done:
-            self.wait()
-            return
-        import asyncio  # whoever awaits has it; all others start faster without
+    def on_done(self, call: Callable[[Completion], object]) -> None:
+        """Calls ``call(completion)`` once when ``wait`` would return or raise at once.
 
-        yield from asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+        It runs in this thread if that is so already, else in a thread of the device: it should be short, and what it
+        raises goes to ``sys.unraisablehook``.
+        """
+        if self.done:
+            call(self)
+        else:
+            self._call_when_done(call)
+
+    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
+        raise NotImplementedError  # of a device whose completions are not done at once
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self.done:
+            import asyncio  # whoever awaits has it; all others start faster without
+
+            loop = asyncio.get_running_loop()
+            event = asyncio.Event()
+
+            def wake(_: Completion) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
+                    loop.call_soon_threadsafe(event.set)
+
+            self.on_done(wake)
+            yield from event.wait().__await__()
+        self.wait()
 
 
 class Done(Completion):
@@ -88,15 +111,18 @@ class Channel(ABC):
         self.life = life
 
     @abstractmethod
-    def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
+    def write(
+        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+    ) -> Completion:
         """Puts ``source`` into the peer's memory, then raises the signal word. Sizes must be equal.
 
-        Raises `ArgumentError` at once for sizes that differ; the completion carries what the target refused.
+        ``fence``: the write begins after every earlier read and atomic of this channel is over; the call may wait for
+        them. Raises `ArgumentError` at once for sizes that differ; the completion carries what the target refused.
         """
 
     @abstractmethod
-    def signal(self, target: RemoteView, value: int) -> Completion:
-        """Sets the peer's 8-byte word, after every earlier write of this channel."""
+    def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
+        """Sets the peer's 8-byte word, after every earlier write of this channel; ``fence`` as for ``write``."""
 
     @abstractmethod
     def read(self, target: View, source: RemoteView) -> Completion:
@@ -146,6 +172,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.life = Life()
+        self.callbacks = Callbacks()
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._regions_lock = threading.Lock()
 
@@ -203,7 +230,7 @@ class Device(ABC):
         return self._adopt(memory)
 
     def _adopt(self, memory: Memory) -> Region:
-        counters.registrations += 1
+        counters.add(registrations=1)
         self._bind(memory)
         region = Region(self, memory, self._withdraw)
         with self._regions_lock:
@@ -231,15 +258,9 @@ class Device(ABC):
         self.life.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
-        word = Memory.wrap(bytearray(8))
-        word.bind(self.life)
-
-        def watch() -> None:
-            while word.wait(0, 1, 3600.0, channel.life) == 1:
-                pass
-            call(self.why_lost(channel))
-
-        threading.Thread(target=watch, name="tensorwire-on-lost", daemon=True).start()
+        token = self.callbacks.add(lambda: call(self.why_lost(channel)))
+        channel.life.notify(self.callbacks.notices, token)
+        self.life.notify(self.callbacks.notices, token)
 
     def _check_open(self) -> None:
         if self.life.lost:

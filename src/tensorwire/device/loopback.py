@@ -60,6 +60,7 @@ class LoopbackDevice(Device):
             channel._reverse.lose("its device was closed")
         self._close_regions()
         self.life.lose("the device was closed")
+        self.callbacks.close()
 
 
 class LoopbackChannel(MappedChannel):

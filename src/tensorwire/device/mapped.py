@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tensorwire._native import Memory, put, put_signal
+from tensorwire._native import Life, Memory, Path, put, put_signal
 from tensorwire.device.contract import (
     DONE,
     Channel,
     Completion,
+    Device,
     Failed,
     Signal,
     check_fillable,
@@ -23,6 +24,10 @@ from tensorwire.observe import counters
 class MappedChannel(Channel):
     """A subclass says, in ``_find``, where a peer's region lies."""
 
+    def __init__(self, device: Device, life: Life) -> None:
+        super().__init__(device, life)
+        self._path = Path(life, device.life)
+
     def _find(self, region: RemoteRegion) -> Memory:
         raise NotImplementedError
 
@@ -36,12 +41,22 @@ class MappedChannel(Channel):
             raise self._refused("the region is read-only for this key")
         if word and (memory.address + view.offset) % 8:
             raise self._refused("the word is not 8-byte aligned")
+        self._path.remember(view, memory, write)
         return memory
 
     def _refused(self, why: str) -> RemoteAccessError:
         return RemoteAccessError(f"{self.device.name}: the target refused: {why}")
 
-    def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
+    # Every operation is over when it returns: there is nothing that a fence could wait for.
+
+    def write(
+        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+    ) -> Completion:
+        if self._path.write(source, target, signal):
+            return DONE
+        return self._write(source, target, signal)
+
+    def _write(self, source: View, target: RemoteView, signal: Signal | None) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
         check_signal(signal)
         self._check_alive()
@@ -61,18 +76,22 @@ class MappedChannel(Channel):
             )
         return DONE
 
-    def signal(self, target: RemoteView, value: int) -> Completion:
+    def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
+        if self._path.signal(target, value):
+            return DONE
         check_signal((target, value))
         self._check_alive()
         try:
             memory = self._resolve(target, write=True, word=True)
         except RemoteAccessError as error:
             return Failed(error)
-        counters.messages += 1
+        counters.add(messages=1)
         memory.store(target.offset, value)
         return DONE
 
     def read(self, target: View, source: RemoteView) -> Completion:
+        if self._path.read(target, source):
+            return DONE
         check_sizes(source.nbytes, target.nbytes)
         check_fillable(target)
         self._check_alive()
@@ -97,7 +116,7 @@ class MappedChannel(Channel):
         check_word(target)
         self._check_alive()
         memory = self._resolve(target, write=True, word=True)
-        counters.messages += 1
+        counters.add(messages=1)
         return memory
 
     def map(self, target: RemoteView) -> Memory | None:
@@ -106,7 +125,4 @@ class MappedChannel(Channel):
 
 
 def _count(nbytes: int) -> None:
-    counters.messages += 1
-    counters.bytes += nbytes
-    counters.copies += 1
-    counters.copied_bytes += nbytes
+    counters.add(messages=1, bytes=nbytes, copies=1, copied_bytes=nbytes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from tensorwire._native import Memory
+from tensorwire._native import Memory, RemoteView, View
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
+
+__all__ = ["Access", "Region", "RemoteRegion", "RemoteView", "View", "check_range"]
 
 if TYPE_CHECKING:
     from tensorwire.device.contract import Channel, Device
@@ -25,22 +27,6 @@ def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
     """Refuses a span that does not lie within ``length`` bytes."""
     if offset < 0 or nbytes < 0 or offset + nbytes > length:
         raise ArgumentError(f"{what}: bytes {offset}..{offset + nbytes} are outside its {length} bytes")
-
-
-class View:
-    """A part of a region: what a write sends and a read fills. Prepare it once, use it every step."""
-
-    __slots__ = ("nbytes", "offset", "region")
-
-    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
-        self.region = region
-        self.offset = offset
-        self.nbytes = nbytes
-
-    @property
-    def buffer(self) -> memoryview:
-        """The bytes themselves."""
-        return memoryview(self.region)[self.offset : self.offset + self.nbytes]
 
 
 class Region(Memory):
@@ -85,18 +71,23 @@ class Region(Memory):
         Raises `PeerLost`, `WaitTimeout` (the word may still be written later), `RegionClosed` (also when it is closed
         meanwhile), or `ArgumentError` for an offset that is no aligned word of this region.
         """
-        check_range("region", offset, 8, self.nbytes)
-        if (self.address + offset) % 8 or not 0 <= at_least < 2**64:
-            raise ArgumentError("a signal word is 8-byte aligned and holds 0 to 2**64 - 1")
-        if self.closed:
-            raise RegionClosed("this region was closed: nothing can arrive in it any more")
-        outcome = Memory.wait(self, offset, at_least, timeout, channel.life if channel is not None else None)
-        if outcome == 0:
-            return
+        try:
+            outcome = self._wait(offset, at_least, timeout, None if channel is None else channel.life)
+        except (IndexError, TypeError, ValueError):
+            check_range("region", offset, 8, self.nbytes)
+            if (self.address + offset) % 8 or not 0 <= at_least < 2**64:
+                raise ArgumentError("a signal word is 8-byte aligned and holds 0 to 2**64 - 1") from None
+            raise
+        if outcome:
+            self._raise(outcome, at_least, timeout, channel)
+
+    _wait = Memory.wait  # the short way on the hot path: the native method itself
+
+    def _raise(self, outcome: int, at_least: int, timeout: float, channel: Channel | None) -> NoReturn:
         if outcome == 1:
             raise WaitTimeout(f"a signal did not reach {at_least} within {timeout:g} s; it may still arrive")
         if self.closed:
-            raise RegionClosed("this region was closed while something waited on it")
+            raise RegionClosed("this region was closed: nothing can arrive in it any more")
         raise PeerLost(self.device.why_lost(channel))
 
     def close(self) -> None:
@@ -160,14 +151,3 @@ class RemoteRegion:
         if magic != _MAGIC or version != _VERSION or device >= len(_DEVICES) or access > 1:
             raise ArgumentError("not a remote region of this version of Tensorwire")
         return cls(_DEVICES[device], key, length, "write" if access else "read", address)
-
-
-class RemoteView:
-    """A part of a peer's region: where a write lands and a read comes from."""
-
-    __slots__ = ("nbytes", "offset", "region")
-
-    def __init__(self, region: RemoteRegion, offset: int, nbytes: int) -> None:
-        self.region = region
-        self.offset = offset
-        self.nbytes = nbytes

@@ -132,6 +132,7 @@ class ShmDevice(Device):
         self._close_regions()
         self._acceptor.close()
         self._monitor.close()
+        self.callbacks.close()
 
 
 class ShmChannel(MappedChannel):

@@ -30,7 +30,6 @@ from tensorwire.device.contract import (
 )
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
-from tensorwire.observe import counters
 
 _POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
 # On loopback large buffers only spill the cache; on real links the kernel's autotuning must stay on.
@@ -123,17 +122,25 @@ class TcpDevice(Device):
         for key in region.keys.values():
             self._engine.withdraw(key)
 
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._end_channels(reason)
+
+    def _end_channels(self, reason: str) -> None:
+        with self._lock:
+            channels, self._channels = self._channels, set()
+        for channel in channels:
+            channel._connection.close(reason)
+
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
         self.life.lose("the device was closed")
-        with self._lock:
-            channels, self._channels = self._channels, set()
-        for channel in channels:
-            channel._connection.close("the channel was closed")
+        self._end_channels("the channel was closed")
         self._close_regions()
         self._acceptor.close()
         self._engine.close()
+        self.callbacks.close()
 
 
 class TcpChannel(Channel):
@@ -144,7 +151,9 @@ class TcpChannel(Channel):
         self._connection = connection
         self._engine = device._engine
 
-    def write(self, source: View, target: RemoteView, signal: Signal | None = None) -> Completion:
+    def write(
+        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+    ) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
         check_signal(signal)
         self._check_alive()
@@ -154,18 +163,16 @@ class TcpChannel(Channel):
         key, at, value = (
             (signal[0].region.key, signal[0].offset, signal[1]) if signal is not None else (0, NO_SIGNAL, 0)
         )
-        counters.messages += 1
-        counters.bytes += source.nbytes
         posted = self._connection.write(
-            source.region, source.offset, source.nbytes, region.key, target.offset, key, at, value, _POST_SECONDS
+            source.region, source.offset, source.nbytes, region.key, target.offset, key, at, value, _POST_SECONDS, fence
         )
         return self._completion(posted, source.region)
 
-    def signal(self, target: RemoteView, value: int) -> Completion:
+    def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
         check_signal((target, value))
         self._check_alive()
-        counters.messages += 1
-        return self._completion(self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS))
+        posted = self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS, fence)
+        return self._completion(posted)
 
     def read(self, target: View, source: RemoteView) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
@@ -173,8 +180,6 @@ class TcpChannel(Channel):
         self._check_alive()
         if target.region.closed:
             raise RegionClosed("the target region was closed")
-        counters.messages += 1
-        counters.bytes += source.nbytes
         posted = self._connection.read(
             target.region, target.offset, target.nbytes, source.region.key, source.offset, _POST_SECONDS
         )
@@ -195,7 +200,6 @@ class TcpChannel(Channel):
 
     def _atomic(self, post: Callable[..., int], *arguments: int, timeout: float) -> int:
         self._check_alive()
-        counters.messages += 1
         posted = post(*arguments, timeout)
         self._completion(posted).wait(timeout)
         return self._connection.old_value(posted)
@@ -229,6 +233,12 @@ class TcpCompletion(Completion):
     @property
     def done(self) -> bool:
         return self._channel._connection.done >= self._posted or self._channel.lost
+
+    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
+        channel = self._channel
+        callbacks = channel.device.callbacks
+        token = callbacks.add(lambda: call(self))
+        channel._connection.notify(self._posted, callbacks.notices, token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel

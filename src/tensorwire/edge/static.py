@@ -108,7 +108,7 @@ class Producer:
             self._sent[at] = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
             return
         if payload:
-            counters.mapped_bytes += self.nbytes
+            counters.add(mapped_bytes=self.nbytes)
         self._channel.signal(self._arrival, step)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tensorwire.observe.counters import counters
+from tensorwire.observe.counting import counters
 
 clock = time.monotonic  # one clock for all processes of a machine
 

@@ -154,8 +154,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             if value is None:
                 continue
             slot.copy_(value[piece.start : piece.stop])
-            counters.copies += 1
-            counters.copied_bytes += slot.nbytes
+            counters.add(copies=1, copied_bytes=slot.nbytes)
         self._client.send(bucket)
 
     def _gradients(self) -> list[torch.Tensor | None]:

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from tensorwire import _native
 
-@dataclass
+
+@dataclass(frozen=True)
 class Counters:
-    """Totals since the process began.
+    """Totals, since the process began or since an earlier look.
 
     ``messages``: writes, reads, signals and atomics handed to a device. ``bytes``: their payload.
     ``mapped_bytes``: payload that was born in mapped memory and sent by signal alone: no byte moved.
@@ -30,20 +32,38 @@ class Counters:
     rpcs: int = 0
     pickles: int = 0
 
+
+class LiveCounters:
+    """The counters as they are now, each by its name. They are atomic, and native code counts here too."""
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return _native.counted()[_PLACES[name]]
+        except KeyError:
+            raise AttributeError(f"no such counter: {name}") from None
+
+    def add(self, **amounts: int) -> None:
+        """Adds to counters by name."""
+        for name, amount in amounts.items():
+            _native.count(_PLACES[name], amount)
+
     def snapshot(self) -> Counters:
         """A copy that later events do not change."""
-        return Counters(**asdict(self))
+        return Counters(**dict(zip(_native.COUNTERS, _native.counted(), strict=True)))
 
     def since(self, earlier: Counters) -> Counters:
         """What happened after ``earlier``."""
-        return Counters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+        now = self.snapshot()
+        return Counters(**{f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)})
 
 
-counters = Counters()
+_PLACES = {name: place for place, name in enumerate(_native.COUNTERS)}
+
+counters = LiveCounters()
 
 
 @contextlib.contextmanager
-def pickles_counted() -> Iterator[Counters]:
+def pickles_counted() -> Iterator[LiveCounters]:
     """Counts, for as long as it is active, every call of the ``pickle`` module's entry points in this process."""
     names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
     originals = {name: getattr(pickle, name) for name in names}
@@ -51,7 +71,7 @@ def pickles_counted() -> Iterator[Counters]:
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
-            counters.pickles += 1
+            counters.add(pickles=1)
             return original(*args, **kwargs)
 
         return call

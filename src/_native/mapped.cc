@@ -1,0 +1,145 @@
+// The short way of an operation on mapped memory: prepared views, a few checks, a copy and a store.
+//
+// A remote view remembers where its region lies for one path (one channel). Whatever is unusual, from a first use to a
+// closed region, is left to the caller: nothing has happened then.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include "count.h"
+#include "memory.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tw {
+namespace {
+
+struct View {
+    nb::object region;
+    std::shared_ptr<Span> span;
+    u64 offset, nbytes;
+};
+
+struct RemoteView {
+    nb::object region;
+    u64 offset, nbytes;
+    u64 path = 0;  // the path that this was resolved for; 0: none
+    std::weak_ptr<Span> span;
+    bool writable = false;
+};
+
+u64 next_path = 1;  // with the GIL
+
+class Path {
+  public:
+    Path(std::shared_ptr<Life> life, std::shared_ptr<Life> device) : life_(std::move(life)), device_(std::move(device)), id_(next_path++) {}
+
+    void remember(RemoteView& view, const Memory& memory, bool writable) const {
+        view.span = memory.span;
+        view.writable = writable;
+        view.path = id_;
+    }
+
+    bool write(const View& source, const RemoteView& target, nb::handle signal) const {
+        const auto to = find(target, true);
+        if (!to || source.nbytes != target.nbytes || closed(*source.span)) return false;
+        Flag flag;
+        if (!signal.is_none() && !take(signal, flag)) return false;
+        move(to->base + target.offset, source.span->base + source.offset, source.nbytes);
+        if (flag.span) raise(*flag.span, flag.offset, flag.value);
+        moved(source.nbytes);
+        return true;
+    }
+
+    bool signal(const RemoteView& target, nb::handle value) const {
+        Flag flag;
+        if (!take(target, value, flag)) return false;
+        raise(*flag.span, flag.offset, flag.value);
+        count(Counter::messages);
+        return true;
+    }
+
+    bool read(const View& target, const RemoteView& source) const {
+        const auto from = find(source, false);
+        if (!from || source.nbytes != target.nbytes || closed(*target.span) || !target.span->writable) return false;
+        move(target.span->base + target.offset, from->base + source.offset, source.nbytes);
+        moved(source.nbytes);
+        return true;
+    }
+
+  private:
+    struct Flag {
+        std::shared_ptr<Span> span;
+        u64 offset = 0, value = 0;
+    };
+
+    static bool closed(const Span& span) { return span.header->closed.load(std::memory_order_acquire); }
+
+    static void moved(u64 nbytes) {
+        count(Counter::messages);
+        count(Counter::bytes, nbytes);
+        count(Counter::copies);
+        count(Counter::copied_bytes, nbytes);
+    }
+
+    std::shared_ptr<Span> find(const RemoteView& view, bool write) const {
+        if (view.path != id_ || life_->lost() || device_->lost() || (write && !view.writable)) return nullptr;
+        auto span = view.span.lock();
+        return span && !closed(*span) ? span : nullptr;
+    }
+
+    bool take(nb::handle signal, Flag& flag) const {
+        if (!PyTuple_CheckExact(signal.ptr()) || PyTuple_GET_SIZE(signal.ptr()) != 2) return false;
+        const nb::handle target = PyTuple_GET_ITEM(signal.ptr(), 0);
+        return nb::isinstance<RemoteView>(target) && take(*nb::inst_ptr<RemoteView>(target), PyTuple_GET_ITEM(signal.ptr(), 1), flag);
+    }
+
+    bool take(const RemoteView& target, nb::handle value, Flag& flag) const {
+        if (target.nbytes != 8 || target.offset % 8 || !PyLong_CheckExact(value.ptr())) return false;
+        flag.span = find(target, true);
+        if (!flag.span || !flag.span->aligned(target.offset)) return false;
+        flag.offset = target.offset;
+        flag.value = PyLong_AsUnsignedLongLong(value.ptr());
+        if (flag.value != ~u64{0} || !PyErr_Occurred()) return true;
+        PyErr_Clear();  // does not fit
+        flag.span = nullptr;
+        return false;
+    }
+
+    const std::shared_ptr<Life> life_, device_;
+    const u64 id_;
+};
+
+}  // namespace
+
+void bind_mapped(nb::module_& m) {
+    nb::class_<View>(m, "View", "A part of a region: what a write sends and a read fills. Prepare it once, use it every step.")
+        .def("__init__", [](View* self, nb::object region, u64 offset, u64 nbytes) {
+                 auto span = nb::cast<const Memory&>(region).span;
+                 new (self) View{std::move(region), std::move(span), offset, nbytes};
+             }, "region"_a, "offset"_a, "nbytes"_a)
+        .def_prop_ro("region", [](const View& v) { return v.region; }, nb::sig("def region(self) -> tensorwire.device.region.Region"))
+        .def_prop_ro("buffer", [](const View& v) {
+                 const nb::object whole = nb::steal(PyMemoryView_FromObject(v.region.ptr()));
+                 return nb::object(whole[nb::slice(nb::int_(v.offset), nb::int_(v.offset + v.nbytes), nb::none())]);
+             }, nb::sig("def buffer(self) -> memoryview"), "The bytes themselves.")
+        .def_ro("offset", &View::offset)
+        .def_ro("nbytes", &View::nbytes);
+
+    nb::class_<RemoteView>(m, "RemoteView", "A part of a peer's region: where a write lands and a read comes from.")
+        .def("__init__", [](RemoteView* self, nb::object region, u64 offset, u64 nbytes) { new (self) RemoteView{std::move(region), offset, nbytes}; },
+             "region"_a, "offset"_a, "nbytes"_a)
+        .def_prop_ro("region", [](const RemoteView& v) { return v.region; }, nb::sig("def region(self) -> tensorwire.device.region.RemoteRegion"))
+        .def_ro("offset", &RemoteView::offset)
+        .def_ro("nbytes", &RemoteView::nbytes);
+
+    nb::class_<Path>(m, "Path", "The short way of a channel over mapped memory. False: nothing was done, take the long way.")
+        .def("__init__", [](Path* self, std::shared_ptr<Life> life, std::shared_ptr<Life> device) { new (self) Path(std::move(life), std::move(device)); },
+             "life"_a, "device"_a)
+        .def("remember", &Path::remember, "view"_a, "memory"_a, "writable"_a, "Where the region of a view lies, in this channel.")
+        .def("write", &Path::write, "source"_a, "target"_a, "signal"_a.none())
+        .def("signal", &Path::signal, "target"_a, "value"_a)
+        .def("read", &Path::read, "target"_a, "source"_a);
+}
+
+}  // namespace tw

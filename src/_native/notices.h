@@ -1,0 +1,48 @@
+// Tokens from native threads to the one thread that runs Python's callbacks.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "door.h"
+
+namespace tw {
+
+// Shared with Python from within: dropping it must never need the GIL.
+class Notices : public std::enable_shared_from_this<Notices> {
+  public:
+    void post(u64 token) {
+        {
+            std::lock_guard g(mutex_);
+            tokens_.push_back(token);
+        }
+        some_.notify_one();
+    }
+
+    // 0: closed and empty.
+    u64 take() {
+        std::unique_lock g(mutex_);
+        some_.wait(g, [&] { return closed_ || !tokens_.empty(); });
+        if (tokens_.empty()) return 0;
+        const u64 token = tokens_.front();
+        tokens_.pop_front();
+        return token;
+    }
+
+    void close() {
+        {
+            std::lock_guard g(mutex_);
+            closed_ = true;
+        }
+        some_.notify_all();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable some_;
+    std::deque<u64> tokens_;
+    bool closed_ = false;
+};
+
+}  // namespace tw
