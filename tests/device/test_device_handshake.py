@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import msgspec
 import pytest
-from conftest import Pair
-from device_peer import DEVICES, SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorwire.device import Device, ShmDevice, TcpDevice, handshake
 from tensorwire.device.tcp import Address
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError, TensorwireError
+from tensorwire.testing.fixtures import SEEDED, InThread, Pair
+from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.spec import Spec
 
-InThread = Callable[[Callable[[], object]], threading.Thread]
 SECRET = b"s" * 32
 
 
@@ -146,7 +144,7 @@ def test_an_acceptor_that_falls_silent_is_not_a_wrong_secret(in_thread: InThread
         thread.join()
 
 
-@settings(max_examples=100)
+@settings(SEEDED, max_examples=100)
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: handshake.MAGIC + tail)))
 def test_garbage_is_a_typed_error(garbage: bytes) -> None:
     for side in (lambda sock: handshake.accept(sock, SECRET), lambda sock: handshake.initiate(sock, SECRET, b"x")):
@@ -165,8 +163,8 @@ def test_a_drip_of_bytes_does_not_hold_the_acceptor() -> None:
             handshake.accept(b, SECRET)
 
 
-def test_a_wrong_token_is_refused(far_kind: str) -> None:
-    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
+def test_a_wrong_token_is_refused(far_spec: Spec) -> None:
+    with far_spec.make() as device, far_spec.make() as other:
         if isinstance(device, TcpDevice):
             host = msgspec.structs.replace(device._address, token=b"x" * 32)
             address = msgspec.msgpack.encode(host)
@@ -179,7 +177,7 @@ def test_a_wrong_token_is_refused(far_kind: str) -> None:
 
 
 def test_strangers_disturb_nobody(pair: Pair) -> None:
-    if pair.kind == "loopback":
+    if not pair.target.capabilities.other_processes:
         pytest.skip("nobody else can reach it")
     silent = [raw_connection(pair.target) for _ in range(5)]
     for garbage in (
@@ -199,32 +197,8 @@ def test_strangers_disturb_nobody(pair: Pair) -> None:
         sock.close()
 
 
-def test_a_device_that_is_gone_cannot_be_reached(kind: str) -> None:
-    with DEVICES[kind]() as device:
-        address = device.address
-    with DEVICES[kind]() as other:
-        with pytest.raises(PeerLost):
-            other.connect(address, timeout=SECONDS)
-        with pytest.raises(PeerLost):
-            device.connect(other.address, timeout=SECONDS)
-
-
 def test_an_acceptor_that_says_nothing_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
         address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
         with pytest.raises(PeerLost):
             device.connect(address, timeout=0.1)
-
-
-def test_many_connect_at_once(far_kind: str, in_thread: InThread) -> None:
-    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
-        region = device.allocate(8)
-
-        def connect() -> None:
-            for _ in range(5):
-                with other.connect(device.address) as channel:
-                    channel.fetch_add(region.remote().view(), 1)
-
-        for thread in [in_thread(connect) for _ in range(16)]:
-            thread.join()
-        assert region.load(0) == 80

@@ -5,13 +5,11 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-from conftest import Pair
-from device_peer import SECONDS, array, pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_device_handshake import check_works, raw_connection, send_and_end, until_end
@@ -20,8 +18,9 @@ from tensorwire.device import Channel, Region, TcpDevice, handshake
 from tensorwire.device import tcp as tcp_module
 from tensorwire.device.tcp import Address
 from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
-
-InThread = Callable[[Callable[[], object]], threading.Thread]
+from tensorwire.testing.fixtures import SEEDED, InThread, Pair
+from tensorwire.testing.patterns import SECONDS, array, pattern
+from tensorwire.testing.spec import Spec
 
 FRAME = struct.Struct("<4sIQQQQQQQ")
 WRITE, READ, FETCH_ADD, COMPARE_SWAP, ACK, REFUSE, DATA, OLD_VALUE = 1, 2, 3, 4, 16, 17, 18, 19
@@ -43,8 +42,8 @@ def frame(
 
 
 @pytest.fixture
-def kind() -> str:
-    return "tcp"
+def spec() -> Spec:
+    return Spec("tensorwire.device:TcpDevice")
 
 
 def authenticated(device: TcpDevice) -> socket.socket:
@@ -145,7 +144,7 @@ def test_no_frame_without_a_key_changes_memory(pair: Pair) -> None:
         numbers(1),
     )
 
-    @settings(max_examples=200)
+    @settings(SEEDED, max_examples=200)
     @given(
         st.lists(st.one_of(fields, st.binary(min_size=64, max_size=64)), min_size=1, max_size=5),
         st.binary(max_size=100),
@@ -163,7 +162,7 @@ def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
     region = pair.target.allocate(1 << 18)
     key, room = region.remote().key, array(region)
 
-    @settings(max_examples=40)
+    @settings(SEEDED, max_examples=40)
     @given(data=st.data(), sizes=st.lists(st.sampled_from([0, 1, 7, 64, 100, 70_000, 200_000]), min_size=1, max_size=6))
     def check(data: st.DataObject, sizes: list[int]) -> None:
         room[:] = 0

@@ -71,6 +71,7 @@ class FaultyDevice(Device):
         super().__init__()
         self.device = device
         self.life = device.life
+        self.callbacks = device.callbacks
         self.name = device.name
         self.capabilities = device.capabilities
         self.seed, self.delay, self.lose_after = seed, delay, lose_after
@@ -121,9 +122,9 @@ class FaultyDevice(Device):
             self._channels.remove(channel)
 
     def close(self) -> None:
-        self.device.close()
         for channel in list(self._channels):
-            channel.close()
+            channel.close()  # what they hold back is called back while there is a thread for it
+        self.device.close()
 
 
 class FaultyChannel(Channel):
@@ -149,11 +150,11 @@ class FaultyChannel(Channel):
         self._check_alive()
         if source.region.closed:
             raise RegionClosed("the source region was closed")
-        return self._post(lambda: self._inner.write(source, target, signal, **_fenced(fence)))
+        return self._post(lambda: self._inner.write(source, target, signal, fence=fence))
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
         check_signal((target, value))
-        return self._post(lambda: self._inner.signal(target, value, **_fenced(fence)))
+        return self._post(lambda: self._inner.signal(target, value, fence=fence))
 
     def read(self, target: View, source: RemoteView) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
@@ -259,11 +260,29 @@ class Held(Completion):
         self._channel = channel
         self._begun = threading.Event()
         self._inner: Completion = DONE  # until it has begun
+        self._calls: list[Callable[[Completion], object]] = []
+        self._lock = threading.Lock()
 
     def hand_on(self, inner: Completion) -> None:
         """From now on it is as ``inner`` says."""
-        self._inner = inner
-        self._begun.set()
+        with self._lock:
+            self._inner = inner
+            self._begun.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            self._pass_on(call)
+
+    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
+        with self._lock:
+            if not self._begun.is_set():
+                self._calls.append(call)
+                return
+        self._pass_on(call)
+
+    def _pass_on(self, call: Callable[[Completion], object]) -> None:
+        callbacks = self._channel.device.callbacks
+        token = callbacks.add(lambda: call(self))
+        self._inner.on_done(lambda _: callbacks.notices.post(token))
 
     @property
     def done(self) -> bool:
@@ -276,7 +295,3 @@ class Held(Completion):
         if not self._begun.wait(max(0.0, timeout)):
             raise WaitTimeout(f"held back for more than {timeout:g} s; the transfer goes on: do not reuse its memory")
         self._inner.wait(max(0.0, end - time.monotonic()))
-
-
-def _fenced(fence: bool) -> dict[str, bool]:
-    return {"fence": True} if fence else {}

@@ -41,6 +41,11 @@ def array(memory: Any) -> Bytes:
     return np.frombuffer(memoryview(memory), np.uint8)
 
 
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def asleep(pid: int, thread: int | None = None) -> bool:
     """Whether a thread (the main one by default) of a process sleeps in the kernel."""
     return Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"

@@ -9,6 +9,8 @@ import pytest
 
 from tensorwire.testing.spec import Spec
 
+pytest.register_assert_rewrite("tensorwire.testing.fixtures", "tensorwire.testing.patterns")
+
 INI = "tensorwire_devices"
 
 

@@ -12,7 +12,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.testing.faulty import FaultyDevice
 
 DELAYED = "+delays"
-DELAY_SECONDS = 0.0005  # long enough that later calls overtake, short enough for thousands of operations
+DELAY_SECONDS = 0.0003  # long enough that later calls overtake, short enough for thousands of operations
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,22 @@ async def completion_of(completion: Completion) -> None:
     await completion
 
 
+def test_many_are_awaited_at_once(pair: Pair) -> None:
+    remote, source = pair.target.allocate(1 << 20).remote(), pair.initiator.allocate(1 << 20)
+
+    async def all_of_them() -> None:
+        threads = threading.active_count()
+        writes = [pair.channel.write(source.view(0, 4096), remote.view(4096 * i, 4096)) for i in range(200)]
+
+        async def one(completion: Completion) -> None:
+            await completion
+
+        await asyncio.gather(*map(one, writes))
+        assert threading.active_count() <= threads + 8  # not one for each
+
+    asyncio.run(all_of_them())
+
+
 class Calls:
     """What was called back, and in which thread."""
 

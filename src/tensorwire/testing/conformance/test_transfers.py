@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,9 +204,3 @@ def test_sizes_and_ranges_are_checked_before_anything_changes(pair: Pair) -> Non
             each()
     assert not array(region).any()
     assert np.all(array(source) == 1)
-
-
-def test_an_address_of_another_kind_is_refused(pair: Pair) -> None:
-    for address in (b"", b"nonsense", os.urandom(48)):
-        with pytest.raises((ArgumentError, ConnectionError)):
-            pair.initiator.connect(address)
