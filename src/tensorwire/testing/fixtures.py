@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,7 +22,7 @@ from tensorwire.testing.patterns import SECONDS
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import Spec
 
-InThread = Callable[[Callable[[], object]], threading.Thread]
+InThread = Callable[..., threading.Thread]  # what to run, and its arguments
 
 # The same examples every time, however slow the machine is today.
 SEEDED = settings(
@@ -126,10 +127,10 @@ def in_thread() -> Iterator[InThread]:
     threads: list[threading.Thread] = []
     errors: list[BaseException] = []
 
-    def begin(work: Callable[[], object]) -> threading.Thread:
+    def begin(work: Callable[..., object], *arguments: Any) -> threading.Thread:
         def run() -> None:
             try:
-                work()
+                work(*arguments)
             except BaseException as error:
                 errors.append(error)
 

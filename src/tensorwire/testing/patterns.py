@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tensorwire.device import Channel, Device, Region, RemoteRegion, View
+from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion, View
 
 SECONDS = 60.0  # for waits that must end long before
 SLOTS = 4  # of an exchange: enough for nobody to wait for credit
@@ -46,9 +46,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def state(pid: int, thread: int) -> str:
+    """What the kernel says of a thread: R runs, S sleeps, T was stopped."""
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def asleep(pid: int, thread: int | None = None) -> bool:
     """Whether a thread (the main one by default) of a process sleeps in the kernel."""
-    return Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return state(pid, thread or pid) == "S"
 
 
 def until_asleep(pid: int, thread: int | None = None) -> None:
@@ -85,7 +90,7 @@ def exchange(device: Device, channel: Channel, mine: Region, theirs: RemoteRegio
     """
     here = array(mine)
     sources = [device.allocate(nbytes) for _ in range(SLOTS)]
-    sent = []
+    sent: list[Completion] = []
     for i in range(1, rounds + 1):
         at = HEAD + i % SLOTS * nbytes
         source = sources[i % SLOTS]

@@ -15,6 +15,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,17 @@ class Peer:
         """Sends a signal to the process."""
         signal.pidfd_send_signal(self._pidfd, number)
 
+    def stop(self) -> None:
+        """Stops the process; none of its threads runs any more when this returns."""
+        self.signal(signal.SIGSTOP)
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            while patterns.state(self.pid, int(task.name)) != "T":
+                os.sched_yield()
+
+    def resume(self) -> None:
+        """Lets it go on."""
+        self.signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Ends the process with SIGKILL, and returns when it has ended. Idempotent."""
         if not self._ended:
@@ -87,6 +99,7 @@ class Peer:
         self._pipe.close()
         try:
             if not self._ended:
+                self.resume()
                 self._ended = bool(select.select([self._pidfd], [], [], SECONDS)[0])
                 assert self._ended, "the other process did not end"
         finally:

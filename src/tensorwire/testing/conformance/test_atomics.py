@@ -60,7 +60,7 @@ def test_threads_and_channels_of_one_process(pair: Pair, in_thread: InThread) ->
         results[name] = contend(channel, remote, ROUNDS, name)
 
     with pair.initiator.connect(pair.target.address) as other:
-        threads = [in_thread(lambda n=n: enter((pair.channel, other)[n % 2], n)) for n in names]  # type: ignore[misc]
+        threads = [in_thread(enter, (pair.channel, other)[n % 2], n) for n in names]
         for thread in threads:
             thread.join()
     words = array(region).view(np.uint64).tolist()

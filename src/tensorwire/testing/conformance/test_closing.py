@@ -7,6 +7,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -20,6 +21,13 @@ from tensorwire.testing.spec import Spec
 NBYTES = 200_000
 MOMENTS = range(6)  # seeds
 ENDS = (PeerLost, RegionClosed, RemoteAccessError)
+
+
+class Closable(Protocol):
+    """A device, a channel, a region."""
+
+    def close(self) -> None:
+        """Idempotent."""
 
 
 class Traffic:
@@ -39,12 +47,12 @@ class Traffic:
         if pair.initiator.capabilities.atomics:
             works.append(self.count)
         chance.shuffle(works)
-        self.threads = [in_thread(lambda work=work: self._until_end(work)) for work in works]  # type: ignore[misc]
+        self.threads = [in_thread(self._until_end, work) for work in works]
         waits: list[Callable[[], object]] = [
             lambda: self.region.wait(NBYTES - 8, 2**63, SECONDS),
             lambda: self.mine.wait(NBYTES - 8, 2**63, SECONDS, pair.channel),
         ]
-        self.waiters = [in_thread(lambda wait=wait: self._until_end(wait)) for wait in waits]  # type: ignore[misc]
+        self.waiters = [in_thread(self._until_end, wait) for wait in waits]
 
     def _until_end(self, work: Callable[[], object]) -> None:
         try:
@@ -103,14 +111,14 @@ def test_closing_in_the_middle(pair: Pair, in_thread: InThread, what: str, momen
     chance = random.Random(f"{what} {moment}")
     traffic = Traffic(pair, in_thread, chance)
     traffic.after(chance.choice([0, 1, 2, 5, 20]))
-    closing = {
+    ends: dict[str, Closable] = {
         "channel": pair.channel,
         "initiator": pair.initiator,
         "target": pair.target,
         "region": traffic.region,
         "source": traffic.mine,
-    }[what]
-    twice = [in_thread(closing.close) for _ in range(2)]  # from two threads at once
+    }
+    twice = [in_thread(ends[what].close) for _ in range(2)]  # from two threads at once
     traffic.join(twice)
     if what in ("region", "source"):
         # The channel lives on, so only those end who need what was closed.
@@ -157,10 +165,11 @@ def test_closing_twice_and_in_any_order(spec: Spec) -> None:
         region = target.allocate(8)
         remote = region.remote()
         channel.signal(remote.view(), 1).wait(SECONDS)
+        closing: dict[str, Closable] = {"c": channel, "t": target, "i": initiator}
         for each in order * 2:
-            {"c": channel, "t": target, "i": initiator}[each].close()
+            closing[each].close()
         assert region.closed
-        assert np.frombuffer(region, np.uint64)[0] == 1  # what looks into it stays valid
+        assert array(region).view(np.uint64)[0] == 1  # what looks into it stays valid
         with pytest.raises(PeerLost):
             channel.signal(remote.view(), 2).wait(SECONDS)
 

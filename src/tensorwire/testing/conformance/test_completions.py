@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +56,7 @@ def test_an_await_does_not_block_the_loop(far: FarPair) -> None:
     if far.device.capabilities.maps:
         pytest.skip("its writes are over whatever the peer does")
     remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
 
     async def until_done() -> list[str]:
         order = []
@@ -68,7 +67,7 @@ def test_an_await_does_not_block_the_loop(far: FarPair) -> None:
 
         async def resume() -> None:
             order.append("resumed")
-            far.peer.signal(signal.SIGCONT)
+            far.peer.resume()
 
         await asyncio.gather(transfer(), resume())
         return order
@@ -81,7 +80,7 @@ def test_a_cancelled_await_leaves_the_transfer_alone(far: FarPair) -> None:
         pytest.skip("its writes are over whatever the peer does")
     remote, source = far.peer.allocate(NBYTES), far.device.allocate(NBYTES)
     array(source)[:] = 8
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     completion = far.channel.write(source.view(), remote.view())
 
     async def give_up() -> None:
@@ -90,7 +89,7 @@ def test_a_cancelled_await_leaves_the_transfer_alone(far: FarPair) -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        far.peer.signal(signal.SIGCONT)
+        far.peer.resume()
         await completion
 
     asyncio.run(give_up())
@@ -174,7 +173,7 @@ def test_callbacks_come_when_the_peer_dies(far: FarPair) -> None:
         pytest.skip("its writes are over whatever the peer does")
     remote, source, calls = far.peer.allocate(32 << 20), far.device.allocate(32 << 20), Calls()
     far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     posted = [far.channel.write(source.view(), remote.view()) for _ in range(3)]
     for completion in posted:
         completion.on_done(calls)

@@ -32,7 +32,7 @@ def test_many_connect_at_once(spec: Spec, in_thread: InThread) -> None:
                 with other.connect(device.address) as channel:
                     channel.signal(region.remote().view(i * 8, 8), 1).wait(SECONDS)
 
-        for thread in [in_thread(lambda i=i: connect(i)) for i in range(16)]:
+        for thread in [in_thread(connect, i) for i in range(16)]:
             thread.join()
         assert bytes(region) == (1).to_bytes(8, "little") * 16
 

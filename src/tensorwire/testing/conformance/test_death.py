@@ -53,7 +53,7 @@ def test_death_wakes_a_wait_that_names_no_channel(far_spec: Spec) -> None:
 def test_death_wakes_a_wait_on_a_completion(far: FarPair, in_thread: InThread) -> None:
     remote, source = far.peer.allocate(64 << 20), far.device.allocate(64 << 20)
     far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)  # mapped, where it can be
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     completions = [far.channel.write(source.view(), remote.view()) for _ in range(2)]
     completions.append(far.channel.read(source.view(), remote.view()))
     one_sided = far.device.capabilities.maps  # then it was over before, whatever the peer does

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tensorwire.device.region import Access
 from tensorwire.errors import OutOfMemory
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import array, resident
@@ -31,7 +32,7 @@ def test_memory_is_zeroed_aligned_and_writable(spec: Spec) -> None:
 
 def test_an_array_outlives_its_region_and_its_device(spec: Spec) -> None:
     with spec.make() as device:
-        here = np.frombuffer(device.allocate(4096), np.uint8)
+        here = array(device.allocate(4096))
         there = np.from_dlpack(device.allocate(4096))
         here[:] = there[:] = 7
     gc.collect()
@@ -54,9 +55,10 @@ def test_more_than_the_machine_has_is_out_of_memory(spec: Spec) -> None:
 
 def test_a_capability_is_the_same_each_time_and_another_for_each_access(spec: Spec) -> None:
     with spec.make() as device, device.allocate(64) as region:
-        for access in ("read", "write"):
-            remote = region.remote(access)  # type: ignore[arg-type]
-            assert remote == region.remote(access)  # type: ignore[arg-type]
+        accesses: tuple[Access, ...] = ("read", "write")
+        for access in accesses:
+            remote = region.remote(access)
+            assert remote == region.remote(access)
             assert (remote.device, remote.length, remote.access) == (device.name, 64, access)
         assert region.remote("read").key != region.remote("write").key
 

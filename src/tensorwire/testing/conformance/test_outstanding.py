@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import deque
 
 import numpy as np
@@ -44,7 +43,7 @@ class Poster:
 def test_a_stopped_peer_stops_who_sends_to_it(far: FarPair, in_thread: InThread) -> None:
     remote = far.peer.allocate(64)
     far.channel.signal(remote.view(8, 8), 0).wait(SECONDS)
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     poster, before = Poster(), resident()
 
     def post() -> None:
@@ -59,7 +58,7 @@ def test_a_stopped_peer_stops_who_sends_to_it(far: FarPair, in_thread: InThread)
         seen = poster.posted
         thread.join(0.01)
     grown = resident() - before
-    far.peer.signal(signal.SIGCONT)
+    far.peer.resume()
     thread.join()
     assert poster.posted == OPERATIONS
     assert poster.most <= MOST_OUTSTANDING
@@ -73,10 +72,10 @@ def test_large_writes_to_a_stopped_peer_are_not_copied(far: FarPair) -> None:
     array(source)[:] = 9
     far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)
     before = resident()
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     completions = [far.channel.write(source.view(), remote.view()) for _ in range(count)]
     grown = resident() - before
-    far.peer.signal(signal.SIGCONT)
+    far.peer.resume()
     for completion in completions:
         completion.wait(SECONDS)
     assert grown < MOST_GROWTH

@@ -59,7 +59,7 @@ def test_many_threads_use_one_channel(pair: Pair, in_thread: InThread) -> None:
             pair.channel.read(back.view(), remote.view(at, 1 << 16)).wait(SECONDS)
             assert np.all(array(back) == i)
 
-    for thread in [in_thread(lambda i=i: use(i)) for i in range(8)]:  # type: ignore[misc]
+    for thread in [in_thread(use, i) for i in range(8)]:
         thread.join()
     assert np.array_equal(array(region), array(source))
 
@@ -79,7 +79,7 @@ def test_channels_do_not_mix(far: FarPair, in_thread: InThread) -> None:
                 channel.read(back.view(), there).wait(SECONDS)
                 assert np.array_equal(array(back), array(source))
 
-    for thread in [in_thread(lambda n=n: use(n)) for n in range(count)]:  # type: ignore[misc]
+    for thread in [in_thread(use, n) for n in range(count)]:
         thread.join()
     content = far.peer.call("content", remote.key, 0, count * nbytes)
     want = b"".join(pattern((n + 1) * rounds - 1, nbytes).tobytes() for n in range(count))

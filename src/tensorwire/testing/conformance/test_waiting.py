@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_many_threads_wait_on_one_device(pair: Pair, in_thread: InThread) -> Non
         for i in range(1, rounds + 1):
             region.wait(word * 64, i, SECONDS)
 
-    threads = [in_thread(lambda word=word: wait(word)) for word in range(8)]
+    threads = [in_thread(wait, word) for word in range(8)]
     remote = region.remote()
     for i in range(1, rounds + 1):
         for word in range(8):
@@ -80,17 +81,14 @@ def test_a_store_of_ones_own_wakes_a_waiter(pair: Pair, in_thread: InThread) -> 
     thread.join()
 
 
-def expect(error: type[Exception], work: Callable[[], object]) -> Callable[[], None]:
-    def check() -> None:
-        with pytest.raises(error):
-            work()
-
-    return check
+def check_raises(error: type[Exception] | tuple[type[Exception], ...], work: Callable[..., object], *args: Any) -> None:
+    with pytest.raises(error):
+        work(*args)
 
 
 def test_closing_a_region_ends_a_wait_on_it(pair: Pair, in_thread: InThread) -> None:
     region = pair.target.allocate(8)
-    thread = in_thread(expect(RegionClosed, lambda: region.wait(0, 1, SECONDS)))
+    thread = in_thread(check_raises, RegionClosed, region.wait, 0, 1, SECONDS)
     assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     region.close()
@@ -99,7 +97,7 @@ def test_closing_a_region_ends_a_wait_on_it(pair: Pair, in_thread: InThread) -> 
 
 def test_closing_a_device_ends_every_wait(pair: Pair, in_thread: InThread) -> None:
     regions = [pair.target.allocate(8) for _ in range(4)]
-    threads = [in_thread(expect((RegionClosed, PeerLost), lambda r=r: r.wait(0, 1, SECONDS))) for r in regions]  # type: ignore[arg-type]
+    threads = [in_thread(check_raises, (RegionClosed, PeerLost), r.wait, 0, 1, SECONDS) for r in regions]
     for thread in threads:
         assert thread.native_id
         until_asleep(os.getpid(), thread.native_id)
@@ -113,17 +111,14 @@ def test_closing_a_device_ends_every_wait(pair: Pair, in_thread: InThread) -> No
 def test_closing_a_channel_ends_a_wait_for_it_and_no_other(pair: Pair, in_thread: InThread) -> None:
     region = pair.initiator.allocate(8)
     other = pair.initiator.connect(pair.target.address)
-    thread = in_thread(expect(PeerLost, lambda: region.wait(0, 1, SECONDS, other)))
+    thread = in_thread(check_raises, PeerLost, region.wait, 0, 1, SECONDS, other)
     assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     other.close()
     thread.join()
-    for each in (
-        lambda: other.signal(pair.target.allocate(8).remote().view(), 1).wait(SECONDS),
-        lambda: region.wait(0, 1, SECONDS, other),
-    ):
-        with pytest.raises(PeerLost):
-            each()
+    check_raises(PeerLost, region.wait, 0, 1, SECONDS, other)
+    with pytest.raises(PeerLost):
+        other.signal(pair.target.allocate(8).remote().view(), 1).wait(SECONDS)
     assert other.lost
     assert not pair.channel.lost
     with pytest.raises(WaitTimeout):
@@ -132,7 +127,7 @@ def test_closing_a_channel_ends_a_wait_for_it_and_no_other(pair: Pair, in_thread
 
 def test_abort_ends_waits_and_operations(pair: Pair, in_thread: InThread) -> None:
     region = pair.initiator.allocate(8)
-    thread = in_thread(expect(PeerLost, lambda: region.wait(0, 1, SECONDS, pair.channel)))
+    thread = in_thread(check_raises, PeerLost, region.wait, 0, 1, SECONDS, pair.channel)
     assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     pair.initiator.abort("the job ended")
@@ -148,12 +143,12 @@ def test_a_timed_out_write_goes_on(far: FarPair) -> None:
         pytest.skip("its writes are over whatever the peer does")
     remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
     array(source)[:] = 4
-    far.peer.signal(signal.SIGSTOP)
+    far.peer.stop()
     completion = far.channel.write(source.view(), remote.view())
     with pytest.raises(WaitTimeout):
         completion.wait(0.01)
     assert not completion.done
-    far.peer.signal(signal.SIGCONT)
+    far.peer.resume()
     completion.wait(SECONDS)
     assert far.peer.call("content", remote.key, (32 << 20) - 4, 4) == b"\x04" * 4
 
