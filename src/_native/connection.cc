@@ -155,8 +155,10 @@ bool Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
 }
 
 void Connection::update_interest() {
+    sending_.store(!outgoing_.empty(), std::memory_order_relaxed);
     u32 want = EPOLLRDHUP;
     if (initiator_ || outgoing_.size() < most_replies) want |= EPOLLIN;
+    paused_.store(!(want & EPOLLIN), std::memory_order_relaxed);
     if (!outgoing_.empty()) want |= EPOLLOUT;
     if (want == interest_ || dead_) return;
     interest_ = want;
@@ -166,23 +168,34 @@ void Connection::update_interest() {
     epoll_ctl(engine_.inner_, EPOLL_CTL_MOD, fd_, &e);
 }
 
-void Connection::writable() {
+bool Connection::writable() {
     std::vector<std::shared_ptr<Span>> finished;
-    bool sound;
+    bool sound, moved;
     {
         std::lock_guard g(send_mutex_);
+        const size_t before = outgoing_.empty() ? 0 : outgoing_.front().sent;
         sound = flush(finished);
+        moved = !finished.empty() || (!outgoing_.empty() && outgoing_.front().sent != before);
     }
     if (!sound) close("the source of a transfer cannot be read");
+    return moved;
+}
+
+bool Connection::poll() {
+    const bool sent = sending_.load(std::memory_order_relaxed) && writable();
+    return (!paused_.load(std::memory_order_relaxed) && readable()) || sent;
 }
 
 // ---- receiving
 
-void Connection::readable() {
+bool Connection::readable() {
     std::lock_guard g(receive_mutex_);
     receiver_ = std::this_thread::get_id();
+    arrived_ = false;
     if (receive()) acknowledge();
     receiver_ = std::thread::id();
+    midway_.store(in_payload_ || sending_, std::memory_order_relaxed);
+    return arrived_;
 }
 
 // A payload goes straight to its place; what follows it in the same read goes to the staging area.
@@ -221,6 +234,7 @@ bool Connection::receive() {
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (n <= 0) return broken(n == 0 ? "its process closed the connection or died" : strerror(errno));
+        arrived_ = true;
         if (!parse()) return false;
         if (!in_payload_ && end_ - begin_ < sizeof(Frame) && static_cast<size_t>(n) < staging_.size() / 2) break;
     }

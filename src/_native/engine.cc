@@ -17,7 +17,10 @@ namespace tw {
 
 namespace {
 constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3;
-constexpr double drive_spin_seconds = 15e-6;  // a round trip on loopback takes about 10
+constexpr double drive_spin_seconds = 15e-6;   // a round trip on loopback takes about 10
+constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
+constexpr size_t most_recent = 4;
+constexpr u64 turns_per_epoll = 4;
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Life> life) : life_(std::move(life)), pid_(getpid()) {
@@ -163,6 +166,33 @@ Engine::Turn Engine::progress(double seconds) {
         if (ready < 0 && errno == EINTR) return Turn::interrupted;
         if (ready <= 0) return Turn::idle;
     }
+    const Turn turn = seconds > 0 ? Turn::idle : poll_recent();
+    // The others get their turn, but not one system call for each of the recent ones'.
+    if (!recent_.empty() && seconds <= 0 && ++turns_ % turns_per_epoll) return turn;
+    return poll_all() == Turn::busy ? Turn::busy : turn;
+}
+
+Engine::Turn Engine::poll_recent() {
+    bool any = false;
+    for (size_t i = 0; i < recent_.size();) {
+        const auto c = recent_[i].lock();
+        if (!c || c->dead_) {
+            recent_.erase(recent_.begin() + static_cast<ptrdiff_t>(i));
+            continue;
+        }
+        any |= c->poll();
+        i++;
+    }
+    return any ? Turn::busy : Turn::idle;
+}
+
+double Engine::patience() const {
+    for (const auto& weak : recent_)
+        if (const auto c = weak.lock(); c && c->midway()) return midway_spin_seconds;
+    return drive_spin_seconds;
+}
+
+Engine::Turn Engine::poll_all() {
     epoll_event events[64];
     const int n = epoll_wait(inner_, events, 64, 0);
     bool any = false;
@@ -177,6 +207,10 @@ Engine::Turn Engine::progress(double seconds) {
         any = true;
         if (events[i].events & EPOLLOUT) c->writable();
         if (events[i].events & ~static_cast<u32>(EPOLLOUT)) c->readable();
+        const auto same = [&](const std::weak_ptr<Connection>& other) { return other.lock() == c; };
+        if (std::any_of(recent_.begin(), recent_.end(), same)) continue;
+        if (recent_.size() >= most_recent) recent_.erase(recent_.begin());
+        recent_.push_back(c);
     }
     return any ? Turn::busy : Turn::idle;
 }
@@ -188,7 +222,12 @@ void Engine::run() {
         if (stop_) return;
         std::unique_lock g(drive_mutex_, std::try_to_lock);
         if (g) {
-            while (!stop_ && progress(0) == Turn::busy) {}
+            double last = now();
+            while (!stop_) {
+                const double t = now();
+                if (progress(0) == Turn::busy) last = t;
+                else if (t - last >= (patience() > drive_spin_seconds ? midway_spin_seconds : 0)) break;
+            }
         }
     }
 }
@@ -221,7 +260,7 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
         if (turn == Turn::busy) last = t;
-        if (t - last < drive_spin_seconds) continue;
+        if (t - last < drive_spin_seconds || t - last < patience()) continue;
         sleeping_.store(true, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         Turn slept = Turn::busy;

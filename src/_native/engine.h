@@ -73,8 +73,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
     bool flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held; false: close it, once that is released
     void update_interest();                                    // send_mutex_ held
     bool has_room() const { return posted_.load() - done() < most_outstanding; }
-    void writable();
-    void readable();
+    bool poll();                                               // sends and receives what it can; whether anything moved
+    bool midway() const { return midway_.load(std::memory_order_relaxed); }
+    bool writable();
+    bool readable();
     bool receive();
     ssize_t receive_payload();
     ssize_t receive_frames();
@@ -99,6 +101,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const u64 token_;
     const bool initiator_;
     std::atomic<bool> dead_{false};
+    std::atomic<bool> sending_{false}, paused_{false}, midway_{false};  // something is left to send; replies pile up; half way
     Door door_;
 
     // Locks are taken in this order: drive, receive, send, result. None is held while Python's is asked for.
@@ -123,7 +126,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::atomic<std::thread::id> receiver_{};
     std::vector<char> staging_;
     size_t begin_ = 0, end_ = 0;
-    bool in_payload_ = false;
+    bool in_payload_ = false, arrived_ = false;
     Frame frame_{};
     Refusal refused_ = Refusal::none;
     std::shared_ptr<Span> into_;
@@ -156,6 +159,9 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     void drop(u64 token);
     enum class Turn { idle, busy, interrupted };
     Turn progress(double seconds);  // drive_mutex_ held
+    Turn poll_recent();
+    Turn poll_all();
+    double patience() const;        // how long to poll before sleeping
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
     void run();
@@ -170,6 +176,8 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::unordered_map<u64, Exposed> exposed_;
     std::unordered_map<u64, std::shared_ptr<Connection>> connections_;
     u64 next_token_ = 16;
+    std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately, asked without epoll
+    u64 turns_ = 0;
     std::thread thread_;
     pid_t pid_;
 };
