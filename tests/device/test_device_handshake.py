@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from contextlib import contextmanager
@@ -11,8 +10,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire import check_works, raw_connection, send_and_end, until_end
 
-from tensorwire.device import Device, ShmDevice, TcpDevice, handshake
+from tensorwire.device import ShmDevice, TcpDevice, handshake
 from tensorwire.device.tcp import Address
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError, TensorwireError
 from tensorwire.testing.fixtures import SEEDED, InThread, Pair
@@ -29,41 +29,6 @@ def sockets(timeout: float = SECONDS):  # type: ignore[no-untyped-def]
         a.settimeout(timeout)
         b.settimeout(timeout)
         yield a, b
-
-
-def raw_connection(device: Device) -> socket.socket:
-    """A connection to the device's listener that has said nothing yet."""
-    if isinstance(device, TcpDevice):
-        return socket.create_connection((device._address.host, device._address.port), SECONDS)
-    assert isinstance(device, ShmDevice)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(SECONDS)
-    sock.connect(b"\0tensorwire-" + device._name.hex().encode())
-    return sock
-
-
-def until_end(sock: socket.socket) -> None:
-    """Returns when the other side ended the connection."""
-    with contextlib.suppress(ConnectionError):
-        while sock.recv(1 << 16):
-            pass
-
-
-def send_and_end(sock: socket.socket, data: bytes) -> None:
-    """Sends, hangs up, and returns when the other side has seen all of it, or ended the connection."""
-    with contextlib.suppress(OSError):
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-    until_end(sock)
-
-
-def check_works(pair: Pair) -> None:
-    with pair.target.allocate(16) as region:
-        pair.channel.signal(region.remote().view(8, 8), 7).wait(SECONDS)
-        region.wait(8, 7, SECONDS)
-        with pair.initiator.connect(pair.target.address) as another:
-            another.signal(region.remote().view(8, 8), 8).wait(SECONDS)
-        region.wait(8, 8, SECONDS)
 
 
 def test_both_sides_learn_the_purpose(in_thread: InThread) -> None:

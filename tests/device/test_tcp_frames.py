@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device_handshake import check_works, raw_connection, send_and_end, until_end
+from wire import (
+    ACK,
+    COMPARE_SWAP,
+    DATA,
+    FETCH_ADD,
+    FRAME,
+    NONE,
+    OLD_VALUE,
+    READ,
+    REFUSE,
+    WRITE,
+    authenticated,
+    check_works,
+    frame,
+    played,
+    send_and_end,
+    until_end,
+)
 
 from tensorwire.device import Channel, Region, TcpDevice, handshake
 from tensorwire.device import tcp as tcp_module
@@ -22,34 +38,10 @@ from tensorwire.testing.fixtures import SEEDED, InThread, Pair
 from tensorwire.testing.patterns import SECONDS, array, pattern
 from tensorwire.testing.spec import Spec
 
-FRAME = struct.Struct("<4sIQQQQQQQ")
-WRITE, READ, FETCH_ADD, COMPARE_SWAP, ACK, REFUSE, DATA, OLD_VALUE = 1, 2, 3, 4, 16, 17, 18, 19
-NONE = 2**64 - 1
-
-
-def frame(
-    op: int,
-    number: int,
-    *,
-    key: int = 0,
-    offset: int = 0,
-    length: int = 0,
-    signal: tuple[int, int, int] = (0, NONE, 0),
-    magic: bytes = b"TWF1",
-) -> bytes:
-    """The header of docs/devices.md."""
-    return FRAME.pack(magic, op, number, key, offset, length, *signal)
-
 
 @pytest.fixture
 def spec() -> Spec:
     return Spec("tensorwire.device:TcpDevice")
-
-
-def authenticated(device: TcpDevice) -> socket.socket:
-    sock = raw_connection(device)
-    handshake.initiate(sock, device._token, b"tcp")
-    return sock
 
 
 def target(pair: Pair) -> TcpDevice:
@@ -191,22 +183,11 @@ def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
 
 
 @pytest.fixture
-def hostile(in_thread: InThread) -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
+def hostile() -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
     """A device, its channel, and the other end of it, which the test plays by hand."""
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        accepted: list[socket.socket] = []
-
-        def accept() -> None:
-            sock, _ = listener.accept()
-            sock.settimeout(SECONDS)
-            handshake.accept(sock, b"t")
-            accepted.append(sock)
-
-        thread = in_thread(accept)
-        address = Address("127.0.0.1", listener.getsockname()[1], b"t")
-        channel = device.connect(msgspec.msgpack.encode(address))
-        thread.join()
-        with accepted[0] as sock, channel:
+        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        with played(device, listener, address, b"t") as (channel, sock):
             yield device, channel, sock
 
 

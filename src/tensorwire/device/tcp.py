@@ -86,7 +86,10 @@ class TcpDevice(Device):
         try:
             _tune(sock, local=where.host in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
-            sock.connect((where.host, where.port))
+            try:
+                sock.connect((where.host, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                raise ArgumentError("not the address of a tcp device") from None
             handshake.initiate(sock, where.token, b"tcp")
             return self._open(sock)
         except OSError as error:
