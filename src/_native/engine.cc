@@ -109,7 +109,7 @@ void Engine::withdraw(u64 key) {
 bool Engine::look(u64 key, Exposed& out) {
     std::lock_guard g(table_mutex_);
     auto it = exposed_.find(key);
-    if (it == exposed_.end() || it->second.span->header->closed.load(std::memory_order_acquire)) return false;
+    if (it == exposed_.end() || it->second.span->closed()) return false;
     out = it->second;
     return true;
 }
@@ -168,7 +168,7 @@ Engine::Turn Engine::progress(double seconds) {
     }
     const Turn turn = seconds > 0 ? Turn::idle : poll_recent();
     // The others get their turn, but not one system call for each of the recent ones'.
-    if (!recent_.empty() && seconds <= 0 && ++turns_ % turns_per_epoll) return turn;
+    if (turn == Turn::busy && ++turns_ % turns_per_epoll) return turn;
     return poll_all() == Turn::busy ? Turn::busy : turn;
 }
 
@@ -180,7 +180,7 @@ Engine::Turn Engine::poll_recent() {
             recent_.erase(recent_.begin() + static_cast<ptrdiff_t>(i));
             continue;
         }
-        any |= c->poll();
+        if (c->midway()) any |= c->poll();
         i++;
     }
     return any ? Turn::busy : Turn::idle;

@@ -6,27 +6,13 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include "count.h"
-#include "memory.h"
+#include "views.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace tw {
 namespace {
-
-struct View {
-    nb::object region;
-    std::shared_ptr<Span> span;
-    u64 offset, nbytes;
-};
-
-struct RemoteView {
-    nb::object region;
-    u64 offset, nbytes;
-    u64 path = 0;  // the path that this was resolved for; 0: none
-    std::weak_ptr<Span> span;
-    bool writable = false;
-};
 
 u64 next_path = 1;  // with the GIL
 
@@ -42,7 +28,7 @@ class Path {
 
     bool write(const View& source, const RemoteView& target, nb::handle signal) const {
         const auto to = find(target, true);
-        if (!to || source.nbytes != target.nbytes || closed(*source.span)) return false;
+        if (!to || source.nbytes != target.nbytes || source.span->closed()) return false;
         Flag flag;
         if (!signal.is_none() && !take(signal, flag)) return false;
         move(to->base + target.offset, source.span->base + source.offset, source.nbytes);
@@ -61,7 +47,7 @@ class Path {
 
     bool read(const View& target, const RemoteView& source) const {
         const auto from = find(source, false);
-        if (!from || source.nbytes != target.nbytes || closed(*target.span) || !target.span->writable) return false;
+        if (!from || source.nbytes != target.nbytes || target.span->closed() || !target.span->writable) return false;
         move(target.span->base + target.offset, from->base + source.offset, source.nbytes);
         moved(source.nbytes);
         return true;
@@ -73,8 +59,6 @@ class Path {
         u64 offset = 0, value = 0;
     };
 
-    static bool closed(const Span& span) { return span.header->closed.load(std::memory_order_acquire); }
-
     static void moved(u64 nbytes) {
         count(Counter::messages);
         count(Counter::bytes, nbytes);
@@ -85,25 +69,20 @@ class Path {
     std::shared_ptr<Span> find(const RemoteView& view, bool write) const {
         if (view.path != id_ || life_->lost() || device_->lost() || (write && !view.writable)) return nullptr;
         auto span = view.span.lock();
-        return span && !closed(*span) ? span : nullptr;
+        return span && !span->closed() ? span : nullptr;
     }
 
     bool take(nb::handle signal, Flag& flag) const {
-        if (!PyTuple_CheckExact(signal.ptr()) || PyTuple_GET_SIZE(signal.ptr()) != 2) return false;
-        const nb::handle target = PyTuple_GET_ITEM(signal.ptr(), 0);
-        return nb::isinstance<RemoteView>(target) && take(*nb::inst_ptr<RemoteView>(target), PyTuple_GET_ITEM(signal.ptr(), 1), flag);
+        nb::handle value;
+        const RemoteView* target = take_signal(signal, value);
+        return target && take(*target, value, flag);
     }
 
     bool take(const RemoteView& target, nb::handle value, Flag& flag) const {
-        if (target.nbytes != 8 || target.offset % 8 || !PyLong_CheckExact(value.ptr())) return false;
-        flag.span = find(target, true);
-        if (!flag.span || !flag.span->aligned(target.offset)) return false;
+        if (!is_word(target) || !take_value(value, flag.value)) return false;
         flag.offset = target.offset;
-        flag.value = PyLong_AsUnsignedLongLong(value.ptr());
-        if (flag.value != ~u64{0} || !PyErr_Occurred()) return true;
-        PyErr_Clear();  // does not fit
-        flag.span = nullptr;
-        return false;
+        flag.span = find(target, true);
+        return flag.span && flag.span->aligned(target.offset);
     }
 
     const std::shared_ptr<Life> life_, device_;
@@ -127,7 +106,10 @@ void bind_mapped(nb::module_& m) {
         .def_ro("nbytes", &View::nbytes);
 
     nb::class_<RemoteView>(m, "RemoteView", "A part of a peer's region: where a write lands and a read comes from.")
-        .def("__init__", [](RemoteView* self, nb::object region, u64 offset, u64 nbytes) { new (self) RemoteView{std::move(region), offset, nbytes}; },
+        .def("__init__", [](RemoteView* self, nb::object region, u64 offset, u64 nbytes) {
+                 const u64 key = nb::cast<u64>(region.attr("key"));
+                 new (self) RemoteView{std::move(region), key, offset, nbytes};
+             },
              "region"_a, "offset"_a, "nbytes"_a)
         .def_prop_ro("region", [](const RemoteView& v) { return v.region; }, nb::sig("def region(self) -> tensorwire.device.region.RemoteRegion"))
         .def_ro("offset", &RemoteView::offset)

@@ -14,6 +14,7 @@
 #include "memory.h"
 #include "monitor.h"
 #include "notices.h"
+#include "views.h"
 #include "window.h"
 
 namespace nb = nanobind;
@@ -80,7 +81,7 @@ void put_signal(const Memory& source, u64 source_offset, const Memory& target, u
 int wait_outcome(const Target& target, Progress* progress, u64 at_least, double seconds) {
     if (target.reached(at_least)) return 0;
     const double end = now() + seconds;
-    const bool main = gettid() == getpid();
+    const auto main = [] { return gettid() == getpid(); };
     for (;;) {
         Outcome outcome;
         {
@@ -88,7 +89,7 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
             do {
                 const double left = std::max(0.0, end - now());
                 outcome = progress ? progress->wait(target, at_least, left) : wait_parked(target, at_least, left);
-            } while (outcome == Outcome::interrupted && !main);
+            } while (outcome == Outcome::interrupted && !main());
         }
         if (outcome != Outcome::interrupted) return static_cast<int>(outcome);
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -97,7 +98,7 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
 
 int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
     word(m, offset);
-    if (m.span->header->closed.load(std::memory_order_acquire)) return 2;
+    if (m.span->closed()) return 2;
     if (!m.span->has_door()) throw nb::value_error("nobody can wait on read-only memory of a peer");
     const std::shared_ptr<Span> keep = m.span;
     const std::shared_ptr<Progress> progress = keep->progress.lock();
@@ -121,6 +122,26 @@ u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory,
         if (outcome != Outcome::interrupted) return id;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
+}
+
+// The short way of a write with prepared views. 0: something is unusual, and nothing was posted.
+u64 post_write(Connection& c, const View& source, const RemoteView& target, nb::handle signal, bool fence, double seconds) {
+    if (source.nbytes != target.nbytes || source.span->closed() || c.life->lost()) return 0;
+    Frame f;
+    f.op = static_cast<u32>(Op::write);
+    f.key = target.key; f.offset = target.offset; f.length = source.nbytes;
+    if (!signal.is_none()) {
+        nb::handle value;
+        const RemoteView* flag = take_signal(signal, value);
+        if (!flag || !is_word(*flag) || !take_value(value, f.signal_value)) return 0;
+        f.signal_key = flag->key; f.signal_offset = flag->offset;
+    }
+    const u64 id = post(c, f, source.span, source.offset, seconds, fence);
+    if (!id && !c.life->lost()) {
+        PyErr_SetString(PyExc_TimeoutError, "the channel stayed full");
+        throw nb::python_error();
+    }
+    return id;
 }
 
 struct PulseBytes {
@@ -192,7 +213,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
         .def_prop_ro("address", [](const Memory& s) { return reinterpret_cast<uintptr_t>(s.span->base); })
         .def_prop_ro("writable", [](const Memory& s) { return s.span->writable; })
-        .def_prop_ro("closed", [](const Memory& s) { return s.span->header->closed.load(std::memory_order_acquire) != 0; })
+        .def_prop_ro("closed", [](const Memory& s) { return s.span->closed(); })
         .def("mark_closed", &mark_closed, "Ends waits on it, here and where it is mapped; peers are refused.")
         .def("load", [](const Memory& s, u64 offset) { return word(s, offset).load(std::memory_order_acquire); }, "offset"_a)
         .def("store", &store, "offset"_a, "value"_a, "Release store of a signal word, and wake its waiters.")
@@ -254,6 +275,8 @@ NB_MODULE(_native, m) {
                  f.signal_key = signal_key; f.signal_offset = signal_offset; f.signal_value = value;
                  return post(c, f, source.span, source_offset, seconds, fence);
              }, "source"_a, "source_offset"_a, "length"_a, "key"_a, "offset"_a, "signal_key"_a, "signal_offset"_a, "value"_a, "seconds"_a, "fence"_a = false)
+        .def("write_view", &post_write, "source"_a, "target"_a, "signal"_a.none(), "fence"_a, "seconds"_a,
+             "The number of the write; 0: not posted, take the long way. TimeoutError: full all the time.")
         .def("signal", [](Connection& c, u64 key, u64 offset, u64 value, double seconds, bool fence) {
                  Frame f;
                  f.op = static_cast<u32>(Op::write);

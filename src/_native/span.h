@@ -31,6 +31,7 @@ class Span {
     Span& operator=(const Span&) = delete;
 
     bool holds(u64 offset, u64 length) const { return offset <= nbytes && length <= nbytes - offset; }
+    bool closed() const { return header->closed.load(std::memory_order_acquire); }
     bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
     std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
     Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed}; }

@@ -157,6 +157,15 @@ class TcpChannel(Channel):
     def write(
         self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
+        try:
+            posted = self._connection.write_view(source, target, signal, fence, _POST_SECONDS)
+        except TimeoutError:
+            return self._completion(0)
+        if posted:
+            return TcpCompletion(self, posted, source.region)
+        return self._write(source, target, signal, fence)
+
+    def _write(self, source: View, target: RemoteView, signal: Signal | None, fence: bool) -> Completion:
         check_sizes(source.nbytes, target.nbytes)
         check_signal(signal)
         self._check_alive()
