@@ -251,6 +251,7 @@ class TcpCompletion(Completion):
         callbacks = channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         channel._connection.notify(self._posted, callbacks.notices, token)
+        callbacks.rescue(token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel

@@ -283,6 +283,8 @@ class Held(Completion):
         callbacks = self._channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         self._inner.on_done(lambda _: callbacks.notices.post(token))
+        if self._inner.done:
+            callbacks.rescue(token)
 
     @property
     def done(self) -> bool:

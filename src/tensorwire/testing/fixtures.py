@@ -134,7 +134,7 @@ def in_thread() -> Iterator[InThread]:
             except BaseException as error:
                 errors.append(error)
 
-        threads.append(threading.Thread(target=run))
+        threads.append(threading.Thread(target=run, daemon=True))  # a failed test is not to keep the run from ending
         threads[-1].start()
         return threads[-1]
 
