@@ -16,7 +16,7 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
-LAYERS = ["observe", "device", "control", "edge", "store", "launch", "torch", "cli", "testing"]
+LAYERS = ["observe", "device", "control", "edge", "store", "launch", "torch", "bench", "cli", "testing"]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
     "tensorwire.torch": {"StoreOptimizer"},

@@ -16,6 +16,7 @@
     │   ├── ProtocolError               a malformed, oversized or unexpected frame
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
+    ├── ProgramFailed                   a program of a benchmark ended or was silent
     └── ParameterModified               user code changed a parameter that lives in the store
 """
 
@@ -31,6 +32,7 @@ __all__ = [
     "ParameterModified",
     "PeerLost",
     "PlanMismatch",
+    "ProgramFailed",
     "ProtocolError",
     "RegionClosed",
     "RemoteAccessError",
@@ -94,6 +96,10 @@ class PlanMismatch(ControlError):
 
 class JobEnded(TensorwireError):
     """The job ended. The message says who ended it and why."""
+
+
+class ProgramFailed(TensorwireError):
+    """A program of a benchmark ended or was silent. The message has its last words."""
 
 
 class ParameterModified(TensorwireError):

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from tensorwire.cli.bench import bench
 from tensorwire.cli.run import run
 from tensorwire.errors import ArgumentError, TensorwireError
 
@@ -24,6 +25,7 @@ def group() -> None:
 
 
 group.add_command(run)
+group.add_command(bench)
 
 
 def main() -> None:

@@ -1,0 +1,49 @@
+"""iperf3 as a contender: ``target|initiator NBYTES HOST``. A round sends COUNT times NBYTES one way, by cubic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tensorwire.bench.actors.lines import Lines
+
+
+def serve(lines: Lines, host: str) -> None:
+    """The server runs until the benchmark ends it."""
+    command = ["iperf3", "--server", "--bind", host, "--forceflush"]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if "listening" in line:
+            break
+    lines.hello(host)
+    for _ in lines.runs():
+        lines.answer()
+
+
+def send(lines: Lines, nbytes: int) -> None:
+    """A client a round; the time is what it reports of the bytes that the server received."""
+    host = lines.hello()
+    for run in lines.runs():
+        total = nbytes * run.count
+        command = ["iperf3", "--client", host, "--bytes", str(total), "--congestion", "cubic", "--json"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        told = json.loads(done.stdout)
+        if "error" in told:
+            raise SystemExit(told["error"])
+        received = told["end"]["sum_received"]
+        lines.answer(received["seconds"] * total / received["bytes"])
+
+
+def main(role: str, nbytes: str, host: str) -> None:
+    """Runs until its input ends."""
+    lines = Lines()
+    if role == "target":
+        serve(lines, host)
+    else:
+        send(lines, int(nbytes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""How a program of the benchmark is driven: lines on its standard input and output.
+
+It prints one line that its partner needs, reads the partner's, sets up, and prints ``ready``. Then, for each line
+``run ROUND WARM COUNT``, the partners do WARM operations that nobody times and COUNT that the initiator times, check
+what has arrived, and answer with one line of JSON. A program ends with its input. ``bench/peers/lines.h`` is the same
+in C. Programs of other projects import this file alone, so it needs nothing but numpy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+
+_BLOCK = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One round."""
+
+    round: int
+    warm: int
+    count: int
+
+
+class Lines:
+    """This program's side of the conversation. What else it prints goes to standard error."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the benchmark may be killed while we wait
+        self._out: TextIO = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def hello(self, ours: str = "-") -> str:
+        """Gives our line to the next program of the ring, and returns that program's own line."""
+        self._say(ours)
+        return self._hear()
+
+    def runs(self) -> Iterator[Run]:
+        """Says that this program is ready; then its rounds, until the benchmark is done."""
+        self._say("ready")
+        while True:
+            yield Run(*map(int, self._hear().split()[1:]))
+
+    def answer(self, seconds: float = 0.0, **counts: float) -> None:
+        """The round's timed seconds, and what was counted meanwhile."""
+        self._say(json.dumps({"seconds": seconds, **counts}))
+
+    def _say(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+
+    def _hear(self) -> str:
+        line = sys.stdin.readline()
+        if not line:
+            sys.stdout.flush()
+            os._exit(0)  # some libraries crash while an interpreter ends; nothing is left that needs it
+        return line.strip()
+
+
+def pattern(round: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """Bytes that are others in each round: what is stale, missing or torn shows."""
+    block = np.frombuffer(hashlib.shake_128(str(round).encode()).digest(_BLOCK), np.uint8)
+    return np.tile(block, -(-nbytes // _BLOCK))[:nbytes]
+
+
+def check(memory: Any, round: int) -> None:
+    """Raises `SystemExit` unless ``memory`` holds the round's bytes."""
+    here = np.frombuffer(memory, np.uint8)
+    if not np.array_equal(here, pattern(round, here.size)):
+        raise SystemExit("the bytes that arrived are wrong")
+
+
+def timed(run: Run, repeat: Callable[[int], object], warm: Callable[[int], object] | None = None) -> float:
+    """``repeat(n)`` does n operations: ``warm`` or else itself those that warm up, then those that are timed.
+
+    Returns the seconds of the latter.
+    """
+    (warm or repeat)(run.warm)
+    start = time.perf_counter()
+    repeat(run.count)
+    return time.perf_counter() - start

@@ -1,0 +1,187 @@
+"""Writes by the public API with prepared views: ``target|initiator DEVICE NBYTES MODE HOST``.
+
+``ping-pong``: both ends write and wait for the other's signal. ``waiting-target``: the target waits for the last
+signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes are always
+outstanding, the target waits. ``both-ways``: the same from both ends at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tensorwire.bench.actors.lines import Lines, check, pattern, timed
+from tensorwire.device import Completion, Device, RemoteRegion, ShmDevice, TcpDevice
+from tensorwire.errors import WaitTimeout
+from tensorwire.observe import counters
+
+SECONDS = 120.0  # only a guard against hangs
+
+
+def make_device(kind: str, host: str = "127.0.0.1", **options: Any) -> Device:
+    """The device that the command line names."""
+    return ShmDevice(**options) if kind == "shm" else TcpDevice(host, **options)
+
+
+def counts() -> dict[str, float]:
+    """What is told of a round besides its time."""
+    return {name: getattr(counters, name) for name in ("copies", "rpcs", "registrations")}
+
+
+def since(earlier: dict[str, float]) -> dict[str, float]:
+    """What was counted after ``earlier``."""
+    return {name: value - earlier[name] for name, value in counts().items()}
+
+
+def polled(wait: Callable[[float], object]) -> None:
+    """Waits without ever sleeping: ``wait(seconds)`` again and again.
+
+    Only to warm up. Two processes that wake each other up cannot answer within the time that a wait spins, so they
+    would go on sleeping and waking; two that are awake stay awake.
+    """
+    end = time.monotonic() + SECONDS
+    while True:
+        try:
+            wait(1e-6)
+        except WaitTimeout:
+            if time.monotonic() > end:
+                raise
+        else:
+            return
+
+
+class End:
+    """One end of a transfer: an inbox with a signal word behind the payload, and a source of the same size."""
+
+    def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
+        self.word = -(-nbytes // 64) * 64  # a cache line of its own
+        self.inbox = device.allocate(self.word + 64)
+        self.payload = self.inbox.view(0, nbytes).buffer
+        self.source = device.allocate(nbytes)
+        told = lines.hello(f"{device.address.hex()} {self.inbox.remote().pack().hex()}").split()
+        self.channel = device.connect(bytes.fromhex(told[0]))
+        there = RemoteRegion.unpack(bytes.fromhex(told[1]))
+        self.sent, self.there = self.source.view(), there.view(0, nbytes)
+        self.there_word = there.view(self.word, 8)
+        self.at = 0
+
+    def fill(self, round: int) -> None:
+        """Puts the round's bytes into the source."""
+        np.frombuffer(self.sent.buffer, np.uint8)[:] = pattern(round, self.sent.nbytes)
+
+    def wait(self, at_least: int) -> None:
+        """Waits for the peer's signal."""
+        self.inbox.wait(self.word, at_least, SECONDS, self.channel)
+
+    def poll(self, at_least: int) -> None:
+        """The same, always awake."""
+        polled(lambda seconds: self.inbox.wait(self.word, at_least, seconds, self.channel))
+
+    def step(self) -> Completion:
+        """Writes the next payload and its signal."""
+        self.at += 1
+        return self.channel.write(self.sent, self.there, (self.there_word, self.at))
+
+    def ping(self, count: int) -> None:
+        """Writes, then waits for the answer."""
+        write, wait, sent, there, word = self.channel.write, self.inbox.wait, self.sent, self.there, self.there_word
+        offset, channel = self.word, self.channel
+        for i in range(self.at + 1, self.at + count + 1):
+            write(sent, there, (word, i))
+            wait(offset, i, SECONDS, channel)
+        self.at += count
+
+    def pong(self, count: int) -> None:
+        """Waits, then writes the answer."""
+        write, wait, sent, there, word = self.channel.write, self.inbox.wait, self.sent, self.there, self.there_word
+        offset, channel = self.word, self.channel
+        for i in range(self.at + 1, self.at + count + 1):
+            wait(offset, i, SECONDS, channel)
+            write(sent, there, (word, i))
+        self.at += count
+
+    def warm_ping(self, count: int) -> None:
+        """``ping``, always awake."""
+        for _ in range(count):
+            self.step()
+            self.poll(self.at)
+
+    def warm_pong(self, count: int) -> None:
+        """``pong``, always awake."""
+        for _ in range(count):
+            self.poll(self.at + 1)
+            self.step()
+
+    def write(self, count: int) -> None:
+        """Writes and waits for the completion, one after the other."""
+        write, sent, there, word = self.channel.write, self.sent, self.there, self.there_word
+        for i in range(self.at + 1, self.at + count + 1):
+            write(sent, there, (word, i)).wait()
+        self.at += count
+
+    def warm_write(self, count: int) -> None:
+        """``write``, always awake."""
+        for _ in range(count):
+            polled(self.step().wait)
+
+    def stream(self, count: int) -> None:
+        """Writes with two always on their way."""
+        outstanding: deque[Completion] = deque()
+        for _ in range(count):
+            outstanding.append(self.step())
+            if len(outstanding) > 1:
+                outstanding.popleft().wait(SECONDS)
+        while outstanding:
+            outstanding.popleft().wait(SECONDS)
+
+    def receive(self, count: int) -> None:
+        """Waits for the last signal."""
+        self.at += count
+        self.wait(self.at)
+
+    def warm_receive(self, count: int) -> None:
+        """``receive``, always awake."""
+        for _ in range(count):
+            self.at += 1
+            self.poll(self.at)
+
+
+Part = Callable[[int], object]
+
+
+def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
+    """What an end repeats in a mode, and how it warms up."""
+    if mode == "ping-pong":
+        return (end.ping, end.warm_ping) if role == "initiator" else (end.pong, end.warm_pong)
+    if mode == "both-ways" or (mode == "one-way" and role == "initiator"):
+        return end.stream, end.stream
+    if role == "initiator":
+        return end.write, end.warm_write
+    return end.receive, end.receive if mode == "passive-target" else end.warm_receive
+
+
+def main(role: str, kind: str, nbytes: str, mode: str, host: str) -> None:
+    """Runs until its input ends."""
+    lines = Lines()
+    with make_device(kind, host) as device:
+        end = End(lines, device, int(nbytes))
+        repeat, warm = work(end, role, mode)
+        for run in lines.runs():
+            before = counts()
+            end.fill(run.round)
+            seconds = timed(run, repeat, warm)
+            counted = since(before)
+            if role == "target" or mode in ("ping-pong", "both-ways"):
+                end.wait(end.at)
+                check(end.payload, run.round)
+            # The initiator's clock counts; both, where both send.
+            lines.answer(seconds if role == "initiator" or mode == "both-ways" else 0.0, **counted)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,166 @@
+"""One workload: its contenders run in interleaved rounds, and the medians become records."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tensorwire.bench.programs import OURS, Answer, Contender, Stage
+from tensorwire.bench.records import Record, Target
+from tensorwire.bench.show import Notes
+from tensorwire.errors import ProgramFailed
+
+_COUNTS = ("copies", "rpcs", "registrations")
+_MOST_OPERATIONS = 20_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long a measurement is: ``rounds`` of about ``seconds`` for each contender, on these cores."""
+
+    rounds: int
+    seconds: float
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is compared. ``limits``: groups of contenders; the first that was measured is the limit.
+
+    ``per``: how many figures a timed operation stands for; 2 where it is a round trip and the figure is one way.
+    """
+
+    bench: str
+    device: str
+    name: str
+    nbytes: int
+    mode: str
+    contenders: tuple[Contender, ...]
+    limits: tuple[str, ...] = ()
+    target: Target | None = None
+    per: int = 1
+
+
+@dataclass
+class Samples:
+    """Seconds of each round, and counts an operation."""
+
+    seconds: list[float] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """The figure."""
+        return statistics.median(self.seconds)
+
+    def add(self, answers: Sequence[Answer], warm: int, count: int, per: int) -> None:
+        """One round's answers: the slowest end's time, the counts of both ends."""
+        self.seconds.append(max(a["seconds"] for a in answers) / count / per)
+        for name in _COUNTS:
+            if name in answers[-1]:
+                self.counts[name] = sum(a.get(name, 0) for a in answers) / (warm + count)
+
+
+def compare(workload: Workload, settings: Settings, notes: Notes) -> list[Record]:
+    """Measures all contenders in turns; a contender of others that fails is skipped with a note."""
+    with contextlib.ExitStack() as stack:
+        stages: dict[str, tuple[Stage, int]] = {}
+        for contender in workload.contenders:
+            notes.progress(f"{workload.name}: {contender.name}")
+            with _tolerated(contender, notes):
+                stage = stack.enter_context(Stage(contender, settings.cores))
+                stages[contender.name] = (stage, _calibrate(stage, settings.seconds))
+        samples = {name: Samples() for name in stages}
+        for round in range(1, settings.rounds + 1):
+            for name, (stage, count) in _in_turns(stages, round):
+                notes.progress(f"{workload.name}: round {round} of {settings.rounds}: {name}")
+                with _tolerated(stage.contender, notes):
+                    if name in samples:
+                        _round(stage, count, workload.per, samples)
+    groups = {c.name: c.group or c.name for c in workload.contenders}
+    return records(workload, samples, groups)
+
+
+def _round(stage: Stage, count: int, per: int, samples: dict[str, Samples]) -> None:
+    warm = count // 8 + 1
+    try:
+        samples[stage.contender.name].add(stage.run(warm, count), warm, count, per)
+    except ProgramFailed:
+        del samples[stage.contender.name]
+        raise
+
+
+@contextlib.contextmanager
+def _tolerated(contender: Contender, notes: Notes) -> Iterator[None]:
+    try:
+        yield
+    except ProgramFailed as error:
+        if contender.name == OURS:
+            raise
+        notes.skip(f"{contender.name}: {error}")
+
+
+def _in_turns(stages: Mapping[str, tuple[Stage, int]], round: int) -> list[tuple[str, tuple[Stage, int]]]:
+    items = list(stages.items())
+    at = round % max(1, len(items))  # nobody is always the first after a pause
+    return items[at:] + items[:at]
+
+
+def _calibrate(stage: Stage, seconds: float) -> int:
+    """How many operations take about ``seconds``; warms memory and caches as well."""
+    count = 1
+    for part in (0.01, 0.1, 1.0):
+        took = max(stage.run(1, count)[-1]["seconds"] / count, 1e-9)
+        count = max(1, min(_MOST_OPERATIONS, int(part * seconds / took)))
+    return count
+
+
+def records(workload: Workload, samples: Mapping[str, Samples], groups: Mapping[str, str]) -> list[Record]:
+    """A record a contender; the limit is the best of the first group that was measured."""
+    best: dict[str, str] = {}
+    for name, measured in samples.items():
+        group = groups[name]
+        if group not in best or measured.median < samples[best[group]].median:
+            best[group] = name
+    medians = {group: samples[name].median for group, name in best.items()}
+    limit = next((group for group in workload.limits if group in best), None)
+    return [_record(workload, name, samples[name], limit, best, medians) for name in samples]
+
+
+def _record(
+    workload: Workload,
+    name: str,
+    measured: Samples,
+    limit: str | None,
+    best: Mapping[str, str],
+    medians: Mapping[str, float],
+) -> Record:
+    seconds = measured.median
+    record = Record(
+        bench=workload.bench,
+        device=workload.device,
+        peer=name,
+        mode=workload.mode,
+        workload=workload.name,
+        bytes=workload.nbytes,
+        seconds=seconds,
+        # Where no byte moved there is no rate.
+        bytes_per_second=workload.nbytes / seconds if workload.nbytes and workload.mode != "mapped" else None,
+        limit=None if limit is None else best[limit],
+        limit_value=None if limit is None else medians[limit],
+        ratio=None if limit is None else medians[limit] / seconds,
+        copies=measured.counts.get("copies"),
+        rpcs=measured.counts.get("rpcs"),
+        registrations=measured.counts.get("registrations"),
+        low=min(measured.seconds),
+        high=max(measured.seconds),
+        rounds=len(measured.seconds),
+        target=None,
+        met=None,
+    )
+    if workload.target is None or name != OURS:
+        return record
+    judged = record.high if workload.target.worst else seconds
+    return replace(record, target=str(workload.target), met=workload.target.met(judged, medians))

@@ -1,0 +1,106 @@
+"""``--link RATE``: a cable of a known rate, made of two network namespaces, a veth pair and a token bucket at each end.
+
+Against iperf3 on the same cable, in the same run. Both use cubic, so that the congestion control is not what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tensorwire.bench.compare import Workload
+from tensorwire.bench.programs import OURS, Contender, actor, uninterrupted
+from tensorwire.bench.records import Target, size_text
+from tensorwire.errors import Unsupported
+
+# Settings of the token bucket at which the rate is stable.
+RATES = {
+    "1gbit": ("rate", "1gbit", "burst", "128kb", "limit", "1mb"),
+    "10gbit": ("rate", "10gbit", "burst", "1mb", "limit", "4mb"),
+}
+BOTH_WAYS = {"1gbit": 0.95, "10gbit": 0.90}
+ADDRESSES = ("10.213.8.1", "10.213.8.2")
+NBYTES = 16 * 2**20  # of a write
+
+
+@contextlib.contextmanager
+def cable(rate: str) -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces with such a cable between them; gone at the end, whatever happens.
+
+    Raises `Unsupported` where it cannot be made.
+    """
+    if os.geteuid() != 0:
+        raise Unsupported("network namespaces need root")
+    for program in ("ip", "tc", "iperf3"):
+        if shutil.which(program) is None:
+            raise Unsupported(f"needs {program}: apt install iproute2 iperf3")
+    tag = secrets.token_hex(3)
+    names = (f"tw-bench-{tag}-0", f"tw-bench-{tag}-1")
+    try:
+        for name in names:
+            _do("ip", "netns", "add", name)
+        _do("ip", "link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                _do("ip", "-n", name, "link", "set", device, "up")
+            _do("tc", "-n", name, "qdisc", "add", "dev", "cable", "root", "tbf", *RATES[rate])
+        with _cubic_allowed():
+            for name in names:
+                setting = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
+                _do("ip", "netns", "exec", name, "sh", "-c", setting)
+        yield names
+    finally:
+        with uninterrupted():
+            for name in names:
+                # Out of reach of a second Ctrl-C, too.
+                command = ["ip", "netns", "del", name]
+                subprocess.run(command, capture_output=True, check=False, start_new_session=True)
+
+
+@contextlib.contextmanager
+def _cubic_allowed() -> Iterator[None]:
+    """A namespace may only choose from the machine's list; so cubic is put on it for this moment."""
+    path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    allowed = path.read_text().split()
+    if "cubic" in allowed:
+        yield
+        return
+    try:
+        path.write_text(" ".join([*allowed, "cubic"]))
+    except OSError as error:
+        raise Unsupported(f"this kernel has no congestion control cubic: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        path.write_text(" ".join(allowed))
+
+
+def workloads(rate: str, names: tuple[str, str]) -> list[Workload]:
+    """One way, and both ways at once; each against one-way iperf3."""
+    made = []
+    for mode, share in (("one-way", 0.97), ("both-ways", BOTH_WAYS[rate])):
+        ours = Contender(OURS, _inside(names, "transfer", ("tcp", NBYTES, mode)))
+        iperf = Contender("iperf3", _inside(names, "iperf", (NBYTES,)))
+        title = f"tcp over a link of {rate}, writes of {size_text(NBYTES)}, {mode}"
+        target = Target(shares={"iperf3": share})
+        made.append(Workload("device", "tcp", title, NBYTES, mode, (ours, iperf), ("iperf3",), target))
+    return made
+
+
+def _inside(names: tuple[str, str], name: str, arguments: Sequence[object]) -> tuple[tuple[str, ...], ...]:
+    ends = zip(("target", "initiator"), names, ADDRESSES, strict=True)
+    return tuple(
+        ("ip", "netns", "exec", space, *actor(name, role, *arguments, address)) for role, space, address in ends
+    )
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unsupported(f"{' '.join(command[:3])}: {done.stderr.strip() or done.returncode}")

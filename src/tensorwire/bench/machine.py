@@ -1,0 +1,94 @@
+"""On what a benchmark ran: printed with every result, because figures of another machine mean nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from tensorwire.errors import ArgumentError
+
+_MEMORY = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def choose_cores(wanted: str | None) -> tuple[int, ...]:
+    """Two processors for two processes, on different cores where there are several; ``wanted`` is "A,B".
+
+    Raises `ArgumentError` for processors that this process may not use.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if wanted is not None:
+        try:
+            chosen = tuple(int(part) for part in wanted.split(","))
+        except ValueError:
+            raise ArgumentError(f"--cores is two numbers such as 0,1, not {wanted!r}") from None
+        if len(chosen) != 2 or not set(chosen) <= set(allowed):
+            raise ArgumentError(f"--cores {wanted}: two of the processors {_ranges(allowed)}")
+        return chosen
+    first = allowed[0]
+    others = [core for core in allowed if core not in _siblings(first)] or [first]
+    return (first, others[0])
+
+
+def _siblings(core: int) -> set[int]:
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    siblings = {core}
+    try:
+        for part in path.read_text().strip().split(","):
+            low, _, high = part.partition("-")
+            siblings |= set(range(int(low), int(high or low) + 1))
+    except (OSError, ValueError):
+        pass
+    return siblings
+
+
+def describe(cores: tuple[int, ...]) -> list[str]:
+    """Processor, kernel, load and settings that change figures: one line each."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    lines = [
+        f"{_cpu()}, {os.cpu_count()} processors, {memory:.0f} GiB; Linux {platform.release()}, "
+        f"Python {platform.python_version()}",
+        f"pinned: initiator on processor {cores[0]}, target on {cores[1]}; load average "
+        + " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        f"transparent huge pages: {_setting('enabled')}, for shared memory: {_setting('shmem_enabled')}; "
+        f"congestion control: {_congestion()}",
+    ]
+    if cores[0] == cores[1]:
+        lines.append("only one processor: both processes share it, and the figures are those of its scheduler")
+    elif os.getloadavg()[0] > 0.5:
+        lines.append("this machine is busy: compare only figures of this run with each other")
+    return lines
+
+
+def cpu_has(flag: str) -> bool:
+    """Whether the processor says that it has an instruction set."""
+    try:
+        return f" {flag} " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
+    except OSError:
+        return False
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _setting(name: str) -> str:
+    try:
+        text = (_MEMORY / name).read_text()
+    except OSError:
+        return "not in this kernel"
+    return text.partition("[")[2].partition("]")[0] or text.strip()
+
+
+def _congestion() -> str:
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _ranges(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

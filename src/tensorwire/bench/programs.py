@@ -1,0 +1,232 @@
+"""The processes of one contender: started, pinned, introduced to each other, driven by lines, and always ended.
+
+The conversation is described in ``actors/lines.py``; set-up and rounds pass here, payload never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensorwire.errors import ProgramFailed
+
+ACTORS = Path(__file__).parent / "actors"
+HANG_SECONDS = 120.0  # for one answer; only a guard
+OURS = "tensorwire"
+Answer = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who takes part in a comparison: the commands of its programs, the target's first, the initiator's last.
+
+    ``group``: what counts as one limit, by its best. ``asleep``: the target is to sleep while the initiator works.
+    ``stopped``: its programs have threads that do not sleep, so they are stopped while others are measured.
+    """
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    group: str = ""
+    asleep: bool = False
+    stopped: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def actor(name: str, role: str, *arguments: object) -> tuple[str, ...]:
+    """The command of one of Tensorwire's own programs."""
+    return (sys.executable, "-m", f"tensorwire.bench.actors.{name}", role, *map(str, arguments))
+
+
+def pair(program: tuple[str, ...], *arguments: object) -> tuple[tuple[str, ...], ...]:
+    """The commands of target and initiator of the same program."""
+    return tuple((*program, role, *map(str, arguments)) for role in ("target", "initiator"))
+
+
+def actors(name: str, *arguments: object) -> tuple[tuple[str, ...], ...]:
+    """The same for one of Tensorwire's own programs."""
+    return tuple(actor(name, role, *arguments) for role in ("target", "initiator"))
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back: a process must not be started or ended by half."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
+_running: set[Program] = set()
+
+
+def end_all() -> None:
+    """Ends every program that still runs: an interrupt may come where nobody has it in hand yet."""
+    for program in list(_running):
+        program.close()
+
+
+class Program:
+    """One process and the two pipes to it."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], core: int) -> None:
+        self._command = command
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
+        self._read = b""
+        with uninterrupted():
+            try:
+                # A session of its own: Ctrl-C is for the benchmark, which then ends its programs.
+                self.process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._errors.close()
+                raise ProgramFailed(f"{self._name} cannot be started: {error.strerror}") from None
+            _running.add(self)
+        with contextlib.suppress(OSError):  # it has ended already; the first answer will tell
+            os.sched_setaffinity(self.process.pid, [core])
+
+    def fileno(self) -> int:
+        """For ``select``: readable when it has answered or ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def say(self, line: str) -> None:
+        """Gives it a line."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended; ``hear`` tells why
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def hear(self) -> str:
+        """Its next line."""
+        end = time.monotonic() + HANG_SECONDS
+        while b"\n" not in self._read:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self], [], [], left)[0]:
+                raise ProgramFailed(f"{self._name} did not answer within {HANG_SECONDS:g} s")
+            data = os.read(self.fileno(), 65536)
+            if not data:
+                raise ProgramFailed(f"{self._name} ended: {self._last_words()}")
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return line.decode()
+
+    def close(self) -> None:
+        """Ends it, with what it may have started. Idempotent."""
+        with uninterrupted():
+            if self not in _running:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout, self._errors):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+            _running.discard(self)
+
+    @property
+    def _name(self) -> str:
+        return " ".join(Path(word).name for word in self._command if word != "-m")
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its output only
+            self.process.wait(5.0)
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"status {self.process.returncode}"
+
+
+class Stage:
+    """A contender's programs, in a ring: each was told the line of the next one. A context manager."""
+
+    def __init__(self, contender: Contender, cores: Sequence[int]) -> None:
+        self.contender = contender
+        self._rounds = 0
+        self.programs: list[Program] = []
+        environment = {"OMP_NUM_THREADS": "1", **contender.environment}
+        try:
+            for i, command in enumerate(contender.commands):
+                # The target on the second core, the initiator on the first; more take turns.
+                core = cores[(len(contender.commands) - 1 - i) % len(cores)]
+                self.programs.append(Program(command, environment, core))
+            lines = [program.hear() for program in self.programs]
+            for program, line in zip(self.programs, [*lines[1:], lines[0]], strict=True):
+                program.say(line)
+            for program in self.programs:
+                program.hear()  # ready
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, warm: int, count: int) -> list[Answer]:
+        """One round; the answers in the order of the programs, the initiator's last. Raises `ProgramFailed`."""
+        self._rounds += 1  # each has bytes of its own
+        self._signal(signal.SIGCONT)
+        try:
+            return self._run(f"run {self._rounds} {warm} {count}")
+        except ProgramFailed:
+            self.close()  # the other one may be spinning
+            raise
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for program in self.programs if self.contender.stopped else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.process.pid, number)
+
+    def _run(self, line: str) -> list[Answer]:
+        answers: list[Answer] = []
+        if self.contender.asleep:
+            for program in reversed(self.programs):
+                program.say(line)
+                answers.insert(0, json.loads(program.hear()))
+            return answers
+        for program in self.programs:
+            program.say(line)
+        # One may have failed while the other waits for it: whoever speaks or ends is heard first.
+        waiting = list(self.programs)
+        heard: dict[Program, Answer] = {}
+        while waiting:
+            ready, _, _ = select.select(waiting, [], [], HANG_SECONDS)
+            for program in ready or waiting:
+                heard[program] = json.loads(program.hear())
+                waiting.remove(program)
+        return [heard[program] for program in self.programs]
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        for program in self.programs:
+            program.close()
+        self.programs = []
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

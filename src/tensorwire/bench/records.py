@@ -1,0 +1,96 @@
+"""What a measurement is: the record, its modes, and the target it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# The vocabulary of ``mode``; docs/benchmarks.md shows the same table.
+MODES = {
+    "ping-pong": "both ends write and wait for the other's signal; half of a round trip",
+    "passive-target": "the target's process sleeps; the initiator's write, until it is complete",
+    "waiting-target": "the target's process waits for a signal (it polls, then blocks); write and completion",
+    "mapped": "born in the slot, sent by a signal alone: no byte moved; half of a round trip",
+    "one-way": "a stream of writes, two always on their way; time per write",
+    "both-ways": "the same from both ends at once; the slower direction",
+    "idle": "CPU seconds of a process for each second that it waits",
+    "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
+    "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure should reach: at most ``seconds``, and at least a share of the speed of others in the same run.
+
+    ``every``: all of it; else one part is enough. What was not measured is left out. ``worst``: by the slowest round.
+    """
+
+    seconds: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    every: bool = True
+    worst: bool = False
+
+    def __str__(self) -> str:
+        parts = [] if self.seconds is None else [f"<= {time_text(self.seconds)}"]
+        parts += [f">= {share:.2f} of {name}" for name, share in self.shares.items()]
+        return (" and " if self.every else " or ").join(parts)
+
+    def met(self, seconds: float, others: Mapping[str, float]) -> bool | None:
+        """Whether it was reached; ``others``: seconds of each group in this run. None: nothing to compare with."""
+        results = [] if self.seconds is None else [seconds <= self.seconds]
+        results += [others[name] / seconds >= share for name, share in self.shares.items() if name in others]
+        if not results:
+            return None
+        return all(results) if self.every else any(results)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One figure. ``seconds`` is the median over rounds, ``low`` and ``high`` the fastest and slowest round.
+
+    ``ratio`` is the share of the limit's speed, ``limit_value / seconds``. ``copies``, ``rpcs`` and ``registrations``
+    are counts an operation on both ends together; None where nobody counts them.
+    """
+
+    bench: str
+    device: str
+    peer: str
+    mode: str
+    workload: str
+    bytes: int
+    seconds: float
+    bytes_per_second: float | None
+    limit: str | None
+    limit_value: float | None
+    ratio: float | None
+    copies: float | None
+    rpcs: float | None
+    registrations: float | None
+    low: float
+    high: float
+    rounds: int
+    target: str | None
+    met: bool | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people: three digits and a unit."""
+    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if seconds * f >= 1 or u == "us")
+    value = seconds * factor
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for people: the largest unit that divides them."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"

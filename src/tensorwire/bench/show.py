@@ -1,0 +1,147 @@
+"""What a person sees: progress while it runs, then one table; JSON for programs and Markdown for documentation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tensorwire.bench.records import Record, time_text
+from tensorwire.errors import ArgumentError
+
+HEAD = ("what", "mode", "who", "median", "fastest - slowest", "rate", "of the limit", "target", "")
+
+_LARGE = 65536  # bytes; of a smaller transfer the rate says nothing
+
+
+class Notes:
+    """What is told besides the results: progress on a terminal's last line, and what was skipped, on standard error."""
+
+    def __init__(self, update: Callable[[str], None], say: Callable[[str], None]) -> None:
+        self._update = update
+        self._say = say
+        self._told: set[str] = set()
+
+    def progress(self, text: str) -> None:
+        """What is being done now."""
+        self._update(text)
+
+    def skip(self, text: str) -> None:
+        """Something that is not measured, and why; once."""
+        self.say(f"skipped: {text}")
+
+    def say(self, text: str) -> None:
+        """A line that stays; once."""
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
+
+
+@contextlib.contextmanager
+def notes() -> Iterator[Notes]:
+    """On a terminal a spinner with the latest progress; else a line for each workload."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield Notes(lambda text: status.update(text), lambda text: console.print(text, markup=False))
+        return
+    seen: set[str] = set()
+
+    def update(text: str) -> None:
+        workload = text.partition(":")[0]
+        if workload not in seen:
+            seen.add(workload)
+            print(f"measuring {workload}", file=sys.stderr, flush=True)
+
+    yield Notes(update, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def row(record: Record) -> tuple[str, ...]:
+    """A record's cells."""
+    large = record.bytes_per_second is not None and record.bytes >= _LARGE
+    rate = f"{(record.bytes_per_second or 0) / 1e9:.3g} GB/s" if large else ""
+    share = "" if record.ratio is None or record.peer == record.limit else f"{record.ratio:.2f} of {record.limit}"
+    verdict = "" if record.met is None else ("met" if record.met else "MISSED")
+    spread = f"{time_text(record.low)} - {time_text(record.high)}"
+    return (
+        record.workload,
+        record.mode,
+        record.peer,
+        time_text(record.seconds),
+        spread,
+        rate,
+        share,
+        record.target or "",
+        verdict,
+    )
+
+
+def table(records: Sequence[Record], machine: Sequence[str]) -> None:
+    """Prints the results; without frames and colours where there is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        print("\n".join(machine))
+        for line in plain(records):
+            print(line)
+        return
+    shown = Table(*HEAD, caption="\n".join(machine), caption_justify="left")
+    for cells in _grouped(records):
+        if cells is None:
+            shown.add_section()
+        else:
+            style = "bold" if cells[7] else None
+            shown.add_row(*cells[:8], {"met": "[green]met", "MISSED": "[red]MISSED"}.get(cells[8], ""), style=style)
+    console.print(shown)
+
+
+def plain(records: Sequence[Record]) -> list[str]:
+    """The same as aligned text."""
+    rows = [HEAD, *(cells for cells in _grouped(records) if cells is not None)]
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(HEAD))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+
+
+def markdown(records: Sequence[Record], machine: Sequence[str]) -> str:
+    """The same for docs/benchmarks.md."""
+    lines = ["|".join(("", *HEAD, "")), "|".join(("", *["---"] * len(HEAD), ""))]
+    lines += ["| " + " | ".join(cells) + " |" for cells in _grouped(records) if cells is not None]
+    return "\n".join([*lines, "", *(f"{line}  " for line in machine)])
+
+
+def write_json(path: str, records: Sequence[Record], machine: Sequence[str]) -> None:
+    """One list of records. Raises `ArgumentError` for a file that cannot be written."""
+    listed = [{**record.as_dict(), "machine": " | ".join(machine)} for record in records]
+    try:
+        Path(path).write_text(json.dumps(listed, indent=1) + "\n")
+    except OSError as error:
+        raise ArgumentError(f"--json {path}: {error.strerror}") from None
+
+
+def check_json(path: str) -> None:
+    """Raises `ArgumentError` now for a file that could not be written after minutes; leaves it as it is."""
+    there = Path(path).exists()
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"--json {path}: {error.strerror}") from None
+    if not there:
+        Path(path).unlink()
+
+
+def _grouped(records: Sequence[Record]) -> Iterator[tuple[str, ...] | None]:
+    before: tuple[str, str] | None = None
+    for record in records:
+        cells, key = row(record), (record.workload, record.mode)
+        if key == before:
+            yield ("", "", *cells[2:])
+            continue
+        if before is not None:
+            yield None
+        before = key
+        yield cells

@@ -1,0 +1,104 @@
+"""What one call of ``tensorwire bench`` does, from its options to the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tensorwire.bench import edges, faults, idle, links, machine, show, writes
+from tensorwire.bench.baselines import Peers
+from tensorwire.bench.compare import Settings, Workload, compare
+from tensorwire.bench.programs import end_all
+from tensorwire.bench.records import Record
+from tensorwire.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; None and empty: the default of the benchmark."""
+
+    devices: tuple[str, ...] = ("shm", "tcp")
+    sizes: tuple[int, ...] = ()
+    rounds: int | None = None
+    quick: bool = False
+    peers: tuple[str, ...] = ()
+    peer_python: str | None = None
+    links: tuple[str, ...] = ()
+    waiting: bool = False
+    cores: str | None = None
+    json: str | None = None
+    markdown: bool = False
+
+
+def device(options: Options) -> None:
+    """``tensorwire bench device``."""
+    _report(options, _device)
+
+
+def edge(options: Options) -> None:
+    """``tensorwire bench edge``."""
+    _report(options, _edge)
+
+
+def fault(options: Options) -> None:
+    """``tensorwire bench faults``."""
+    _report(options, _faults)
+
+
+def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
+    """Measures, then shows; what was measured is written even if nobody can look at the table."""
+    settings = Settings(
+        rounds=options.rounds or (2 if options.quick else 9),
+        seconds=0.02 if options.quick else 0.2,
+        cores=machine.choose_cores(options.cores),
+    )
+    if options.json is not None:
+        show.check_json(options.json)
+    described = machine.describe(settings.cores)  # before we make load of our own
+    try:
+        with show.notes() as notes:
+            records = measure(options, settings, notes)
+    finally:
+        end_all()
+    if options.json is not None:
+        show.write_json(options.json, records, described)
+    if options.markdown:
+        print(show.markdown(records, described))
+    else:
+        show.table(records, described)
+
+
+def _compare(workloads: Sequence[Workload], settings: Settings, notes: show.Notes) -> list[Record]:
+    return [record for workload in workloads for record in compare(workload, settings, notes)]
+
+
+def _device(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    records: list[Record] = []
+    if options.waiting:
+        seconds = 0.3 if options.quick else 2.0
+        records += idle.measure(options.devices, _at_most(settings, 3), seconds, notes)
+    for rate in options.links:
+        try:
+            with links.cable(rate) as names:
+                long = replace(_at_most(settings, 3), seconds=0.3 if options.quick else 3.0)
+                records += _compare(links.workloads(rate, names), long, notes)
+        except Unsupported as error:
+            notes.skip(f"--link {rate}: {error}")
+    if options.waiting or options.links:
+        return records
+    peers = Peers(options.peers, options.peer_python, notes)
+    return _compare(writes.workloads(options.devices, options.sizes, peers, quick=options.quick), settings, notes)
+
+
+def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    peers = Peers((), None, notes)
+    return _compare(edges.workloads(options.devices, options.sizes, peers), settings, notes)
+
+
+def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    rounds = options.rounds or (2 if options.quick else 20)
+    return faults.measure(options.devices, replace(settings, rounds=rounds), notes, quick=options.quick)
+
+
+def _at_most(settings: Settings, rounds: int) -> Settings:
+    return replace(settings, rounds=min(settings.rounds, rounds))

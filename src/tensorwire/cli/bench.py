@@ -1,0 +1,131 @@
+"""``tensorwire bench``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from tensorwire.errors import ArgumentError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_DEVICES = ("shm", "tcp")
+_LINKS = ("1gbit", "10gbit")
+
+
+def _names(what: str, known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name for name in value.split(",") if name))
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
+        if what and not names:
+            raise click.BadParameter(f"no {what}: one or more of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    sizes = []
+    for part in value.split(",") if value else ():
+        digits = part.strip().rstrip("KMGiBkmgb ")
+        factor = _UNITS.get(part.strip()[len(digits) :].strip().lower())
+        if factor is None or not digits.isdecimal() or not 64 <= int(digits) * factor <= 2**32:
+            raise click.BadParameter(f"{part!r} is not a size from 64 to 4GiB, such as 64, 4KiB or 16MiB")
+        if int(digits) * factor % 64:
+            raise click.BadParameter(f"{part!r} is not a multiple of 64 bytes")
+        sizes.append(int(digits) * factor)
+    return tuple(sizes)
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every benchmark."""
+    for option in (
+        click.option("--markdown", is_flag=True, help="Print the table as Markdown."),
+        click.option("--json", metavar="FILE", help="Write all records to FILE as well."),
+        click.option("--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."),
+        click.option("--quick", is_flag=True, help="Seconds instead of minutes; figures mean little."),
+        click.option("--rounds", type=click.IntRange(1, 1000), help="Interleaved rounds; figures are their medians."),
+        click.option(
+            "--device",
+            "devices",
+            default="shm,tcp",
+            show_default=True,
+            metavar="NAMES",
+            callback=_names("device", _DEVICES),
+            help="Which transports.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+_size_option = click.option("--sizes", default="", metavar="SIZES", callback=_sizes, help="Bytes, as in 64,4KiB,16MiB.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure Tensorwire beside the limits of this machine.
+
+    \b
+    Start here (no root, no network; one to three minutes each):
+      tensorwire bench device
+      tensorwire bench edge
+      tensorwire bench faults
+    """
+
+
+@bench.command()
+@_common
+@_size_option
+@click.option(
+    "--peers",
+    default="none",
+    show_default=True,
+    metavar="NAMES",
+    help="Other libraries: all, or names such as ucx,grpc.",
+)
+@click.option("--peer-python", metavar="PATH", help="The Python that has them; by default this one.")
+@click.option("--waiting", is_flag=True, help="Instead: what waiting costs when there are more processes than cores.")
+@click.option(
+    "--link",
+    "links",
+    default="",
+    metavar="RATES",
+    callback=_names("", _LINKS),
+    help="Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.",
+)
+def device(peers: str, **options: Any) -> None:
+    """Writes over shm and tcp, beside memcpy, blocking sockets and libfabric."""
+    from tensorwire.bench.baselines import parse_peers
+
+    _run("device", peers=tuple(parse_peers(peers)), **options)
+
+
+@bench.command()
+@_common
+@_size_option
+def edge(**options: Any) -> None:
+    """A tensor that is born in its consumer's slot, there and back."""
+    _run("edge", **options)
+
+
+@bench.command()
+@_common
+def faults(**options: Any) -> None:
+    """From the death of a process to the PeerLost of one that waits for it."""
+    _run("fault", **options)
+
+
+def _run(name: str, **options: Any) -> None:
+    from tensorwire.bench import suite
+
+    if sys.platform != "linux":
+        raise ArgumentError("tensorwire bench runs on Linux only")
+    # Ends as Ctrl-C does: with no process and no network namespace left.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    getattr(suite, name)(suite.Options(**options))

@@ -1,0 +1,144 @@
+"""``tensorwire bench`` as people call it: real processes, short rounds, nothing left behind. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorwire.bench.records import MODES, Record
+from tests.sandbox import Program, Result, Sandbox
+
+FIELDS = {
+    "bench": str,
+    "device": str,
+    "peer": str,
+    "mode": str,
+    "workload": str,
+    "bytes": int,
+    "seconds": float,
+    "bytes_per_second": (float, type(None)),
+    "limit": (str, type(None)),
+    "limit_value": (float, type(None)),
+    "ratio": (float, type(None)),
+    "copies": (float, int, type(None)),
+    "rpcs": (float, int, type(None)),
+    "registrations": (float, int, type(None)),
+}
+
+
+def start(sandbox: Sandbox, *arguments: str) -> Program:
+    return sandbox.launch("bench", *arguments, XDG_CACHE_HOME=str(sandbox.folder / "cache"))
+
+
+def bench(sandbox: Sandbox, *arguments: str) -> tuple[Result, list[dict[str, Any]]]:
+    """Runs it, and reads what it has written."""
+    file = sandbox.folder / "figures.json"
+    result = start(sandbox, *arguments, "--quick", "--json", str(file)).finish()
+    assert result.status == 0, result.err
+    sandbox.nothing_left()
+    records = json.loads(file.read_text())
+    assert records
+    for record in records:
+        validate(record, records)
+        assert record["workload"] in result.out
+    return result, records
+
+
+def validate(record: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """A record is complete and agrees with itself and with its limit's own record."""
+    for name, kind in FIELDS.items():
+        assert isinstance(record[name], kind), (name, record)
+    assert set(record) == {*FIELDS, *Record.__dataclass_fields__, "machine"}
+    assert record["mode"] in MODES
+    assert 0 < record["low"] <= record["seconds"] <= record["high"]
+    assert "pinned: initiator on processor" in record["machine"]
+    if record["limit"] is not None:
+        same = [r for r in records if (r["workload"], r["mode"]) == (record["workload"], record["mode"])]
+        (limit,) = [r for r in same if r["peer"] == record["limit"]]
+        assert record["limit_value"] == limit["seconds"]
+        assert record["ratio"] == limit["seconds"] / record["seconds"]
+    assert (record["target"] is None) <= (record["met"] is None)
+
+
+def ours(records: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The one record of ours with these fields."""
+    (found,) = [r for r in records if r["peer"] == "tensorwire" and wanted.items() <= r.items()]
+    return found
+
+
+def test_device(sandbox: Sandbox) -> None:
+    result, records = bench(sandbox, "device", "--sizes", "64,1MiB", "--peers", "zeromq", "--peer-python", "/bin/false")
+    # On mapped memory a write is one copy; on tcp Tensorwire copies nothing. Neither asks nor registers anything.
+    for device, copies in (("shm", 1), ("tcp", 0)):
+        for record in records:
+            if record["device"] == device and record["peer"] == "tensorwire":
+                assert (record["copies"], record["rpcs"], record["registrations"]) == (copies, 0, 0) or (
+                    record["mode"] == "ping-pong" and record["copies"] == 2  # there and back
+                )
+    assert ours(records, device="shm", bytes=64)["mode"] == "ping-pong"
+    assert ours(records, device="tcp", bytes=64, mode="passive-target")["target"] == "<= 30 us"
+    assert ours(records, device="shm", bytes=2**20)["limit"] == "C memcpy"
+    assert "C sockets" in {r["peer"] for r in records}
+    assert "skipped: zeromq is not here: pip install pyzmq" in result.err
+    assert [p.name.split("-")[0] for p in sorted((sandbox.folder / "cache/tensorwire/bench").iterdir())][-2:] == [
+        "memory",
+        "sockets",
+    ]
+
+
+def test_edge(sandbox: Sandbox) -> None:
+    result, records = bench(sandbox, "edge", "--sizes", "4KiB", "--markdown")
+    mapped = ours(records, device="shm")
+    assert (mapped["mode"], mapped["copies"], mapped["bytes_per_second"]) == ("mapped", 0, None)
+    assert ours(records, device="tcp")["mode"] == "ping-pong"
+    table = [line for line in result.out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(records)
+    assert {line.count("|") for line in table} == {10}
+
+
+def test_waiting(sandbox: Sandbox) -> None:
+    _, records = bench(sandbox, "device", "--waiting", "--rounds", "1")
+    assert [(r["device"], r["mode"], r["target"]) for r in records] == [
+        ("shm", "idle", "<= 50 ms"),
+        ("tcp", "idle", "<= 50 ms"),
+    ]
+
+
+def test_faults(sandbox: Sandbox) -> None:
+    _, records = bench(sandbox, "faults", "--rounds", "1")
+    assert [r["mode"] for r in records] == ["killed"] * 8 + ["stopped"] * 2
+    assert {r["device"] for r in records} == {"shm", "tcp"}
+    assert "heartbeat 0.1 s, lost after 1 s" in records[-1]["workload"]
+
+
+def test_link(sandbox: Sandbox) -> None:
+    file = sandbox.folder / "figures.json"
+    arguments = ("--link", "1gbit", "--rounds", "1", "--quick", "--json", str(file))
+    result = start(sandbox, "device", *arguments).finish()
+    assert result.status == 0
+    sandbox.nothing_left()
+    if "skipped" in result.err:
+        assert "--link 1gbit: " in result.err
+        pytest.skip(result.err.strip())
+    records = json.loads(file.read_text())
+    assert [(r["peer"], r["mode"]) for r in records] == [
+        (peer, mode) for mode in ("one-way", "both-ways") for peer in ("tensorwire", "iperf3")
+    ]
+    assert all("1gbit" in r["workload"] for r in records)
+    assert not list(Path("/run/netns").glob("tw-bench-*"))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_nothing(sandbox: Sandbox, number: int, status: int) -> None:
+    program = start(sandbox, "device", "--device", "tcp", "--sizes", "64", "--rounds", "1000")
+    while not any("bench.actors.transfer" in command for command in sandbox.processes().values()):
+        assert program.process.poll() is None
+    program.signal(number)
+    result = program.finish()
+    assert result.status == status
+    assert "Traceback" not in result.err
+    sandbox.nothing_left()

@@ -1,0 +1,154 @@
+"""The parts of the benchmark: arithmetic, vocabulary, programs that fail, and wrong arguments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.bench.actors.lines import check, pattern
+from tensorwire.bench.compare import Samples, Settings, Workload, compare, records
+from tensorwire.bench.programs import Contender, Stage, pair
+from tensorwire.bench.records import MODES, Target, size_text, time_text
+from tensorwire.bench.show import Notes
+from tensorwire.errors import ProgramFailed
+from tests.cli.test_cli import complaint
+from tests.sandbox import nothing_kept
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+CORES = (0, 0)
+
+
+def program(work: str) -> tuple[tuple[str, ...], ...]:
+    """Two programs that answer at once; ``work`` is what both do before. They import nothing, to start soon."""
+    lines = [
+        "import sys",
+        "role = sys.argv[1]",
+        "print(role, flush=True)",
+        "told = input()",
+        "print('ready', flush=True)",
+    ]
+    lines += ["for line in sys.stdin:", "    round, warm, count = map(int, line.split()[1:])", f"    {work}"]
+    lines += ["""    print('{"seconds": %f, "copies": %d}' % (0.25 * count, 3 * (warm + count)), flush=True)"""]
+    return pair((sys.executable, "-I", "-c", "\n".join(lines)))
+
+
+def test_what_arrives_is_checked() -> None:
+    check(pattern(3, 10_000), 3)
+    for bad in (pattern(2, 10_000), bytes(10_000), pattern(3, 10_001)[1:]):
+        with pytest.raises(SystemExit):
+            check(bad, 3)
+
+
+def test_medians_limits_and_targets() -> None:
+    samples = {
+        "tensorwire": Samples([2.0, 1.0, 9.0], {"copies": 1}),
+        "C a": Samples([3.0, 3.0, 3.0]),
+        "C b": Samples([1.5, 1.0, 2.0]),
+        "other": Samples([4.0]),
+    }
+    groups = {"tensorwire": "tensorwire", "C a": "C", "C b": "C", "other": "other"}
+    workload = Workload("device", "shm", "w", 8, "ping-pong", (), ("missing", "C"), Target(shares={"C": 0.75}))
+    made = {r.peer: r for r in records(workload, samples, groups)}
+    mine = made["tensorwire"]
+    assert (mine.seconds, mine.low, mine.high, mine.rounds, mine.bytes_per_second) == (2.0, 1.0, 9.0, 3, 4.0)
+    assert (mine.limit, mine.limit_value, mine.ratio, mine.met, mine.copies) == ("C b", 1.5, 0.75, True, 1)
+    assert (made["C a"].ratio, made["C b"].ratio, made["other"].target) == (0.5, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "seconds", "met"),
+    [
+        (Target(1.0), 1.0, True),
+        (Target(1.0), 1.1, False),
+        (Target(1.0, {"a": 0.5}), 0.9, True),
+        (Target(1.0, {"b": 1.0}), 0.9, False),
+        (Target(1.0, {"b": 1.0}, every=False), 0.9, True),
+        (Target(0.1, {"b": 1.0}, every=False), 0.4, True),
+        (Target(0.1, {"b": 1.0}, every=False), 0.6, False),
+        (Target(shares={"absent": 1.0}), 0.1, None),
+    ],
+)
+def test_targets(target: Target, seconds: float, met: bool | None) -> None:
+    assert target.met(seconds, {"a": 0.5, "b": 0.5}) is met
+
+
+def test_figures_for_people() -> None:
+    times = [0.5e-6, 13e-6, 99.96e-6, 640e-6, 1e-3, 0.0123, 1.0, 120.0]
+    assert [time_text(t) for t in times] == [
+        "0.5 us",
+        "13 us",
+        "100 us",
+        "640 us",
+        "1 ms",
+        "12.3 ms",
+        "1 s",
+        "120 s",
+    ]
+    assert [size_text(n) for n in (0, 64, 1000, 4096, 2**20, 3 * 2**30)] == [
+        "0 B",
+        "64 B",
+        "1000 B",
+        "4 KiB",
+        "1 MiB",
+        "3 GiB",
+    ]
+    assert str(Target(13e-6, {"libfabric": 1 / 1.3}, every=False)) == "<= 13 us or >= 0.77 of libfabric"
+
+
+def test_a_ring_of_programs() -> None:
+    with nothing_kept(), Stage(Contender("x", program("assert told != role")), CORES) as stage:
+        assert stage.run(2, 4) == [{"seconds": 1.0, "copies": 18}] * 2
+        assert stage.run(0, 1)[-1]["seconds"] == 0.25
+
+
+def test_others_that_fail_are_skipped_and_ours_are_not() -> None:
+    said: list[str] = []
+    notes = Notes(lambda text: None, said.append)
+    good = Contender("tensorwire", program("pass"))
+    bad = Contender("other", program("1 / (round - 5)"))  # in a measured round
+    worse = Contender("absent", pair((sys.executable, "-I", "-c", "import no_such_module")))
+    settings = Settings(rounds=3, seconds=0.25, cores=CORES)
+    worst = Contender("missing", pair(("/no/such/program",)))
+    workload = Workload("device", "shm", "w", 0, "ping-pong", (good, bad, worse, worst), per=2)
+    with nothing_kept():
+        made = compare(workload, settings, notes)
+    assert [(r.peer, r.seconds, r.rounds, r.copies) for r in made] == [("tensorwire", 0.125, 3, 6.0)]
+    assert [line.partition(":")[2].split(":")[0].strip() for line in said] == ["absent", "missing", "other"]
+    assert "No module named 'no_such_module'" in said[0]
+    assert "program target cannot be started: No such file or directory" in said[1]
+    assert "ZeroDivisionError" in said[2]
+    ours = Workload("device", "shm", "w", 0, "ping-pong", (Contender("tensorwire", bad.commands),))
+    with nothing_kept(), pytest.raises(ProgramFailed, match="ZeroDivisionError"):
+        compare(ours, settings, notes)
+
+
+def test_the_vocabulary_is_documented() -> None:
+    page = BENCHMARKS.read_text()
+    for mode, meaning in MODES.items():
+        assert f"| `{mode}` | {meaning} |" in page
+
+
+MISTAKES = [
+    (["bench", "fly"], "No such command 'fly'"),
+    (["bench", "device", "--device", "fax"], "'fax' is not one of shm, tcp"),
+    (["bench", "device", "--device", ","], "no device: one or more of shm, tcp"),
+    (["bench", "device", "--sizes", "many"], "'many' is not a size from 64 to 4GiB"),
+    (["bench", "device", "--sizes", "100"], "'100' is not a multiple of 64 bytes"),
+    (["bench", "edge", "--sizes", "8GiB"], "'8GiB' is not a size"),
+    (["bench", "device", "--rounds", "0"], "0 is not in the range 1<=x<=1000"),
+    (["bench", "device", "--peers", "pigeons"], "--peers: 'pigeons' is not one of none, all, ucx"),
+    (["bench", "device", "--link", "3gbit"], "'3gbit' is not one of 1gbit, 10gbit"),
+    (["bench", "faults", "--cores", "one"], "--cores is two numbers such as 0,1, not 'one'"),
+    (["bench", "faults", "--cores", "0,4095"], "--cores 0,4095: two of the processors"),
+    (["bench", "faults", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "why"), MISTAKES, ids=lambda a: " ".join(a) if isinstance(a, list) else "")
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str
+) -> None:
+    with nothing_kept():
+        assert why in complaint(capsys, monkeypatch, *arguments)
