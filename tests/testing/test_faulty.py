@@ -33,11 +33,12 @@ Devices = tuple[Device, Device]
 def test_the_peer_is_lost_after_so_many_operations(devices: Devices) -> None:
     device, peer = devices
     with FaultyDevice(device, lose_after=3) as faulty, faulty.connect(peer.address) as channel:
-        region, source = peer.allocate(64), faulty.allocate(8)
+        region, source, back = peer.allocate(64), faulty.allocate(8), faulty.allocate(8)
+        source.store(0, 7)
         word = region.remote().view(0, 8)
         lost: queue.Queue[str] = queue.Queue()
         channel.on_lost(lost.put)
-        done = [channel.signal(word, 1), channel.read(source.view(), word), channel.write(source.view(), word)]
+        done = [channel.signal(word, 1), channel.read(back.view(), word), channel.write(source.view(), word)]
         for completion in done:
             completion.wait(SECONDS)
         assert "injected after 3 operations" in lost.get(timeout=SECONDS)
@@ -47,7 +48,7 @@ def test_the_peer_is_lost_after_so_many_operations(devices: Devices) -> None:
                 use()
         with pytest.raises(PeerLost, match="injected"):
             source.wait(0, 99, SECONDS, channel)
-        assert region.load(0) == 1
+        assert region.load(0) == 7
         with faulty.connect(peer.address) as another:  # a peer that came back
             another.signal(word, 5).wait(SECONDS)
         assert region.load(0) == 5
