@@ -18,17 +18,15 @@ constexpr size_t most_replies = 1024;    // replies a target queues before it st
 constexpr int reads_per_turn = 64;       // then other connections get theirs
 }  // namespace
 
-Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> l)
-    : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), staging_(staging_bytes) {
+Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> l, PeerDevice peer)
+    : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), staging_(staging_bytes) {
     close_on_fork(fd_);
     enlist(&door_);
 }
 
 Connection::~Connection() {
     dismiss(&door_);
-    if (fd_ < 0) return;
-    forget_fd(fd_);
-    ::close(fd_);
+    if (fd_ >= 0) close_socket(fd_);
 }
 
 void Connection::close(const std::string& reason) {
@@ -48,8 +46,7 @@ void Connection::close(const std::string& reason) {
         unanswered.swap(pending_);
         into.swap(into_);
         at_ = nullptr;
-        forget_fd(fd_);
-        ::close(fd_);
+        close_socket(fd_);
         fd_ = -1;
     }
     life->lose(reason);
@@ -141,6 +138,7 @@ bool Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
             if (errno == EFAULT) return false;
             break;  // full: EPOLLOUT goes on; dead: the reading side finds out and closes
         }
+        sent_.store(true, std::memory_order_relaxed);
         for (u64 left = static_cast<u64>(n); left;) {
             Outgoing& o = outgoing_.front();
             const u64 rest = sizeof(Frame) + o.length - o.sent;
@@ -177,6 +175,7 @@ bool Connection::writable() {
         sound = flush(finished);
         moved = !finished.empty() || (!outgoing_.empty() && outgoing_.front().sent != before);
     }
+    if (moved) heard_.store(true, std::memory_order_relaxed);  // there is room again: the peer has taken something
     if (!sound) close("the source of a transfer cannot be read");
     return moved;
 }
@@ -184,6 +183,28 @@ bool Connection::writable() {
 bool Connection::poll() {
     const bool sent = sending_.load(std::memory_order_relaxed) && writable();
     return (!paused_.load(std::memory_order_relaxed) && readable()) || sent;
+}
+
+// ---- signs of life
+
+void Connection::beat() {
+    std::vector<std::shared_ptr<Span>> finished;
+    std::lock_guard g(send_mutex_);
+    if (dead_ || !outgoing_.empty()) return;  // what waits to be sent is a sign of life, too
+    Frame f;
+    f.op = static_cast<u32>(Op::beat);
+    outgoing_.push_back({f, nullptr, nullptr, 0, 0});
+    flush(finished);
+}
+
+void Connection::tick(double heartbeat, double lost_after) {
+    if (dead_ || peer_.heartbeat <= 0) return;
+    if (!sent_.exchange(false)) beat();
+    silent_ = heard_.exchange(false) ? 0 : silent_ + 1;
+    // A peer that beats more slowly than we look is not silent.
+    if (silent_ * heartbeat < std::max(lost_after, 3 * peer_.heartbeat)) return;
+    if (!paused_) readable();  // this process may have been stopped, or late: what has arrived counts
+    if (!heard_) close("it gave no sign of life for too long: its process is stopped, or the link is cut");
 }
 
 // ---- receiving
@@ -233,6 +254,7 @@ bool Connection::receive() {
         const ssize_t n = in_payload_ ? receive_payload() : receive_frames();
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+        if (n > 0) heard_.store(true, std::memory_order_relaxed);
         if (n <= 0) return broken(n == 0 ? "its process closed the connection or died" : strerror(errno));
         arrived_ = true;
         if (!parse()) return false;
@@ -255,6 +277,10 @@ bool Connection::parse() {
         memcpy(&frame_, staging_.data() + begin_, sizeof(Frame));
         begin_ += sizeof(Frame);
         if (frame_.magic != frame_magic) return broken("it sent a malformed frame");
+        if (frame_.op == static_cast<u32>(Op::beat)) {
+            if (frame_.id || frame_.length || peer_.heartbeat <= 0) return broken("it sent a malformed frame");
+            continue;  // that it came is all it says
+        }
         if (!(initiator_ ? begin_reply(frame_) : begin_request(frame_))) return false;
         if (!in_payload_) continue;
         const u64 here = std::min<u64>(left_, end_ - begin_);

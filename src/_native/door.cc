@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <poll.h>
 #include <pthread.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -98,7 +100,9 @@ void ring_all() {
     for (Progress* p : registry().engines) p->kick();
 }
 
-Life::Life(std::shared_ptr<Life> parent) : parent_(std::move(parent)) {
+Life::Life(std::shared_ptr<Life> parent, std::string name, bool inbound)
+    : peer(std::move(name)), parent_(std::move(parent)), inbound_(inbound) {
+    if (parent_ && inbound_) parent_->inbound_lost_.store(false, std::memory_order_release);
     std::lock_guard g(registry().mutex);
     registry().lives.insert(this);
 }
@@ -108,17 +112,46 @@ Life::~Life() {
     registry().lives.erase(this);
 }
 
+// Whether it was alive.
+bool Life::end(const std::string& reason, bool own, std::vector<Told>& told) {
+    if (lost_.load()) return false;
+    reason_ = reason;
+    closed_.store(own, std::memory_order_release);
+    lost_.store(1, std::memory_order_release);
+    told.swap(told_);
+    return true;
+}
+
+void Life::count(const std::string& loss, bool inbound) {
+    std::lock_guard g(mutex_);
+    last_loss_ = loss;
+    if (inbound) inbound_lost_.store(true, std::memory_order_release);
+    else children_lost_.fetch_add(1, std::memory_order_acq_rel);
+    losses_.fetch_add(1, std::memory_order_acq_rel);
+}
+
 void Life::lose(const std::string& reason) {
     if (forked()) return;  // a thread that the child does not have may hold the mutex
-    decltype(told_) told;
+    std::vector<Told> told;
     {
         std::lock_guard g(mutex_);
-        if (lost_.load()) return;
-        reason_ = reason;
-        lost_.store(1, std::memory_order_release);
-        told.swap(told_);
+        if (!end(reason, false, told)) return;
+        counted_ = parent_ && !inbound_;
+        if (parent_) parent_->count((peer.empty() ? "a peer" : peer) + " is lost: " + reason, inbound_);
     }
-    if (parent_) parent_->child_lost_.store(1, std::memory_order_release);
+    ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
+}
+
+void Life::close(const std::string& reason) {
+    if (forked()) return;
+    std::vector<Told> told;
+    {
+        std::lock_guard g(mutex_);
+        if (counted_) parent_->children_lost_.fetch_sub(1, std::memory_order_acq_rel);
+        counted_ = false;
+        if (!end(reason, true, told)) return;
+    }
     ring_all();
     for (auto& [notices, token] : told) notices->post(token);
 }
@@ -141,8 +174,36 @@ std::string Life::reason() {
     return reason_;
 }
 
+std::string Life::last_loss() {
+    if (forked()) return reason();
+    std::lock_guard g(mutex_);
+    return last_loss_;
+}
+
 void close_on_fork(int fd) { std::lock_guard g(registry().mutex); registry().fds.insert(fd); }
 void forget_fd(int fd) { std::lock_guard g(registry().mutex); registry().fds.erase(fd); }
+
+int open_socket(int family, int type) {
+    std::lock_guard g(registry().mutex);  // which a fork takes, too
+    const int fd = socket(family, type | SOCK_CLOEXEC, 0);
+    if (fd >= 0) registry().fds.insert(fd);
+    return fd;
+}
+
+int accept_socket(int listener) {
+    pollfd p{listener, POLLIN, 0};
+    if (poll(&p, 1, -1) < 0) return -1;
+    std::lock_guard g(registry().mutex);
+    const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);  // the listener does not block
+    if (fd >= 0) registry().fds.insert(fd);
+    return fd;
+}
+
+void close_socket(int fd) {
+    std::lock_guard g(registry().mutex);
+    registry().fds.erase(fd);
+    close(fd);
+}
 
 static void before_fork() { registry().mutex.lock(); }
 static void after_fork_in_parent() { registry().mutex.unlock(); }

@@ -45,33 +45,50 @@ void ring_all();
 
 class Notices;
 
-// Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its device's as parent.
+// Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its
+// device's as parent, which counts the peers that are lost: that ends waits that named no peer.
 class Life : public std::enable_shared_from_this<Life> {
   public:
-    explicit Life(std::shared_ptr<Life> parent = nullptr);
+    // `peer`: the process at the other end, in words. `inbound`: the peer made the connection, so nobody here closes it.
+    explicit Life(std::shared_ptr<Life> parent = nullptr, std::string peer = "", bool inbound = false);
     ~Life();
     void lose(const std::string& reason);
+    // Our own doing: ends what `lose` ends, but is no loss, and the parent forgets the loss that came before it.
+    void close(const std::string& reason);
     bool lost() const { return lost_.load(std::memory_order_acquire) != 0; }
-    // A channel below this life is lost: ends waits that named no peer.
-    bool child_lost() const { return child_lost_.load(std::memory_order_acquire) != 0; }
+    bool closed() const { return closed_.load(std::memory_order_acquire); }  // that end was our own doing
+    // A peer is lost and its channel not closed yet; or a peer that had connected is, and none has connected since.
+    bool child_lost() const { return children_lost_.load(std::memory_order_acquire) || inbound_lost_.load(std::memory_order_acquire); }
+    u32 losses() const { return losses_.load(std::memory_order_acquire); }  // of children, ever
     bool forked() const { return forked_.load(std::memory_order_relaxed); }
     void mark_forked() { forked_.store(true); lost_.store(1); }  // in the child: takes no lock
     std::string reason();
+    std::string last_loss();  // of a child, with its peer
     // Posts the token when this life is lost; at once if it is.
     void notify(std::shared_ptr<Notices> notices, u64 token);
+    const std::string peer;
 
   private:
-    std::atomic<u32> lost_{0}, child_lost_{0};
-    std::atomic<bool> forked_{false};
-    std::mutex mutex_;
-    std::string reason_;
-    std::vector<std::pair<std::shared_ptr<Notices>, u64>> told_;
+    using Told = std::pair<std::shared_ptr<Notices>, u64>;
+    bool end(const std::string& reason, bool own, std::vector<Told>& told);
+    void count(const std::string& loss, bool inbound);
+    std::atomic<u32> lost_{0}, children_lost_{0}, losses_{0};
+    std::atomic<bool> closed_{false}, inbound_lost_{false}, forked_{false};
+    std::mutex mutex_;  // a child's is taken before its parent's
+    std::string reason_, last_loss_;
+    std::vector<Told> told_;
     std::shared_ptr<Life> parent_;
+    const bool inbound_;
+    bool counted_ = false;  // among its parent's lost children
 };
 
 // Descriptors that a forked child gives up at once: the peer learns of our death only when no copy is open.
 void close_on_fork(int fd);
 void forget_fd(int fd);
+// No fork comes between a socket's birth or end and its place in that list. -1 and errno where there is none.
+int open_socket(int family, int type);
+int accept_socket(int listener);  // waits for a connection first
+void close_socket(int fd);
 void install_fork_handlers();
 
 // Something that must run for a word to change: the tcp engine.
@@ -85,9 +102,10 @@ struct Target {
     const Life* peer;  // may be null
     const Life* own;   // may be null
     const std::atomic<u32>* closed = nullptr;  // of the region that is waited on
+    u32 losses = 0;                            // of `own`'s children when the wait began
     bool reached(u64 at_least) const { return word->load(std::memory_order_acquire) >= at_least; }
     bool lost() const {
-        return (own && (own->lost() || (!peer && own->child_lost()))) || (peer && peer->lost()) ||
+        return (own && (own->lost() || (!peer && (own->child_lost() || own->losses() != losses)))) || (peer && peer->lost()) ||
                (closed && closed->load(std::memory_order_acquire));
     }
 };

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,29 +17,38 @@
 namespace tw {
 
 namespace {
-constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3;
+constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4;
 constexpr double drive_spin_seconds = 15e-6;   // a round trip on loopback takes about 10
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
 constexpr size_t most_recent = 4;
 constexpr u64 turns_per_epoll = 4;
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Life> life) : life_(std::move(life)), pid_(getpid()) {
+Engine::Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after)
+    : life_(std::move(life)), heartbeat_(heartbeat), lost_after_(lost_after), pid_(getpid()) {
     inner_ = epoll_create1(EPOLL_CLOEXEC);
     outer_ = epoll_create1(EPOLL_CLOEXEC);
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     stop_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0) {
+    timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0 || timer_ < 0) {
         const int error = errno;
-        for (int fd : {inner_, outer_, wake_, stop_fd_})
+        for (int fd : {inner_, outer_, wake_, stop_fd_, timer_})
             if (fd >= 0) ::close(fd);
         throw std::system_error(error, std::generic_category(), "epoll");
     }
-    for (int fd : {inner_, outer_, wake_, stop_fd_}) close_on_fork(fd);
+    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_}) close_on_fork(fd);
     epoll_event e{};
     e.events = EPOLLIN;
     e.data.u64 = wake_token;
     epoll_ctl(inner_, EPOLL_CTL_ADD, wake_, &e);
+    // Among the connections: whoever drives them, a waiter or the engine's thread, keeps their hearts beating.
+    e.data.u64 = timer_token;
+    epoll_ctl(inner_, EPOLL_CTL_ADD, timer_, &e);
+    const time_t whole = static_cast<time_t>(heartbeat_);
+    const timespec every{whole, static_cast<long>((heartbeat_ - static_cast<double>(whole)) * 1e9)};
+    const itimerspec beat{every, every};
+    timerfd_settime(timer_, 0, &beat, nullptr);
     e.data.u64 = inner_token;
     epoll_ctl(outer_, EPOLL_CTL_ADD, inner_, &e);
     e.data.u64 = stop_token;
@@ -60,15 +70,13 @@ void Engine::close() {
         return;
     }
     if (closed_.exchange(true)) return;
-    std::vector<std::shared_ptr<Connection>> all;
     std::unordered_map<u64, Exposed> exposed;  // dies after the lock: a span may need the GIL's owner to go on
     {
         std::lock_guard g(table_mutex_);
-        for (auto& [token, c] : connections_) all.push_back(c);
         exposed.swap(exposed_);
     }
-    for (auto& c : all) c->close("the device was closed");
-    life_->lose("the device was closed");
+    for (auto& c : all()) c->close("the device was closed");
+    life_->close("the device was closed");
     stop_ = true;
     const u64 one = 1;
     if (write(stop_fd_, &one, 8) < 0) { /* it is awake */ }
@@ -76,9 +84,9 @@ void Engine::close() {
     if (thread_.joinable()) thread_.join();
     std::lock_guard drive(drive_mutex_);  // no waiter drives any more
     dismiss(static_cast<Progress*>(this));
-    for (int fd : {inner_, outer_, wake_, stop_fd_}) forget_fd(fd);
+    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_}) forget_fd(fd);
     std::lock_guard kicks(kick_mutex_);
-    for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_}) {
+    for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_, &timer_}) {
         ::close(*fd);
         *fd = -1;
     }
@@ -114,15 +122,14 @@ bool Engine::look(u64 key, Exposed& out) {
     return true;
 }
 
-std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Life> life) {
+std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Life> life, PeerDevice peer) {
     std::lock_guard g(table_mutex_);
     if (closed_ || getpid() != pid_) {
-        forget_fd(fd);
-        ::close(fd);
+        close_socket(fd);
         throw std::system_error(EBADF, std::generic_category(), "the engine is closed");
     }
     const u64 token = next_token_++;
-    auto c = std::make_shared<Connection>(*this, fd, token, initiator, std::move(life));
+    auto c = std::make_shared<Connection>(*this, fd, token, initiator, std::move(life), peer);
     connections_[token] = c;
     epoll_event e{};
     e.events = c->interest_ = EPOLLIN | EPOLLRDHUP;
@@ -143,6 +150,22 @@ std::shared_ptr<Connection> Engine::find(u64 token) {
 void Engine::drop(u64 token) {
     std::lock_guard g(table_mutex_);
     connections_.erase(token);
+}
+
+std::vector<std::shared_ptr<Connection>> Engine::all() {
+    std::lock_guard g(table_mutex_);
+    std::vector<std::shared_ptr<Connection>> found;
+    for (auto& [token, c] : connections_) found.push_back(c);
+    return found;
+}
+
+void Engine::expel(u64 device, const std::string& reason) {
+    for (auto& c : all())
+        if (c->peer_.id == device) c->close(reason);
+}
+
+void Engine::tick() {
+    for (auto& c : all()) c->tick(heartbeat_, lost_after_);
 }
 
 size_t Engine::connections() {
@@ -195,11 +218,16 @@ double Engine::patience() const {
 Engine::Turn Engine::poll_all() {
     epoll_event events[64];
     const int n = epoll_wait(inner_, events, 64, 0);
-    bool any = false;
+    bool any = false, ticked = false;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == wake_token) {
             u64 drained;
             if (read(wake_, &drained, 8) > 0) any = true;
+            continue;
+        }
+        if (events[i].data.u64 == timer_token) {
+            u64 expirations;  // many, if this process was stopped: one tick all the same
+            ticked = read(timer_, &expirations, 8) > 0;
             continue;
         }
         auto c = find(events[i].data.u64);
@@ -212,7 +240,8 @@ Engine::Turn Engine::poll_all() {
         if (recent_.size() >= most_recent) recent_.erase(recent_.begin());
         recent_.push_back(c);
     }
-    return any ? Turn::busy : Turn::idle;
+    if (ticked) tick();  // after what has arrived was read
+    return any || ticked ? Turn::busy : Turn::idle;
 }
 
 void Engine::run() {

@@ -15,7 +15,7 @@
 
 namespace tw {
 
-enum class Op : u32 { write = 1, read = 2, fetch_add = 3, compare_swap = 4, ack = 16, refuse = 17, data = 18, old_value = 19 };
+enum class Op : u32 { write = 1, read = 2, fetch_add = 3, compare_swap = 4, ack = 16, refuse = 17, data = 18, old_value = 19, beat = 32 };
 enum class Refusal : u32 { none = 0, key = 1, range = 2, access = 3, alignment = 4 };
 
 constexpr u32 frame_magic = 0x31465754;  // "TWF1"
@@ -34,11 +34,17 @@ static_assert(sizeof(Frame) == 64);
 #error "frames are little-endian"
 #endif
 
+// What is known of the peer's device since the handshake.
+struct PeerDevice {
+    u64 id = 0;
+    double heartbeat = 0;  // seconds between its signs of life; 0: it sends none, and wants none
+};
+
 class Engine;
 
 class Connection : public std::enable_shared_from_this<Connection> {
   public:
-    Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> life);
+    Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> life, PeerDevice peer);
     ~Connection();
     // Gives the operation a number and sends it; waits while too many are outstanding. Only if the outcome is
     // `reached` was it started. `memory` is a write's source or a read's destination.
@@ -77,6 +83,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     bool midway() const { return midway_.load(std::memory_order_relaxed); }
     bool writable();
     bool readable();
+    void tick(double heartbeat, double lost_after);
+    void beat();
     bool receive();
     ssize_t receive_payload();
     ssize_t receive_frames();
@@ -100,6 +108,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
     int fd_;  // closed under both receive_mutex_ and send_mutex_
     const u64 token_;
     const bool initiator_;
+    const PeerDevice peer_;
+    std::atomic<bool> sent_{false}, heard_{false};  // since the last tick
+    u32 silent_ = 0;  // ticks; drive_mutex_ held
     std::atomic<bool> dead_{false};
     std::atomic<bool> sending_{false}, paused_{false}, midway_{false};  // something is left to send; replies pile up; half way
     Door door_;
@@ -137,11 +148,12 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
 class Engine : public Progress, public std::enable_shared_from_this<Engine> {
   public:
-    explicit Engine(std::shared_ptr<Life> life);
+    Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after);
     ~Engine() override;
     void expose(u64 key, std::shared_ptr<Span> span, bool writable);
     void withdraw(u64 key);
-    std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Life> life);
+    std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Life> life, PeerDevice peer);
+    void expel(u64 device, const std::string& reason);
     Outcome wait(const Target& target, u64 at_least, double seconds) override;
     void kick() override;
     void nudge() override;
@@ -157,6 +169,8 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::shared_ptr<Connection> find(u64 token);
     bool look(u64 key, Exposed& out);
     void drop(u64 token);
+    std::vector<std::shared_ptr<Connection>> all();
+    void tick();  // drive_mutex_ held
     enum class Turn { idle, busy, interrupted };
     Turn progress(double seconds);  // drive_mutex_ held
     Turn poll_recent();
@@ -167,7 +181,8 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     void run();
 
     const std::shared_ptr<Life> life_;
-    int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1;
+    const double heartbeat_, lost_after_;
+    int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1, timer_ = -1;
     std::atomic<bool> stop_{false}, closed_{false};
     std::atomic<bool> sleeping_{false};  // the driver may be blocked
     std::mutex kick_mutex_;              // wake_ is open

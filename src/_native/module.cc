@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "count.h"
+#include "deathwatch.h"
 #include "engine.h"
 #include "memory.h"
 #include "monitor.h"
@@ -153,6 +154,11 @@ struct PulseBytes {
     }
 };
 
+int descriptor(int fd, const char* what) {
+    if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
+    return fd;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -182,11 +188,17 @@ NB_MODULE(_native, m) {
              }, "The next token; waits for it. 0: closed and empty.");
 
     nb::class_<Life>(m, "Life", "Alive until lost, once and for good.", nb::is_weak_referenceable())
-        .def(nb::new_([](std::shared_ptr<Life> parent) { return std::make_shared<Life>(std::move(parent)); }), "parent"_a.none() = nb::none())
+        .def(nb::new_([](std::shared_ptr<Life> parent, std::string peer, bool inbound) {
+                 return std::make_shared<Life>(std::move(parent), std::move(peer), inbound);
+             }), "parent"_a.none() = nb::none(), "peer"_a = "", "inbound"_a = false)
         .def("lose", &Life::lose, "reason"_a, nb::call_guard<Unlocked>(), "Marks it lost and wakes every waiter of the process.")
+        .def("close", &Life::close, "reason"_a, nb::call_guard<Unlocked>(), "The same by our own doing: no loss for the parent, and the end of one.")
         .def("notify", &Life::notify, "notices"_a, "token"_a, "Posts the token when it is lost; at once if it is.")
         .def_prop_ro("lost", &Life::lost)
+        .def_prop_ro("closed", &Life::closed, "Whether that end was our own doing.")
         .def_prop_ro("child_lost", &Life::child_lost)
+        .def_prop_ro("last_loss", &Life::last_loss, "Which child was lost, and why.")
+        .def_ro("peer", &Life::peer)
         .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
         .def_prop_ro("reason", &Life::reason);
 
@@ -251,6 +263,14 @@ NB_MODULE(_native, m) {
         .def("forget", &Monitor::forget, "fd"_a)
         .def("close", &Monitor::close, nb::call_guard<Unlocked>());
 
+    nb::class_<Deathwatch>(m, "Deathwatch", "A thread whose own death the kernel tells to peers, and that watches theirs.")
+        .def(nb::init<double, double>(), "heartbeat"_a, "lost_after"_a)
+        .def("enter", &Deathwatch::enter, "life"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
+        .def("watch", &Deathwatch::watch, "word"_a, "fd"_a, "peer_word"_a, "peer_heartbeat"_a, "That peer's page and word.")
+        .def("leave", &Deathwatch::leave, "word"_a)
+        .def("close", &Deathwatch::close, nb::call_guard<Unlocked>())
+        .def_prop_ro("fd", &Deathwatch::fd);
+
     nb::class_<Pulse>(m, "Pulse", "A thread that sends heartbeats on a socket, and the one way to send anything else there.")
         .def("__init__", [](Pulse* self, int fd, nb::bytes beat, double interval) { new (self) Pulse(fd, std::string(beat.c_str(), beat.size()), interval); },
              "fd"_a, "beat"_a, "interval"_a)
@@ -258,11 +278,16 @@ NB_MODULE(_native, m) {
         .def("close", &Pulse::close, nb::call_guard<Unlocked>());
 
     nb::class_<Engine>(m, "Engine", "The tcp engine of one device.")
-        .def(nb::new_([](std::shared_ptr<Life> life) { return std::make_shared<Engine>(std::move(life)); }), "life"_a)
+        .def(nb::new_([](std::shared_ptr<Life> life, double heartbeat, double lost_after) {
+                 return std::make_shared<Engine>(std::move(life), heartbeat, lost_after);
+             }), "life"_a, "heartbeat"_a, "lost_after"_a)
         .def("expose", [](Engine& e, u64 key, const Memory& memory, bool writable) { e.expose(key, memory.span, writable); }, "key"_a, "memory"_a, "writable"_a)
         .def("withdraw", &Engine::withdraw, "key"_a)
-        .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Life> life) { return e.connect(fd, initiator, std::move(life)); },
-             "fd"_a, "initiator"_a, "life"_a, nb::keep_alive<0, 1>(), "Takes over a connected, authenticated socket.")
+        .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Life> life, u64 device, double heartbeat) {
+                 return e.connect(fd, initiator, std::move(life), {device, heartbeat});
+             }, "fd"_a, "initiator"_a, "life"_a, "device"_a, "heartbeat"_a, nb::keep_alive<0, 1>(),
+             "Takes over a connected, authenticated socket of that peer device, which beats so often; 0: never.")
+        .def("expel", &Engine::expel, "device"_a, "reason"_a, nb::call_guard<Unlocked>(), "Closes every connection of that peer device.")
         .def_prop_ro("connections", &Engine::connections)
         .def("close", &Engine::close, nb::call_guard<Unlocked>());
 
@@ -317,4 +342,11 @@ NB_MODULE(_native, m) {
     m.attr("STREAMING_BYTES") = static_cast<u64>(streaming_bytes);
     m.def("close_on_fork", &close_on_fork, "fd"_a);
     m.def("forget_fd", &forget_fd, "fd"_a);
+    m.def("open_socket", [](int family, int type) { return descriptor(open_socket(family, type), "socket"); }, "family"_a, "type"_a,
+          "A new socket that no forked child keeps, whenever it is forked.");
+    m.def("close_socket", &close_socket, "fd"_a, "Closes what open_socket or accept_socket gave.");
+    m.def("accept_socket", [](int listener) {
+        Unlocked unlocked;
+        return descriptor(accept_socket(listener), "accept");
+    }, "listener"_a, "The next connection, likewise. The listener does not block.");
 }

@@ -34,7 +34,7 @@ class Span {
     bool closed() const { return header->closed.load(std::memory_order_acquire); }
     bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
     std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
-    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed}; }
+    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
     // After this process changed a word, or closed the span: wakes whoever waits here.
     void announce() const;
     // False for a mapping without write access, whose door nobody can knock at.

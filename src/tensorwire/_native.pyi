@@ -18,9 +18,12 @@ class Notices:
 class Life:
     """Alive until lost, once and for good."""
 
-    def __init__(self, parent: Life | None = None) -> None: ...
+    def __init__(self, parent: Life | None = None, peer: str = "", inbound: bool = False) -> None: ...
     def lose(self, reason: str) -> None:
         """Marks it lost and wakes every waiter of the process."""
+
+    def close(self, reason: str) -> None:
+        """The same by our own doing: no loss for the parent, and the end of one."""
 
     def notify(self, notices: Notices, token: int) -> None:
         """Posts the token when it is lost; at once if it is."""
@@ -28,7 +31,17 @@ class Life:
     @property
     def lost(self) -> bool: ...
     @property
+    def closed(self) -> bool:
+        """Whether that end was our own doing."""
+
+    @property
     def child_lost(self) -> bool: ...
+    @property
+    def last_loss(self) -> str:
+        """Which child was lost, and why."""
+
+    @property
+    def peer(self) -> str: ...
     @property
     def forked(self) -> bool:
         """True in a forked child, for what its parent made."""
@@ -168,6 +181,25 @@ class Monitor:
     def forget(self, fd: int) -> None: ...
     def close(self) -> None: ...
 
+class Deathwatch:
+    """
+    A thread whose own death the kernel tells to peers, and that watches theirs.
+    """
+
+    def __init__(self, heartbeat: float, lost_after: float) -> None: ...
+    def enter(self, life: Life, socket: int = -1) -> int:
+        """
+        The number of a word that tells one peer of our death; 0 if none is free.
+        """
+
+    def watch(self, word: int, fd: int, peer_word: int, peer_heartbeat: float) -> None:
+        """That peer's page and word."""
+
+    def leave(self, word: int) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def fd(self) -> int: ...
+
 class Pulse:
     """
     A thread that sends heartbeats on a socket, and the one way to send anything else there.
@@ -182,11 +214,16 @@ class Pulse:
 class Engine:
     """The tcp engine of one device."""
 
-    def __init__(self, life: Life) -> None: ...
+    def __init__(self, life: Life, heartbeat: float, lost_after: float) -> None: ...
     def expose(self, key: int, memory: Memory, writable: bool) -> None: ...
     def withdraw(self, key: int) -> None: ...
-    def connect(self, fd: int, initiator: bool, life: Life) -> Connection:
-        """Takes over a connected, authenticated socket."""
+    def connect(self, fd: int, initiator: bool, life: Life, device: int, heartbeat: float) -> Connection:
+        """
+        Takes over a connected, authenticated socket of that peer device, which beats so often; 0: never.
+        """
+
+    def expel(self, device: int, reason: str) -> None:
+        """Closes every connection of that peer device."""
 
     @property
     def connections(self) -> int: ...
@@ -237,3 +274,11 @@ STREAMING_BYTES: int = 16777216
 
 def close_on_fork(fd: int) -> None: ...
 def forget_fd(fd: int) -> None: ...
+def open_socket(family: int, type: int) -> int:
+    """A new socket that no forked child keeps, whenever it is forked."""
+
+def close_socket(fd: int) -> None:
+    """Closes what open_socket or accept_socket gave."""
+
+def accept_socket(listener: int) -> int:
+    """The next connection, likewise. The listener does not block."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tensorwire.control import Client
+from tensorwire.control import Client, Member
+from tensorwire.device import ShmDevice, TcpDevice
 from tensorwire.errors import JobEnded
 from tests.control.conftest import SECRET, Jobs
 from tests.sandbox import Sandbox
@@ -17,7 +20,8 @@ BEAT, LOST_AFTER = 0.1, 1.0
 
 MEMBER = """
 import ctypes, sys
-from tensorwire.control import Client
+from tensorwire.control import Client, Member
+from tensorwire.device import ShmDevice, TcpDevice
 client = Client(sys.argv[1], sys.argv[2].encode(), "worker", int(sys.argv[3]))
 print("joined", flush=True)
 if sys.argv[4] == "computes":
@@ -101,3 +105,16 @@ def test_a_member_is_told_of_the_end_once(jobs: Jobs) -> None:
 def test_importing_the_package_is_quick(sandbox: Sandbox) -> None:
     code = "import tensorwire, sys; print(*{'torch', 'numpy', 'asyncio'} & set(sys.modules))"
     assert sandbox.start(sys.executable, "-c", code).finish().out.strip() == ""
+
+
+def test_a_members_devices_keep_the_jobs_time(jobs: Jobs) -> None:
+    """No wait of the job lasts longer: a stopped member is lost to the devices as it is to the coordinator."""
+    coordinator = jobs.coordinator(beat=BEAT, lost_after=LOST_AFTER)
+    with contextlib.closing(Member(coordinator.address, SECRET, "worker", 0)) as one:
+        tcp, shm = one.devices["tcp"], one.devices["shm"]
+        assert isinstance(tcp, TcpDevice)
+        assert isinstance(shm, ShmDevice)
+        assert (tcp._address.beat, tcp._lost_after) == (BEAT * 1000, LOST_AFTER)
+        assert shm._watchers.heartbeat == BEAT
+    del one, tcp, shm
+    gc.collect()  # the probe's memory

@@ -20,3 +20,17 @@ def spec(request: pytest.FixtureRequest) -> Spec:
     """Each of them."""
     named: Spec = request.param
     return named
+
+
+@pytest.fixture(params=["loopback", "shm", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The name of a device."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def far_kind(request: pytest.FixtureRequest) -> str:
+    """The name of a device that reaches other processes."""
+    name: str = request.param
+    return name

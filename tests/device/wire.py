@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, handshake
+from tensorwire.device import Channel, Device, LoopbackDevice, ShmDevice, TcpDevice, handshake
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import SECONDS
 
+DEVICES: dict[str, type[Device]] = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
 CORPUS = Path(__file__).parent / "corpus"
 
 FRAME = struct.Struct("<4sIQQQQQQQ")
@@ -77,7 +79,16 @@ def authenticated(device: Device) -> socket.socket:
     else:
         assert isinstance(device, ShmDevice)
         handshake.initiate(sock, device._token, b"shm")
+        exchange_pages(sock)
     return sock
+
+
+def exchange_pages(sock: socket.socket) -> None:
+    """What both ends of shm say behind the handshake; ours: that no page comes."""
+    sock.sendall(struct.pack("<II", 0, 1000))
+    _, fds, _, _ = socket.recv_fds(sock, 8, 1)
+    for fd in fds:
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -92,6 +103,8 @@ def played(
         sock.settimeout(SECONDS)
         accepted.append(sock)
         handshake.accept(sock, token)
+        if isinstance(device, ShmDevice):
+            exchange_pages(sock)
 
     thread = threading.Thread(target=accept)
     thread.start()

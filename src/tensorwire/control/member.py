@@ -80,12 +80,13 @@ class Member:
 
     def _open_devices(self, device: str, host: str) -> Card:
         shm = probe = tcp = None
+        beat, lost_after = self.client.welcome.beat, self.client.welcome.lost_after  # the devices keep the job's time
         if device in ("auto", "shm"):
-            self.devices["shm"] = ShmDevice()
+            self.devices["shm"] = ShmDevice(beat, lost_after)
             self._probe = self.devices["shm"].allocate(8)
             shm, probe = self.devices["shm"].address, self._probe.remote("read").pack()
         if device in ("auto", "tcp"):
-            self.devices["tcp"] = TcpDevice(host)
+            self.devices["tcp"] = TcpDevice(host, heartbeat=beat, lost_after=lost_after)
             tcp = self.devices["tcp"].address
         return Card(machine_id(), shm, probe, tcp, tuple(f for f in FRAMEWORKS if f in sys.modules))
 

@@ -8,13 +8,15 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tensorwire._native import close_on_fork, forget_fd
+from tensorwire import _native
 
 _GREETING_SECONDS = 30.0
 
 
 class Acceptor:
     """Calls ``greet(socket)`` for every connection, each in its own thread; errors there end that connection only.
+
+    ``listener`` comes from ``open_socket``.
 
     ``greet`` may detach the socket, and so take it over; otherwise it is closed when ``greet`` returns.
     """
@@ -26,18 +28,17 @@ class Acceptor:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._greeted: dict[socket.socket, threading.Thread] = {}
-        close_on_fork(listener.fileno())
+        listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection = socket.socket(fileno=_native.accept_socket(self._listener.fileno()))
             except OSError:  # the stranger gave up, or no descriptor is free: do not burn a core meanwhile
                 self._stopped.wait(0.05)
                 continue
-            close_on_fork(connection.fileno())
             thread = threading.Thread(target=self._one, args=(connection,), name=self._thread.name, daemon=True)
             with self._lock:
                 self._greeted[connection] = thread
@@ -82,5 +83,4 @@ class Acceptor:
 def close_socket(sock: socket.socket) -> None:
     """Closes a socket that a forked child would give up; nothing if it was detached."""
     if sock.fileno() >= 0:
-        forget_fd(sock.fileno())
-        sock.close()
+        _native.close_socket(sock.detach())

@@ -140,9 +140,26 @@ class Channel(ABC):
         """The peer's whole region as local memory, where this device can map it; else None."""
         return None
 
+    @property
+    def peer(self) -> str:
+        """The process at the other end, in words, as in the messages of `PeerLost`."""
+        return self.life.peer
+
     def on_lost(self, call: Callable[[str], None]) -> None:
-        """Calls ``call(reason)`` once when the peer is lost; at once if it already is."""
+        """Calls ``call(reason)`` once when the peer is lost; at once if it already is.
+
+        Never for what this process itself closes.
+        """
         self.device._call_when_lost(self, call)
+
+    def settle(self, timeout: float = 60.0) -> None:
+        """After the loss of the peer: returns when nothing of it can touch this process's memory any more.
+
+        `PeerLost` comes first and says less: a process that is being killed may still have a thread in the middle of a
+        store, and one that was stopped may go on. What the peer could write may be reused only after ``settle``. Call
+        it before ``close``. Raises `WaitTimeout` (nothing is settled), or `ArgumentError` if the peer is not lost.
+        """
+        self._check_lost()
 
     @property
     def lost(self) -> bool:
@@ -158,6 +175,10 @@ class Channel(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_lost(self) -> None:
+        if not self.lost:
+            raise ArgumentError(f"{self.device.name}: {self.peer} is not lost: it may write at any time")
 
     def _check_alive(self) -> None:
         if self.lost:
@@ -248,17 +269,24 @@ class Device(ABC):
 
     def why_lost(self, channel: Channel | None = None) -> str:
         """A sentence for `PeerLost`."""
-        for life in (channel.life if channel is not None else None, self.life):
-            if life is not None and life.lost:
-                return f"{self.name}: the peer is lost: {life.reason}"
-        return f"{self.name}: a peer is lost"
+        if channel is not None and channel.life.closed:
+            return f"{self.name}: {channel.life.reason}"
+        if self.life.lost:
+            return f"{self.name}: this device cannot be used any more: {self.life.reason}"
+        if channel is not None and channel.life.lost:
+            return f"{self.name}: {channel.peer or 'the peer'} is lost: {channel.life.reason}"
+        return f"{self.name}: {self.life.last_loss}"
 
     def abort(self, reason: str) -> None:
         """Fails everything outstanding and wakes every waiter of this device."""
         self.life.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
-        token = self.callbacks.add(lambda: call(self.why_lost(channel)))
+        def tell() -> None:
+            if not channel.life.closed and not self.life.closed:
+                call(self.why_lost(channel))
+
+        token = self.callbacks.add(tell)
         channel.life.notify(self.callbacks.notices, token)
         self.life.notify(self.callbacks.notices, token)
 

@@ -59,7 +59,7 @@ class LoopbackDevice(Device):
             channel.life.lose("its device was closed")
             channel._reverse.lose("its device was closed")
         self._close_regions()
-        self.life.lose("the device was closed")
+        self.life.close("the device was closed")
         self.callbacks.close()
 
 
@@ -67,9 +67,9 @@ class LoopbackChannel(MappedChannel):
     """A channel to a device of this process."""
 
     def __init__(self, device: LoopbackDevice, peer: LoopbackDevice) -> None:
-        super().__init__(device, Life(device.life))
+        super().__init__(device, Life(device.life, "a device of this process"))
         self._peer = peer
-        self._reverse = Life(peer.life)  # what the peer's waiters see
+        self._reverse = Life(peer.life, "a device of this process", inbound=True)  # what the peer's waiters see
 
     def _find(self, region: RemoteRegion) -> Memory:
         found = self._peer._exposed.get(region.key)
@@ -86,5 +86,5 @@ class LoopbackChannel(MappedChannel):
         return Memory.map(memory.fd, False) if memory.fd >= 0 else None
 
     def close(self) -> None:
-        self.life.lose("the channel was closed")
+        self.life.close("the channel was closed")
         self._reverse.lose("its channel was closed")

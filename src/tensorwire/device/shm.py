@@ -13,33 +13,38 @@ import socket
 import struct
 import threading
 
-from tensorwire._native import Life, Memory, Monitor, close_on_fork
+from tensorwire._native import Life, Memory, open_socket
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device, unshared
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.region import Access, Region, RemoteRegion
-from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RemoteAccessError
+from tensorwire.device.vigil import Remains, Vigil, Watchers
+from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RemoteAccessError, WaitTimeout
 
 _ASK = struct.Struct("<QB")  # key, 1: for writing
 _NAME, _TOKEN = 16, 32
 
 
 class ShmDevice(Device):
-    """Transfers between processes of one user on one machine."""
+    """Transfers between processes of one user on one machine.
+
+    A peer that is killed is lost within microseconds; one that is stopped, after ``lost_after`` seconds without a
+    sign of life. This process gives one every ``heartbeat`` seconds.
+    """
 
     name = "shm"
     capabilities = Capabilities(maps=True, shares_registered=False)
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: float = 1.0, lost_after: float = 10.0) -> None:
         super().__init__()
+        self._watchers = Watchers(heartbeat, lost_after)
         self._name = secrets.token_bytes(_NAME)
         self._token = secrets.token_bytes(_TOKEN)
-        self._monitor = Monitor()
         self._exposed: dict[int, tuple[Region, Access]] = {}
         self._channels: set[ShmChannel] = set()
         self._lock = threading.Lock()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
         listener.listen(128)
         self._acceptor = Acceptor(listener, self._greet, "tensorwire-shm")
@@ -52,17 +57,21 @@ class ShmDevice(Device):
         self._check_open()
         if len(address) != _NAME + _TOKEN:
             raise ArgumentError("not the address of a shm device")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        close_on_fork(sock.fileno())
+        sock = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             # Blocking: a Unix socket with Python's timeout does not wait for room in a full backlog.
             seconds = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             sock.connect(b"\0tensorwire-" + address[:_NAME].hex().encode())
             sock.settimeout(timeout)
-            _check_same_user(sock)
-            handshake.initiate(sock, address[_NAME:], b"shm")
-            return self._open(sock)
+            pid = _peer_of(sock)
+            remains = Remains(pid)  # before the handshake, whose end shows that the process lived until now
+            try:
+                handshake.initiate(sock, address[_NAME:], b"shm")
+                return self._open(sock, pid, remains)
+            except BaseException:
+                remains.close()
+                raise
         except OSError as error:
             close_socket(sock)
             if isinstance(error, PeerLost):
@@ -72,25 +81,29 @@ class ShmDevice(Device):
             close_socket(sock)
             raise
 
-    def _open(self, sock: socket.socket) -> Channel:
+    def _open(self, sock: socket.socket, pid: int, remains: Remains) -> Channel:
+        life = Life(self.life, _in_words(pid))
+        vigil = Vigil(self._watchers, sock, life)
         with self._lock:
-            self._check_open()  # close() may have come meanwhile, and would not see this channel
-            channel = ShmChannel(self, sock)
+            if self.life.lost:  # close() came meanwhile, and has not seen this channel
+                vigil.close()
+            self._check_open()
+            channel = ShmChannel(self, sock, life, vigil, remains)
             self._channels.add(channel)
         return channel
 
     def _greet(self, sock: socket.socket) -> None:
-        _check_same_user(sock)
+        pid = _peer_of(sock)
         handshake.accept(sock, self._token)
-        life = Life(self.life)
-        self._monitor.watch(sock.fileno(), life)
+        life = Life(self.life, _in_words(pid), inbound=True)
+        vigil = Vigil(self._watchers, sock, life)
         try:
             sock.settimeout(None)
             while True:
                 key, write = _ASK.unpack(handshake.receive_exactly(sock, _ASK.size))
                 self._answer(sock, key, bool(write))
         finally:
-            self._monitor.forget(sock.fileno())
+            vigil.close()
             life.lose("its process closed the connection or died")
 
     def _answer(self, sock: socket.socket, key: int, write: bool) -> None:
@@ -124,26 +137,27 @@ class ShmDevice(Device):
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
-        self.life.lose("the device was closed")
+        self.life.close("the device was closed")
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
             channel.close()
         self._close_regions()
         self._acceptor.close()
-        self._monitor.close()
+        self._watchers.close()
         self.callbacks.close()
 
 
 class ShmChannel(MappedChannel):
     """A channel to a process of this machine."""
 
-    def __init__(self, device: ShmDevice, sock: socket.socket) -> None:
-        super().__init__(device, Life(device.life))
+    def __init__(self, device: ShmDevice, sock: socket.socket, life: Life, vigil: Vigil, remains: Remains) -> None:
+        super().__init__(device, life)
         self._sock = sock
+        self._vigil = vigil
+        self._remains = remains
         self._mapped: dict[tuple[int, Access], Memory] = {}
         self._lock = threading.Lock()
-        device._monitor.watch(sock.fileno(), self.life)
 
     def _find(self, region: RemoteRegion) -> Memory:
         memory = self._mapped.get((region.key, region.access))
@@ -176,7 +190,7 @@ class ShmChannel(MappedChannel):
 
     def _ask(self, key: int, write: bool) -> int:
         self._sock.sendall(_ASK.pack(key, write))
-        status, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+        status, fds, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if status == b"\x00" and len(fds) == 1:
             return fds[0]
         for fd in fds:
@@ -187,6 +201,11 @@ class ShmChannel(MappedChannel):
             "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
         )
 
+    def settle(self, timeout: float = 60.0) -> None:
+        self._check_lost()
+        if not self._remains.gone(timeout):
+            raise WaitTimeout(f"shm: {self.peer} has not ended within {timeout:g} s: it may still write to this memory")
+
     def close(self) -> None:
         device = self.device
         assert isinstance(device, ShmDevice)
@@ -196,16 +215,23 @@ class ShmChannel(MappedChannel):
             if self not in device._channels:
                 return
             device._channels.discard(self)
-        device._monitor.forget(self._sock.fileno())
-        self.life.lose("the channel was closed")
+        self.life.close("the channel was closed")
+        self._vigil.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # ends a question that is waiting for its answer
         with self._lock:
             self._mapped = {}
             close_socket(self._sock)
+            self._remains.close()
 
 
-def _check_same_user(sock: socket.socket) -> None:
-    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def _peer_of(sock: socket.socket) -> int:
+    """The process at the other end; 0 if it lives in another pid namespace. Raises `RemoteAccessError`."""
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         raise RemoteAccessError("shm: the other process belongs to another user")
+    return int(pid)
+
+
+def _in_words(pid: int) -> str:
+    return f"process {pid}" if pid else "a process of another container"

@@ -5,14 +5,16 @@ What crosses a socket is copied by the kernel; Tensorwire itself copies nothing.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable
 
 import msgspec
 
-from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory, close_on_fork
+from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory, open_socket
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import (
@@ -29,45 +31,61 @@ from tensorwire.device.contract import (
     refused,
 )
 from tensorwire.device.region import Access, Region, RemoteView, View
+from tensorwire.device.vigil import check_heartbeat, milliseconds
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
 
 _POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
 # On loopback large buffers only spill the cache; on real links the kernel's autotuning must stay on.
 _LOOPBACK_BUFFER = 256 << 10
-_USER_TIMEOUT_MS = 10_000
+_PURPOSE = b"tcp"
+_TERMS = struct.Struct("<QI")  # behind the purpose: the initiator's device, milliseconds between its signs of life
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tcp device listens, and the token that admits to it."""
+    """Where a tcp device listens, the token that admits to it, and milliseconds between its signs of life."""
 
     host: str
     port: int
     token: bytes
+    beat: int = 1000
+
+    @property
+    def device(self) -> int:
+        """A number that tells devices apart and admits nobody."""
+        return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
 
 
 class TcpDevice(Device):
-    """Transfers over TCP. Listens on ``host`` (loopback unless told otherwise)."""
+    """Transfers over TCP. Listens on ``host`` (loopback unless told otherwise).
+
+    A peer that gives no sign of life for ``lost_after`` seconds is lost. This process gives one every ``heartbeat``
+    seconds.
+    """
 
     name = "tcp"
     capabilities = Capabilities(maps=False, shares_registered=True)
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
+    ) -> None:
         super().__init__()
-        self._engine = Engine(self.life)
+        check_heartbeat(heartbeat, lost_after)
+        self._lost_after = lost_after
+        self._engine = Engine(self.life, heartbeat, lost_after)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            _tune(listener, local=host in ("127.0.0.1", "::1"))
+            self._tune(listener, local=host in ("127.0.0.1", "::1"))
             listener.bind((host, port))
             listener.listen(128)
         except OSError as error:
-            listener.close()
+            close_socket(listener)
             self._engine.close()
             raise ArgumentError(f"tcp: cannot listen on {host}:{port}: {error.strerror}") from None
-        self._address = Address(host, listener.getsockname()[1], self._token)
+        self._address = Address(host, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._greet, "tensorwire-tcp")
 
     @property
@@ -81,17 +99,17 @@ class TcpDevice(Device):
         except msgspec.MsgspecError:
             raise ArgumentError("not the address of a tcp device") from None
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        close_on_fork(sock.fileno())
+        sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            _tune(sock, local=where.host in ("127.0.0.1", "::1"))
+            self._tune(sock, local=where.host in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
             try:
                 sock.connect((where.host, where.port))
             except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
                 raise ArgumentError("not the address of a tcp device") from None
-            handshake.initiate(sock, where.token, b"tcp")
-            return self._open(sock)
+            terms = _TERMS.pack(self._address.device, self._address.beat)
+            handshake.initiate(sock, where.token, _PURPOSE + terms)
+            return self._open(sock, where)
         except OSError as error:
             close_socket(sock)
             if isinstance(error, PeerLost):
@@ -101,16 +119,21 @@ class TcpDevice(Device):
             close_socket(sock)
             raise
 
-    def _open(self, sock: socket.socket) -> Channel:
-        life = Life(self.life)
-        channel = TcpChannel(self, self._engine.connect(_release(sock), True, life), life)
+    def _open(self, sock: socket.socket, peer: Address) -> Channel:
+        life = Life(self.life, _in_words(peer.host, peer.port))
+        connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
+        channel = TcpChannel(self, connection, life, peer.device)
         with self._lock:
             self._channels.add(channel)
         return channel
 
     def _greet(self, sock: socket.socket) -> None:
-        handshake.accept(sock, self._token)
-        self._engine.connect(_release(sock), False, Life(self.life))
+        purpose = handshake.accept(sock, self._token)
+        # One who announces no signs of life gets none, and is not watched.
+        terms = purpose[len(_PURPOSE) :]
+        device, beat = _TERMS.unpack(terms) if len(terms) == _TERMS.size else (0, 0)
+        life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
+        self._engine.connect(_release(sock), False, life, device, beat / 1000)
 
     def _bind(self, memory: Memory) -> None:
         memory.bind(self.life, self._engine)
@@ -138,20 +161,30 @@ class TcpDevice(Device):
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
-        self.life.lose("the device was closed")
+        self.life.close("the device was closed")
         self._end_channels("the channel was closed")
         self._close_regions()
         self._acceptor.close()
         self._engine.close()
         self.callbacks.close()
 
+    def _tune(self, sock: socket.socket, *, local: bool) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._lost_after * 1000))
+        if local:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
+
 
 class TcpChannel(Channel):
     """A channel over one TCP connection."""
 
-    def __init__(self, device: TcpDevice, connection: Connection, life: Life) -> None:
+    def __init__(self, device: TcpDevice, connection: Connection, life: Life, peer_device: int) -> None:
         super().__init__(device, life)
         self._connection = connection
+        self._peer_device = peer_device
         self._engine = device._engine
 
     def write(
@@ -222,6 +255,11 @@ class TcpChannel(Channel):
             raise WaitTimeout(f"tcp: the channel stayed full for {_POST_SECONDS:g} s; the operation was not started")
         return TcpCompletion(self, posted, memory)
 
+    def settle(self, timeout: float = 60.0) -> None:
+        self._check_lost()
+        # What the peer had sent over a connection of its own may still arrive. A peer that lives learns of it.
+        self._engine.expel(self._peer_device, "another connection to it was lost")
+
     def close(self) -> None:
         device = self.device
         assert isinstance(device, TcpDevice)
@@ -229,6 +267,7 @@ class TcpChannel(Channel):
             return
         with device._lock:
             device._channels.discard(self)
+        self.life.close("the channel was closed")
         self._connection.close("the channel was closed")
 
 
@@ -267,17 +306,11 @@ class TcpCompletion(Completion):
             raise refused("tcp", refusal)
 
 
-def _tune(sock: socket.socket, *, local: bool) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-    if local:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
-
-
 def _release(sock: socket.socket) -> int:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock.detach()
+
+
+def _in_words(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

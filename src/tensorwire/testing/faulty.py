@@ -189,6 +189,9 @@ class FaultyChannel(Channel):
     def on_lost(self, call: Callable[[str], None]) -> None:
         self._inner.on_lost(call)
 
+    def settle(self, timeout: float = 60.0) -> None:
+        self._inner.settle(timeout)
+
     def lose_peer(self, reason: str = "injected") -> None:
         """Makes this channel find its peer lost, now. What was not done by then fails with `PeerLost`."""
         self.life.lose(reason)

@@ -1,0 +1,127 @@
+"""Two hosts and a cable: network namespaces and a veth pair. A cut cable and a host that is gone without a word."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from forked import Forked, quick, receive, send
+
+from tensorwire.device import Channel, Completion, Region, RemoteRegion
+from tensorwire.errors import PeerLost
+from tensorwire.testing.patterns import SECONDS
+
+ADDRESSES = ("10.213.9.1", "10.213.9.2")
+BIG = 64 << 20  # more than the sockets on the way hold
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@dataclass(frozen=True)
+class Cable:
+    """Two namespaces, joined."""
+
+    names: tuple[str, str]
+
+    def enter(self, side: int) -> None:
+        """Puts this process, a forked child, into a namespace."""
+        fd = os.open(f"/var/run/netns/{self.names[side]}", os.O_RDONLY)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.setns(fd, 0x40000000) == 0, os.strerror(ctypes.get_errno())
+        os.close(fd)
+
+    def cut(self) -> None:
+        ip("-n", self.names[0], "link", "set", "cable", "down")
+
+    def vanish(self, side: int) -> None:
+        """That host answers nothing any more, and nothing it sends gets out."""
+        ip("-n", self.names[side], "addr", "flush", "dev", "cable")
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2, to make network namespaces")
+    tag = secrets.token_hex(3)
+    names = (f"tw-{tag}-0", f"tw-{tag}-1")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield Cable(names)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def told(work: Callable[[], object]) -> str:
+    """What it raised."""
+    try:
+        work()
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def host(cable: Cable, side: int, pipe: socket.socket) -> None:
+    """A device on that side, a channel to the other one, waits on both; tells how they ended."""
+    cable.enter(side)
+    device = quick("tcp", host=ADDRESSES[side])
+    region = device.allocate(BIG, reserve=False)
+    send(pipe, (device.address, region.remote().pack()))
+    address, packed = receive(pipe)
+    channel, remote = device.connect(address), RemoteRegion.unpack(packed)
+    channel.signal(remote.view(0, 8), 1).wait(SECONDS)
+    region.wait(0, 1, SECONDS)
+    send(pipe, channel.peer)
+    assert receive(pipe) == "cut"  # the cable is cut by now: what is written goes nowhere
+    send(pipe, [told(work) for work in waits(channel, region, remote)])
+
+
+def waits(channel: Channel, region: Region, remote: RemoteRegion) -> list[Callable[[], object]]:
+    def write() -> Completion:
+        return channel.write(region.view(), remote.view())
+
+    return [
+        lambda: write().wait(SECONDS),
+        lambda: region.wait(0, 2, SECONDS, channel),
+        lambda: region.wait(0, 2, SECONDS),
+    ]
+
+
+@pytest.mark.parametrize("how", ["cut", "vanished"])
+def test_a_silent_link_is_a_loss(cable: Cable, how: str) -> None:
+    """``cut``: both live on, and both are told. ``vanished``: half open; one was killed, and no word of it got out."""
+    with Forked(lambda pipe: host(cable, 0, pipe)) as here, Forked(lambda pipe: host(cable, 1, pipe)) as there:
+        cards = receive(here.pipe), receive(there.pipe)
+        send(here.pipe, cards[1])
+        send(there.pipe, cards[0])
+        names = receive(here.pipe), receive(there.pipe)
+        assert [name.split(":")[0] for name in names] == [ADDRESSES[1], ADDRESSES[0]]
+        if how == "cut":
+            cable.cut()
+        else:
+            cable.vanish(1)
+            there.kill()
+        hosts = [here, there] if how == "cut" else [here]
+        for each in hosts:
+            send(each.pipe, "cut")
+        for each, name in zip(hosts, names, strict=False):
+            reasons = receive(each.pipe)
+            assert len(reasons) == 3
+            for reason in reasons:
+                assert f"{name.split(':')[0]}:" in reason, reason
+                assert "is lost" in reason
