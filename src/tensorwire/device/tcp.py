@@ -96,7 +96,7 @@ class TcpDevice(Device):
         self._check_open()
         try:
             where = msgspec.msgpack.decode(address, type=Address)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a tcp device") from None
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))

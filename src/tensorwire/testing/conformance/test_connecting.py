@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tensorwire.errors import ArgumentError, PeerLost
 from tensorwire.testing.fixtures import InThread, Pair
-from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.patterns import SECONDS, noise
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import Spec
 
@@ -38,7 +36,7 @@ def test_many_connect_at_once(spec: Spec, in_thread: InThread) -> None:
 
 
 def test_an_address_of_another_kind_is_refused(pair: Pair) -> None:
-    for address in (b"", b"nonsense", os.urandom(48)):
+    for address in (b"", b"nonsense", noise(48).tobytes()):
         with pytest.raises((ArgumentError, ConnectionError)):
             pair.initiator.connect(address)
 
