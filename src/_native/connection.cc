@@ -385,6 +385,7 @@ const char* Connection::take_answer(const Frame& f, Pending& answered) {
         case Op::ack:
             return asked ? "it left a question unanswered" : nullptr;
         case Op::refuse:
+            if (!f.key || f.key > ~u32{0}) return "it sent a malformed frame";  // 0 would read as done
             refusals_[f.id] = static_cast<Refusal>(f.key);
             break;
         case Op::data:

@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from device_peer import SECONDS
-
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
+from tensorwire.testing.patterns import SECONDS
 
 BEAT, LOST_AFTER = 0.05, 0.5
 

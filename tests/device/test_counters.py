@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from conftest import Pair
-from device_peer import SECONDS
 
 from tensorwire.errors import TensorwireError
 from tensorwire.observe import Counters, counters, pickles_counted
+from tensorwire.testing.fixtures import Pair
+from tensorwire.testing.patterns import SECONDS
 
 
 def test_transfers(pair: Pair) -> None:

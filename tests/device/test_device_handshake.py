@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import msgspec
 import pytest
-from conftest import Pair
-from device_peer import DEVICES, SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire import check_works, raw_connection, send_and_end, until_end
 
-from tensorwire.device import Device, ShmDevice, TcpDevice, handshake
+from tensorwire.device import ShmDevice, TcpDevice, handshake
 from tensorwire.device.tcp import Address
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError, TensorwireError
+from tensorwire.testing.fixtures import SEEDED, InThread, Pair
+from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.spec import Spec
 
-InThread = Callable[[Callable[[], object]], threading.Thread]
 SECRET = b"s" * 32
 
 
@@ -31,41 +29,6 @@ def sockets(timeout: float = SECONDS):  # type: ignore[no-untyped-def]
         a.settimeout(timeout)
         b.settimeout(timeout)
         yield a, b
-
-
-def raw_connection(device: Device) -> socket.socket:
-    """A connection to the device's listener that has said nothing yet."""
-    if isinstance(device, TcpDevice):
-        return socket.create_connection((device._address.host, device._address.port), SECONDS)
-    assert isinstance(device, ShmDevice)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(SECONDS)
-    sock.connect(b"\0tensorwire-" + device._name.hex().encode())
-    return sock
-
-
-def until_end(sock: socket.socket) -> None:
-    """Returns when the other side ended the connection."""
-    with contextlib.suppress(ConnectionError):
-        while sock.recv(1 << 16):
-            pass
-
-
-def send_and_end(sock: socket.socket, data: bytes) -> None:
-    """Sends, hangs up, and returns when the other side has seen all of it, or ended the connection."""
-    with contextlib.suppress(OSError):
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-    until_end(sock)
-
-
-def check_works(pair: Pair) -> None:
-    with pair.target.allocate(16) as region:
-        pair.channel.signal(region.remote().view(8, 8), 7).wait(SECONDS)
-        region.wait(8, 7, SECONDS)
-        with pair.initiator.connect(pair.target.address) as another:
-            another.signal(region.remote().view(8, 8), 8).wait(SECONDS)
-        region.wait(8, 8, SECONDS)
 
 
 def test_both_sides_learn_the_purpose(in_thread: InThread) -> None:
@@ -146,7 +109,7 @@ def test_an_acceptor_that_falls_silent_is_not_a_wrong_secret(in_thread: InThread
         thread.join()
 
 
-@settings(max_examples=100)
+@settings(SEEDED, max_examples=100)
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: handshake.MAGIC + tail)))
 def test_garbage_is_a_typed_error(garbage: bytes) -> None:
     for side in (lambda sock: handshake.accept(sock, SECRET), lambda sock: handshake.initiate(sock, SECRET, b"x")):
@@ -165,8 +128,8 @@ def test_a_drip_of_bytes_does_not_hold_the_acceptor() -> None:
             handshake.accept(b, SECRET)
 
 
-def test_a_wrong_token_is_refused(far_kind: str) -> None:
-    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
+def test_a_wrong_token_is_refused(far_spec: Spec) -> None:
+    with far_spec.make() as device, far_spec.make() as other:
         if isinstance(device, TcpDevice):
             host = msgspec.structs.replace(device._address, token=b"x" * 32)
             address = msgspec.msgpack.encode(host)
@@ -179,7 +142,7 @@ def test_a_wrong_token_is_refused(far_kind: str) -> None:
 
 
 def test_strangers_disturb_nobody(pair: Pair) -> None:
-    if pair.kind == "loopback":
+    if not pair.target.capabilities.other_processes:
         pytest.skip("nobody else can reach it")
     silent = [raw_connection(pair.target) for _ in range(5)]
     for garbage in (
@@ -199,32 +162,8 @@ def test_strangers_disturb_nobody(pair: Pair) -> None:
         sock.close()
 
 
-def test_a_device_that_is_gone_cannot_be_reached(kind: str) -> None:
-    with DEVICES[kind]() as device:
-        address = device.address
-    with DEVICES[kind]() as other:
-        with pytest.raises(PeerLost):
-            other.connect(address, timeout=SECONDS)
-        with pytest.raises(PeerLost):
-            device.connect(other.address, timeout=SECONDS)
-
-
 def test_an_acceptor_that_says_nothing_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
         address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
         with pytest.raises(PeerLost):
             device.connect(address, timeout=0.1)
-
-
-def test_many_connect_at_once(far_kind: str, in_thread: InThread) -> None:
-    with DEVICES[far_kind]() as device, DEVICES[far_kind]() as other:
-        region = device.allocate(8)
-
-        def connect() -> None:
-            for _ in range(5):
-                with other.connect(device.address) as channel:
-                    channel.fetch_add(region.remote().view(), 1)
-
-        for thread in [in_thread(connect) for _ in range(16)]:
-            thread.join()
-        assert region.load(0) == 80

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_peer import SECONDS, array, until_asleep
 from forked import Forked, quick, receive, send
 
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
+from tensorwire.testing.patterns import SECONDS, array, until_asleep
 
 InThread = Callable[[Callable[[], object]], threading.Thread]
 BIG = 64 << 20  # more than all sockets on the way hold

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from conftest import Pair
-from device_peer import SECONDS
 from forked import Forked, receive, send
 
 from tensorwire._native import Deathwatch, Life, Memory
 from tensorwire.device import ShmDevice, handshake
+from tensorwire.testing.fixtures import Pair
+from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.spec import Spec
 
 InThread = Callable[[Callable[[], object]], threading.Thread]
 NEVER = 1e5
@@ -172,7 +173,7 @@ def test_what_is_no_page_is_refused(deathwatch: Deathwatch) -> None:
     assert wait_for(life) == "it closed the connection"
 
 
-@pytest.mark.parametrize("kind", ["shm"])
+@pytest.mark.parametrize("spec", [Spec("tensorwire.device:ShmDevice")], ids=["shm"])
 def test_a_page_that_is_none_ends_that_connection_only(pair: Pair, in_thread: InThread) -> None:
     assert isinstance(pair.target, ShmDevice)
     with socket.socket(socket.AF_UNIX) as sock:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from device_peer import DEVICES
+from wire import DEVICES
 
 InThread = Callable[[Callable[[], object]], threading.Thread]
 FORKS = 60

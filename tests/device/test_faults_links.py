@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from device_peer import SECONDS
 from forked import Forked, quick, receive, send
 
 from tensorwire.device import Channel, Completion, Region, RemoteRegion
 from tensorwire.errors import PeerLost
+from tensorwire.testing.patterns import SECONDS
 
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 BIG = 64 << 20  # more than the sockets on the way hold

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from device_peer import DEVICES, SECONDS, until_asleep
 from forked import Forked, quick, receive, send
+from wire import DEVICES
 
 from tensorwire._native import Life, Memory
 from tensorwire.device import Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
+from tensorwire.testing.patterns import SECONDS, until_asleep
 
 
 def pass_time(region: Region, seconds: float) -> None:

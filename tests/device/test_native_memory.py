@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-from device_peer import DEVICES, array
 
 from tensorwire._native import PAGE, Memory, put, put_signal
-from tensorwire.errors import OutOfMemory
+from tensorwire.testing.patterns import array
+from tensorwire.testing.spec import Spec
 
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 
@@ -137,26 +136,11 @@ def test_wrapped_memory_lives_as_long_as_its_user() -> None:
     data.append(0)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 56, (1 << 56) + 1, 1 << 62, 2**64 - 1, 2**64, 2**80])
-def test_absurd_sizes_are_out_of_memory(kind: str, nbytes: int) -> None:
-    with DEVICES[kind]() as device:
-        with pytest.raises(OutOfMemory, match=str(nbytes)):
-            device.allocate(nbytes)
-        assert device.allocate(8).nbytes == 8
-
-
-def test_more_than_the_machine_has_is_out_of_memory(kind: str) -> None:
-    available = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
-    with DEVICES[kind]() as device, pytest.raises(OutOfMemory):
-        device.allocate(available + (64 << 20))
-
-
 LIMITED = """
-import resource, sys
-sys.path.insert(0, {here!r})
-from device_peer import DEVICES
+import resource
+from tensorwire.testing.spec import Spec
 from tensorwire.errors import OutOfMemory
-device = DEVICES[{kind!r}]()
+device = Spec({spec!r}).make()
 small = device.allocate(4096)
 resource.setrlimit(resource.{limit}, ({value}, {value}))
 try:
@@ -170,8 +154,8 @@ device.close()
 
 
 @pytest.mark.parametrize(("limit", "value"), [("RLIMIT_AS", 1 << 30), ("RLIMIT_FSIZE", 1 << 20), ("RLIMIT_NOFILE", 3)])
-def test_limits_of_the_process_are_out_of_memory_and_no_signal(kind: str, limit: str, value: int) -> None:
-    script = LIMITED.format(here=str(Path(__file__).parent), kind=kind, limit=limit, value=value)
+def test_limits_of_the_process_are_out_of_memory_and_no_signal(spec: Spec, limit: str, value: int) -> None:
+    script = LIMITED.format(spec=spec.text, limit=limit, value=value)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert str(1 << 30) in done.stdout

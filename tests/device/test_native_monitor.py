@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
-from collections.abc import Callable
 
 import pytest
-from device_peer import SECONDS, until_asleep
 
 from tensorwire._native import Life, Memory, Monitor, Pulse
-
-InThread = Callable[[Callable[[], object]], threading.Thread]
+from tensorwire.testing.fixtures import InThread
+from tensorwire.testing.patterns import SECONDS, until_asleep
 
 
 def test_a_life_ends_once_with_its_first_reason() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_peer import array, pattern
 
 from tensorwire._native import PAGE, Memory, Window
+from tensorwire.testing.patterns import array, pattern
 
 
 @pytest.fixture

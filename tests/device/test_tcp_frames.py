@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-from conftest import Pair
-from device_peer import SECONDS, array, pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device_handshake import check_works, raw_connection, send_and_end, until_end
+from wire import (
+    ACK,
+    COMPARE_SWAP,
+    DATA,
+    FETCH_ADD,
+    FRAME,
+    NONE,
+    OLD_VALUE,
+    READ,
+    REFUSE,
+    WRITE,
+    authenticated,
+    check_works,
+    frame,
+    played,
+    send_and_end,
+    until_end,
+)
 
 from tensorwire.device import Channel, Region, TcpDevice, handshake
 from tensorwire.device import tcp as tcp_module
 from tensorwire.device.tcp import Address
 from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
-
-InThread = Callable[[Callable[[], object]], threading.Thread]
-
-FRAME = struct.Struct("<4sIQQQQQQQ")
-WRITE, READ, FETCH_ADD, COMPARE_SWAP, ACK, REFUSE, DATA, OLD_VALUE = 1, 2, 3, 4, 16, 17, 18, 19
-NONE = 2**64 - 1
-
-
-def frame(
-    op: int,
-    number: int,
-    *,
-    key: int = 0,
-    offset: int = 0,
-    length: int = 0,
-    signal: tuple[int, int, int] = (0, NONE, 0),
-    magic: bytes = b"TWF1",
-) -> bytes:
-    """The header of docs/devices.md."""
-    return FRAME.pack(magic, op, number, key, offset, length, *signal)
+from tensorwire.testing.fixtures import SEEDED, InThread, Pair
+from tensorwire.testing.patterns import SECONDS, array, pattern
+from tensorwire.testing.spec import Spec
 
 
 @pytest.fixture
-def kind() -> str:
-    return "tcp"
-
-
-def authenticated(device: TcpDevice) -> socket.socket:
-    sock = raw_connection(device)
-    handshake.initiate(sock, device._token, b"tcp")
-    return sock
+def spec() -> Spec:
+    return Spec("tensorwire.device:TcpDevice")
 
 
 def target(pair: Pair) -> TcpDevice:
@@ -145,7 +136,7 @@ def test_no_frame_without_a_key_changes_memory(pair: Pair) -> None:
         numbers(1),
     )
 
-    @settings(max_examples=200)
+    @settings(SEEDED, max_examples=200)
     @given(
         st.lists(st.one_of(fields, st.binary(min_size=64, max_size=64)), min_size=1, max_size=5),
         st.binary(max_size=100),
@@ -163,7 +154,7 @@ def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
     region = pair.target.allocate(1 << 18)
     key, room = region.remote().key, array(region)
 
-    @settings(max_examples=40)
+    @settings(SEEDED, max_examples=40)
     @given(data=st.data(), sizes=st.lists(st.sampled_from([0, 1, 7, 64, 100, 70_000, 200_000]), min_size=1, max_size=6))
     def check(data: st.DataObject, sizes: list[int]) -> None:
         room[:] = 0
@@ -192,22 +183,11 @@ def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
 
 
 @pytest.fixture
-def hostile(in_thread: InThread) -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
+def hostile() -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
     """A device, its channel, and the other end of it, which the test plays by hand."""
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        accepted: list[socket.socket] = []
-
-        def accept() -> None:
-            sock, _ = listener.accept()
-            sock.settimeout(SECONDS)
-            handshake.accept(sock, b"t")
-            accepted.append(sock)
-
-        thread = in_thread(accept)
-        address = Address("127.0.0.1", listener.getsockname()[1], b"t")
-        channel = device.connect(msgspec.msgpack.encode(address))
-        thread.join()
-        with accepted[0] as sock, channel:
+        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        with played(device, listener, address, b"t") as (channel, sock):
             yield device, channel, sock
 
 

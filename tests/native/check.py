@@ -19,7 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
-TESTS = ["tests/device", "tests/edge"]
+KINDS = ("LoopbackDevice", "ShmDevice", "TcpDevice")
+TESTS = [
+    *(f"--device=tensorwire.device:{kind}" for kind in KINDS),
+    "--pyargs",
+    "tensorwire.testing.conformance",
+    "tests/device",
+    "tests/edge",
+]
 # Shadow memory takes more address space than any limit would leave, and freed memory is kept back for a while.
 IMPOSSIBLE = "not RLIMIT_AS and not flat and not hundred_dead_peers"
 OVERFLOW = "import ctypes; ctypes.memset(ctypes.create_string_buffer(64), 0, 65)"

@@ -19,6 +19,7 @@ class Callbacks:
         self._tokens = itertools.count(1)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def add(self, call: Callable[[], object]) -> int:
         """A token; ``call`` runs once it is posted. Give it to one poster, or to several: the first one counts."""
@@ -29,6 +30,17 @@ class Callbacks:
                 self._thread = threading.Thread(target=self._run, name="tensorwire-callbacks", daemon=True)
                 self._thread.start()
         return token
+
+    def rescue(self, token: int) -> None:
+        """For whoever posts while ``close`` may be at work: runs the call here if its thread has ended without it."""
+        thread = self._thread
+        if not self._closed or thread is threading.current_thread():
+            return
+        if thread is not None:
+            thread.join(30.0)
+        call = self._calls.pop(token, None)
+        if call is not None:
+            call()
 
     def _run(self) -> None:
         while token := self.notices.take():
@@ -43,6 +55,7 @@ class Callbacks:
 
     def close(self) -> None:
         """Runs what has been posted; the thread ends. Idempotent."""
+        self._closed = True
         self.notices.close()
         with self._lock:
             thread = self._thread

@@ -30,6 +30,7 @@ class Capabilities:
     maps: bool  # a peer's region can be mapped: born in the slot, sent by signal alone
     shares_registered: bool  # register() gives memory a peer can reach, not only a local source
     atomics: bool = True
+    other_processes: bool = True  # peers may be devices of other processes
 
 
 class Completion(ABC):

@@ -18,7 +18,7 @@ class LoopbackDevice(Device):
     """Transfers within one process."""
 
     name = "loopback"
-    capabilities = Capabilities(maps=True, shares_registered=True)
+    capabilities = Capabilities(maps=True, shares_registered=True, other_processes=False)
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,14 +96,17 @@ class TcpDevice(Device):
         self._check_open()
         try:
             where = msgspec.msgpack.decode(address, type=Address)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a tcp device") from None
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
             self._tune(sock, local=where.host in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
-            sock.connect((where.host, where.port))
+            try:
+                sock.connect((where.host, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                raise ArgumentError("not the address of a tcp device") from None
             terms = _TERMS.pack(self._address.device, self._address.beat)
             handshake.initiate(sock, where.token, _PURPOSE + terms)
             return self._open(sock, where)
@@ -287,6 +290,7 @@ class TcpCompletion(Completion):
         callbacks = channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         channel._connection.notify(self._posted, callbacks.notices, token)
+        callbacks.rescue(token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Thread
+import os
 
 import numpy as np
-from conftest import FarPair, Pair
-from device_peer import SECONDS, array, pattern, verify
+import pytest
 
 from tensorwire._native import STREAMING_BYTES
 from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.testing.fixtures import FarPair, InThread, Pair
+from tensorwire.testing.patterns import HEAD, SECONDS, Plan, array, pattern, verify
 
 SIZES = [1, 8, 4097, 65536, STREAMING_BYTES, 63, (1 << 20) + 5, STREAMING_BYTES + 77, 300_001, STREAMING_BYTES + 16] * 2
-HEAD = 64  # the signal word's own line
 
 
-def layout() -> tuple[list[tuple[int, int, int]], int]:
+def layout() -> tuple[Plan, int]:
     """(signal value, offset, size) of each payload, side by side at odd places, and the bytes of it all."""
     plan, at = [], HEAD
     for i, nbytes in enumerate(SIZES, 1):
@@ -25,7 +24,7 @@ def layout() -> tuple[list[tuple[int, int, int]], int]:
     return plan, at
 
 
-def send(device: Device, channel: Channel, remote: RemoteRegion, plan: list[tuple[int, int, int]], total: int) -> None:
+def send(device: Device, channel: Channel, remote: RemoteRegion, plan: Plan, total: int) -> None:
     """Every payload with its signal; each third one in two halves and a signal alone."""
     source = device.allocate(total)
     here = array(source)
@@ -56,9 +55,7 @@ def test_a_visible_signal_means_a_whole_payload(far: FarPair) -> None:
     assert far.peer.finish() == len(plan)
 
 
-def test_a_visible_signal_means_a_whole_payload_within_a_process(
-    pair: Pair, in_thread: Callable[[Callable[[], object]], Thread]
-) -> None:
+def test_a_visible_signal_means_a_whole_payload_within_a_process(pair: Pair, in_thread: InThread) -> None:
     plan, total = layout()
     region = pair.target.allocate(total)
     in_thread(lambda: verify(region, plan))
@@ -117,3 +114,60 @@ def test_a_completed_write_lies_in_the_targets_memory(far: FarPair) -> None:
         far.channel.write(source.view(), remote.view()).wait(SECONDS)
         array(source)[:] = 255  # the source may be reused
         assert far.peer.call("content", remote.key, 0, 4096) == bytes([i]) * 4096
+
+
+def test_a_fence_keeps_a_write_behind_a_read(pair: Pair) -> None:
+    n = 4 << 20
+    theirs = pair.target.allocate(n)
+    array(theirs)[:] = pattern(0, n)
+    remote, here, source = theirs.remote(), pair.initiator.allocate(n), pair.initiator.allocate(n)
+    for i in range(1, 9):
+        array(source)[:] = pattern(i, n)
+        read = pair.channel.read(here.view(), remote.view())
+        if i % 2:
+            write = pair.channel.write(source.view(), remote.view(), fence=True)
+        else:
+            write = pair.channel.write(source.view(8, n - 8), remote.view(8, n - 8), (remote.view(0, 8), i), fence=True)
+        read.wait(SECONDS)
+        assert (array(here)[8:] == pattern(i - 1, n)[8:]).all()
+        write.wait(SECONDS)
+
+
+def test_a_fenced_signal_says_that_a_read_is_over(pair: Pair, in_thread: InThread) -> None:
+    """A credit: whoever sees it may overwrite what was being read."""
+    nbytes, rounds = 2 << 20, 12
+    theirs, credit = pair.target.allocate(nbytes), pair.target.allocate(8)
+    remote, word = theirs.remote("read"), credit.remote().view()
+    here = pair.initiator.allocate(nbytes)
+    array(theirs)[:] = 0
+
+    def overwrite() -> None:
+        for i in range(1, rounds + 1):
+            credit.wait(0, i, SECONDS)
+            array(theirs)[:] = i
+
+    in_thread(overwrite)
+    for i in range(1, rounds + 1):
+        read = pair.channel.read(here.view(), remote.view())
+        pair.channel.signal(word, i, fence=True)
+        read.wait(SECONDS)
+        got = array(here)
+        assert got[0] == got[-1]
+        assert np.all(got == got[0])
+        while theirs.view(nbytes - 1, 1).buffer[0] != i:
+            os.sched_yield()
+
+
+def test_a_fence_waits_for_an_atomic_of_another_thread(pair: Pair, in_thread: InThread) -> None:
+    if not pair.initiator.capabilities.atomics:
+        pytest.skip("this device has no atomics")
+    region = pair.target.allocate(16)
+    remote, rounds = region.remote(), 100
+    adding = in_thread(lambda: [pair.channel.fetch_add(remote.view(8, 8), 1) for _ in range(rounds)])
+    for i in range(1, rounds + 1):
+        seen = region.load(8)
+        pair.channel.signal(remote.view(0, 8), i, fence=True).wait(SECONDS)
+        assert region.load(0) == i
+        assert region.load(8) >= seen
+    adding.join()
+    assert pair.channel.fetch_add(remote.view(8, 8), 0) == rounds

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 
-from conftest import FarPair, Pair
-from device_peer import DEVICES, SECONDS
-
-from tensorwire.device import Channel, Device, RemoteRegion, ShmDevice, TcpDevice
+from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.testing.fixtures import FarPair, Pair
+from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.spec import Spec
 
 ALLOWED = 6  # mappings that come and go with the allocator
 
@@ -25,12 +26,12 @@ def check_flat(before: tuple[int, int], after: tuple[int, int]) -> None:
     assert after[1] <= before[1] + ALLOWED, "mappings grow"
 
 
-def settle(device: Device) -> None:
-    """Returns when the device has let go of every channel but the fixture's own."""
-    while isinstance(device, ShmDevice) and len(device._acceptor._greeted) > 1:
+def settle(before: tuple[int, int]) -> tuple[int, int]:
+    """What is held when targets have let go of channels, a moment after their initiators closed them."""
+    end = time.monotonic() + SECONDS
+    while (now := held())[0] > before[0] and time.monotonic() < end:
         os.sched_yield()
-    while isinstance(device, TcpDevice) and (device._acceptor._greeted or device._engine.connections > 1):
-        os.sched_yield()
+    return now
 
 
 def test_connecting_and_closing(pair: Pair) -> None:
@@ -40,19 +41,19 @@ def test_connecting_and_closing(pair: Pair) -> None:
         with pair.initiator.connect(pair.target.address) as channel:
             channel.signal(region.remote().view(), 1).wait(SECONDS)
 
+    pair.channel.signal(region.remote().view(), 1).wait(SECONDS)
+    before = held()
     for _ in range(10):
         connect()
-    settle(pair.target)
-    before = held()
+    before = settle(before)
     for _ in range(100):
         connect()
-    settle(pair.target)
-    check_flat(before, held())
+    check_flat(before, settle(before))
 
 
-def test_opening_and_closing_devices(kind: str) -> None:
+def test_opening_and_closing_devices(spec: Spec) -> None:
     def use() -> None:
-        with DEVICES[kind]() as a, DEVICES[kind]() as b, a.connect(b.address) as channel:
+        with spec.make() as a, spec.make() as b, a.connect(b.address) as channel:
             channel.signal(b.allocate(8).remote().view(), 1).wait(SECONDS)
 
     for _ in range(3):

@@ -1,0 +1,146 @@
+"""The pair every test of a device runs on, and the check that no test leaves anything behind.
+
+A test module or ``conftest.py`` imports the fixtures it wants; ``spec`` says which devices they are made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tensorwire.device import Channel, Device
+from tensorwire.testing.nursery import nursery
+from tensorwire.testing.patterns import SECONDS
+from tensorwire.testing.peer import Peer
+from tensorwire.testing.spec import Spec
+
+InThread = Callable[..., threading.Thread]  # what to run, and its arguments
+
+# The same examples every time, however slow the machine is today.
+SEEDED = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Peers are forked from one process, that is there before the first test looks around."""
+    nursery()
+    gc.collect()
+    gc.freeze()  # collections look at what tests made, not at the test runner
+    yield
+    gc.unfreeze()
+    nursery().close()
+    nursery.cache_clear()
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            found[fd.name] = str(fd.readlink())
+    return found
+
+
+def _children() -> set[str]:
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that ended just now; its children are another's by now
+            found.update((task / "children").read_text().split())
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No thread, process, descriptor or name outlives the test."""
+    before = _descriptors(), _children(), set(threading.enumerate())
+    yield
+    assert "/dev/shm" not in Path("/proc/self/maps").read_text(), "a mapping has a name"
+    gc.collect()
+    for thread in set(threading.enumerate()) - before[2]:
+        assert thread.daemon, f"{thread} was left"
+        thread.join(10.0)
+        assert not thread.is_alive(), f"{thread} was left"
+    gc.collect()
+    left = {fd: what for fd, what in _descriptors().items() if before[0].get(fd) != what}
+    assert not left, "descriptors were left"
+    assert _children() <= before[1], "processes were left"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two devices of this process and a channel from one to the other."""
+
+    spec: Spec
+    initiator: Device
+    target: Device
+    channel: Channel
+
+
+@pytest.fixture
+def pair(spec: Spec) -> Iterator[Pair]:
+    """Both ends in this process."""
+    with spec.make() as initiator, spec.make() as target, initiator.connect(target.address) as channel:
+        yield Pair(spec, initiator, target, channel)
+
+
+@pytest.fixture
+def far_spec(spec: Spec) -> Spec:
+    """A device that reaches other processes; the test is skipped for one that does not."""
+    with spec.make() as device:
+        if not device.capabilities.other_processes:
+            pytest.skip(f"{spec.text} does not reach other processes")
+    return spec
+
+
+@dataclass(frozen=True)
+class FarPair:
+    """A device of this process, another process with one, and a channel to it."""
+
+    spec: Spec
+    device: Device
+    peer: Peer
+    channel: Channel
+
+
+@pytest.fixture
+def far(far_spec: Spec) -> Iterator[FarPair]:
+    """The target in another process."""
+    with far_spec.make() as device, Peer(far_spec) as peer, device.connect(peer.address) as channel:
+        yield FarPair(far_spec, device, peer, channel)
+
+
+@pytest.fixture
+def in_thread() -> Iterator[InThread]:
+    """Runs something in a thread; what it raises fails the test."""
+    threads: list[threading.Thread] = []
+    errors: list[BaseException] = []
+
+    def begin(work: Callable[..., object], *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                errors.append(error)
+
+        threads.append(threading.Thread(target=run, daemon=True))  # a failed test is not to keep the run from ending
+        threads[-1].start()
+        return threads[-1]
+
+    yield begin
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    for error in errors:
+        raise error
