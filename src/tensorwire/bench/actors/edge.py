@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
-
-from tensorwire.bench.actors.lines import Lines, Run, check, pattern, timed
+from tensorwire.bench.actors.lines import Lines, Run, check, fill, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, make_device, polled, since
 from tensorwire.device import Device, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -83,7 +81,7 @@ def measure(ends: Ends, run: Run, role: str) -> tuple[float, dict[str, float]]:
     """The round's bytes are born in the slot before the first step; later steps find them there."""
     # The slot is ours once the step before it was given back.
     slot = ends.producer.slot(ends.at + 1, SECONDS)
-    np.frombuffer(slot, np.uint8)[:] = pattern(run.round, len(slot))
+    fill(slot, run.round)
     before = counts()
     if role == "initiator":
         seconds = timed(run, ends.there_and_back, ends.warm_there_and_back)

@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from tensorwire.bench.actors.lines import Lines, check, pattern, timed
+from tensorwire.bench.actors.lines import Lines, check, fill, timed
 from tensorwire.device import Completion, Device, RemoteRegion, ShmDevice, TcpDevice
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
@@ -72,7 +70,7 @@ class End:
 
     def fill(self, round: int) -> None:
         """Puts the round's bytes into the source."""
-        np.frombuffer(self.sent.buffer, np.uint8)[:] = pattern(round, self.sent.nbytes)
+        fill(self.sent.buffer, round)
 
     def wait(self, at_least: int) -> None:
         """Waits for the peer's signal."""
