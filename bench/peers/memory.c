@@ -58,6 +58,12 @@ static copy_t* find_copy(const char* name) {
     return NULL;
 }
 
+// For a process that has mapped the memory itself and loads this file as a library.
+void copy_and_flag(const char* name, char* to, const char* from, size_t nbytes, word_t* flag, uint64_t value) {
+    find_copy(name)(to, from, nbytes);
+    atomic_store_explicit(flag, value, memory_order_release);
+}
+
 static void await(word_t* word, uint64_t value) {
     for (long spins = 1; atomic_load_explicit(word, memory_order_acquire) < value; spins++) {
 #if defined(__x86_64__)

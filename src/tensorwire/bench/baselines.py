@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tensorwire.bench.programs import ACTORS, Contender, pair
@@ -85,6 +85,14 @@ class Peers:
         program = self._build("memory")
         asleep = mode != "ping-pong"
         return [Contender(f"C {name}", pair(program, nbytes, mode, name), group, asleep) for name in names if program]
+
+    def same_memory(self, ours: Contender, names: Sequence[str], group: str) -> tuple[Contender, list[Contender]]:
+        """The same copies, done by our own processes: where a large payload lies decides how fast it is."""
+        library = self._build("memory", "-shared", "-fPIC")
+        if not library:
+            return ours, []
+        ours = replace(ours, commands=tuple((*command, *library) for command in ours.commands))
+        return ours, [replace(ours, name=f"C {name}", word=name, group=group) for name in names]
 
     def sockets(self, nbytes: int, buffers: Sequence[int], back: int = 1) -> list[Contender]:
         """Blocking sockets in C with buffers of several sizes, 0 being the kernel's own choice; ``back`` bytes back."""

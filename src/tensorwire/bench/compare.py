@@ -66,29 +66,33 @@ class Samples:
 def compare(workload: Workload, settings: Settings, notes: Notes) -> list[Record]:
     """Measures all contenders in turns; a contender of others that fails is skipped with a note."""
     with contextlib.ExitStack() as stack:
-        stages: dict[str, tuple[Stage, int]] = {}
+        stages: dict[str, tuple[Contender, Stage, int]] = {}
+        by_commands: dict[tuple[tuple[str, ...], ...], Stage] = {}
         for contender in workload.contenders:
             notes.progress(f"{workload.name}: {contender.name}")
             with _tolerated(contender, notes):
-                stage = stack.enter_context(Stage(contender, settings.cores))
-                stages[contender.name] = (stage, _calibrate(stage, settings.seconds))
+                stage = by_commands.get(contender.commands)
+                if stage is None:
+                    stage = stack.enter_context(Stage(contender, settings.cores))
+                    by_commands[contender.commands] = stage
+                stages[contender.name] = (contender, stage, _calibrate(stage, contender.word, settings.seconds))
         samples = {name: Samples() for name in stages}
         for round in range(1, settings.rounds + 1):
-            for name, (stage, count) in _in_turns(stages, round):
+            for name, (contender, stage, count) in _in_turns(stages, round):
                 notes.progress(f"{workload.name}: round {round} of {settings.rounds}: {name}")
-                with _tolerated(stage.contender, notes):
+                with _tolerated(contender, notes):
                     if name in samples:
-                        _round(stage, count, workload.per, samples)
+                        _round(contender, stage, count, workload.per, samples)
     groups = {c.name: c.group or c.name for c in workload.contenders}
     return records(workload, samples, groups)
 
 
-def _round(stage: Stage, count: int, per: int, samples: dict[str, Samples]) -> None:
+def _round(contender: Contender, stage: Stage, count: int, per: int, samples: dict[str, Samples]) -> None:
     warm = count // 8 + 1
     try:
-        samples[stage.contender.name].add(stage.run(warm, count), warm, count, per)
+        samples[contender.name].add(stage.run(warm, count, contender.word), warm, count, per)
     except ProgramFailed:
-        del samples[stage.contender.name]
+        del samples[contender.name]
         raise
 
 
@@ -102,17 +106,20 @@ def _tolerated(contender: Contender, notes: Notes) -> Iterator[None]:
         notes.skip(f"{contender.name}: {error}")
 
 
-def _in_turns(stages: Mapping[str, tuple[Stage, int]], round: int) -> list[tuple[str, tuple[Stage, int]]]:
+Turn = tuple[str, tuple[Contender, Stage, int]]
+
+
+def _in_turns(stages: Mapping[str, tuple[Contender, Stage, int]], round: int) -> list[Turn]:
     items = list(stages.items())
     at = round % max(1, len(items))  # nobody is always the first after a pause
     return items[at:] + items[:at]
 
 
-def _calibrate(stage: Stage, seconds: float) -> int:
+def _calibrate(stage: Stage, word: str, seconds: float) -> int:
     """How many operations take about ``seconds``; warms memory and caches as well."""
     count = 1
     for part in (0.01, 0.1, 1.0):
-        took = max(stage.run(1, count)[-1]["seconds"] / count, 1e-9)
+        took = max(stage.run(1, count, word)[-1]["seconds"] / count, 1e-9)
         count = max(1, min(_MOST_OPERATIONS, int(part * seconds / took)))
     return count
 

@@ -33,6 +33,8 @@ class Contender:
 
     ``group``: what counts as one limit, by its best. ``asleep``: the target is to sleep while the initiator works.
     ``stopped``: its programs have threads that do not sleep, so they are stopped while others are measured.
+    ``word``: what the programs are to do instead of their own work. Contenders with the same commands share one set of
+    processes, and so the same memory.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Contender:
     group: str = ""
     asleep: bool = False
     stopped: bool = False
+    word: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -183,12 +186,12 @@ class Stage:
             self.close()
             raise
 
-    def run(self, warm: int, count: int) -> list[Answer]:
+    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
         """One round; the answers in the order of the programs, the initiator's last. Raises `ProgramFailed`."""
         self._rounds += 1  # each has bytes of its own
         self._signal(signal.SIGCONT)
         try:
-            return self._run(f"run {self._rounds} {warm} {count}")
+            return self._run(f"run {self._rounds} {warm} {count} {word}".rstrip())
         except ProgramFailed:
             self.close()  # the other one may be spinning
             raise

@@ -47,7 +47,12 @@ def shm(nbytes: int, peers: Peers) -> list[Workload]:
     group = "C memcpy" if len(kinds) == 1 else "best C copy"
     target = Target(shares={group: 0.90 if nbytes < STREAMING else 0.95})
     mode = "passive-target"
-    contenders = (_ours("shm", nbytes, mode, asleep=True), *peers.copies(nbytes, "one-way", kinds, group), *others)
+    ours = _ours("shm", nbytes, mode, asleep=True)
+    if nbytes < STREAMING:
+        copies = peers.copies(nbytes, "one-way", kinds, group)
+    else:
+        ours, copies = peers.same_memory(ours, kinds, group)
+    contenders = (ours, *copies, *others)
     return [Workload("device", "shm", title, nbytes, mode, contenders, (group,), target)]
 
 

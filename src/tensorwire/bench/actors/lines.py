@@ -1,8 +1,8 @@
 """How a program of the benchmark is driven: lines on its standard input and output.
 
 It prints one line that its partner needs, reads the partner's, sets up, and prints ``ready``. Then, for each line
-``run ROUND WARM COUNT``, the partners do WARM operations that nobody times and COUNT that the initiator times, check
-what has arrived, and answer with one line of JSON. A program ends with its input. ``bench/peers/lines.h`` is the same
+``run ROUND WARM COUNT [WORD]``, the partners do WARM operations that nobody times and COUNT that the initiator times,
+check what has arrived, and answer with one line of JSON. A program ends with its input. ``bench/peers/lines.h`` is the same
 in C. Programs of other projects import this file alone, so it needs nothing but numpy.
 """
 
@@ -33,6 +33,7 @@ class Run:
     round: int
     warm: int
     count: int
+    word: str = ""  # what to do instead of the program's own work
 
 
 class Lines:
@@ -52,7 +53,8 @@ class Lines:
         """Says that this program is ready; then its rounds, until the benchmark is done."""
         self._say("ready")
         while True:
-            yield Run(*map(int, self._hear().split()[1:]))
+            _, round, warm, count, *word = self._hear().split()
+            yield Run(int(round), int(warm), int(count), *word)
 
     def answer(self, seconds: float = 0.0, **counts: float) -> None:
         """The round's timed seconds, and what was counted meanwhile."""

@@ -1,12 +1,14 @@
-"""Writes by the public API with prepared views: ``target|initiator DEVICE NBYTES MODE HOST``.
+"""Writes by the public API with prepared views: ``target|initiator DEVICE NBYTES MODE HOST [LIBRARY]``.
 
 ``ping-pong``: both ends write and wait for the other's signal. ``waiting-target``: the target waits for the last
 signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes are always
-outstanding, the target waits. ``both-ways``: the same from both ends at once.
+outstanding, the target waits. ``both-ways``: the same from both ends at once. A run with a word is one of the copies
+and flags in the library instead (``bench/peers/memory.c``), between the same memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections import deque
@@ -127,6 +129,21 @@ class End:
         for _ in range(count):
             polled(self.step().wait)
 
+    def copy(self, library: str, name: str) -> Callable[[int], None]:
+        """What ``write`` does, by a copy and a flag in C."""
+        copy_and_flag = ctypes.CDLL(library).copy_and_flag
+        there, source = self.channel.map(self.there), self.source
+        assert there is not None
+        ends = ctypes.c_void_p(there.address), ctypes.c_void_p(source.address), ctypes.c_size_t(source.nbytes)
+        flag = ctypes.c_void_p(there.address + self.word)
+
+        def repeat(count: int) -> None:
+            for i in range(self.at + 1, self.at + count + 1):
+                copy_and_flag(name.encode(), *ends, flag, ctypes.c_uint64(i))
+            self.at += count
+
+        return repeat
+
     def stream(self, count: int) -> None:
         """Writes with two always on their way."""
         outstanding: deque[Completion] = deque()
@@ -163,7 +180,7 @@ def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
     return end.receive, end.receive if mode == "passive-target" else end.warm_receive
 
 
-def main(role: str, kind: str, nbytes: str, mode: str, host: str) -> None:
+def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str = "") -> None:
     """Runs until its input ends."""
     lines = Lines()
     with make_device(kind, host) as device:
@@ -172,7 +189,10 @@ def main(role: str, kind: str, nbytes: str, mode: str, host: str) -> None:
         for run in lines.runs():
             before = counts()
             end.fill(run.round)
-            seconds = timed(run, repeat, warm)
+            if run.word and role == "initiator":
+                seconds = timed(run, end.copy(library, run.word))
+            else:
+                seconds = timed(run, repeat, warm)
             counted = since(before)
             if role == "target" or mode in ("ping-pong", "both-ways"):
                 end.wait(end.at)
