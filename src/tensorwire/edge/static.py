@@ -99,14 +99,16 @@ class Producer:
 
     def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
         """The memory that step ``step`` is to be born in, once the consumer has given it back."""
-        self._check(step)
-        if self._credit is not None:
-            self._credit.wait(max(0, step - self.depth), timeout)
-        earlier = self._sent[step % self.depth]
+        if step <= self._last:
+            self._check(step)
+        credit, at = self._credit, step % self.depth
+        if credit is not None and step > self.depth:
+            credit.region.wait(credit.offset, step - self.depth, timeout, credit.channel)
+        earlier = self._sent[at]
         if earlier is not None:
             earlier.wait(timeout)  # its bytes may still be on their way
-            self._sent[step % self.depth] = None
-        return self._memory[step % self.depth]
+            self._sent[at] = None
+        return self._memory[at]
 
     def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Copies ``tensor`` into the slot of step ``step``: for what was not born there. ``send`` sends it.
@@ -122,14 +124,15 @@ class Producer:
 
     def send(self, step: int, *, payload: bool = True) -> None:
         """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
-        self._check(step)
+        if step <= self._last:
+            self._check(step)
         self._last = step
         if self._source and payload:
             at = step % self.depth
             self._sent[at] = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
             return
         if payload:
-            counters.add(mapped_bytes=self.nbytes)
+            counters.mapped(self.nbytes)
         self._channel.signal(self._arrival, step)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -166,7 +169,8 @@ class Consumer:
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview | None:
         """Waits for step ``step``; its slot (None for an edge without slots), valid until ``release(step)``."""
-        self._arrival.wait(step, timeout)
+        arrival = self._arrival
+        arrival.region.wait(arrival.offset, step, timeout, arrival.channel)
         return self._slots[step % len(self._slots)] if self._slots else None
 
     def ready(self, step: int) -> bool:

@@ -47,6 +47,10 @@ class LiveCounters:
         for name, amount in amounts.items():
             _native.count(_PLACES[name], amount)
 
+    def mapped(self, nbytes: int) -> None:
+        """Adds to ``mapped_bytes``, in a fraction of the time: a signal alone is soon sent."""
+        _native.count(_MAPPED, nbytes)
+
     def snapshot(self) -> Counters:
         """A copy that later events do not change."""
         return Counters(**dict(zip(_native.COUNTERS, _native.counted(), strict=True)))
@@ -58,6 +62,8 @@ class LiveCounters:
 
 
 _PLACES = {name: place for place, name in enumerate(_native.COUNTERS)}
+
+_MAPPED = _PLACES["mapped_bytes"]
 
 counters = LiveCounters()
 
