@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import pytest
 
 from tensorwire._native import STREAMING_BYTES
 from tensorwire.device import Channel, Device, RemoteRegion
@@ -156,18 +155,3 @@ def test_a_fenced_signal_says_that_a_read_is_over(pair: Pair, in_thread: InThrea
         assert np.all(got == got[0])
         while theirs.view(nbytes - 1, 1).buffer[0] != i:
             os.sched_yield()
-
-
-def test_a_fence_waits_for_an_atomic_of_another_thread(pair: Pair, in_thread: InThread) -> None:
-    if not pair.initiator.capabilities.atomics:
-        pytest.skip("this device has no atomics")
-    region = pair.target.allocate(16)
-    remote, rounds = region.remote(), 100
-    adding = in_thread(lambda: [pair.channel.fetch_add(remote.view(8, 8), 1) for _ in range(rounds)])
-    for i in range(1, rounds + 1):
-        seen = region.load(8)
-        pair.channel.signal(remote.view(0, 8), i, fence=True).wait(SECONDS)
-        assert region.load(0) == i
-        assert region.load(8) >= seen
-    adding.join()
-    assert pair.channel.fetch_add(remote.view(8, 8), 0) == rounds
