@@ -100,7 +100,7 @@ class Failed(Done):
         self._error = error
 
     def wait(self, timeout: float = 60.0) -> None:
-        raise self._error
+        raise self._error.with_traceback(None)
 
 
 class Channel(ABC):

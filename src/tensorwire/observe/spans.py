@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Spans:
         record = {
             "process": process,
             "facts": self.facts,
-            "counters": vars(counters),
+            "counters": asdict(counters.snapshot()),
             "spans": [list(s) for s in self._spans],
         }
         try:
