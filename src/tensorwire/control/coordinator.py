@@ -16,7 +16,7 @@ from tensorwire.control import frames
 from tensorwire.control.book import Book
 from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
-from tensorwire.control.names import describe_exit, member_name
+from tensorwire.control.names import GONE, describe_exit, member_name
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
 # How long a second-hand report ("its connection closed") waits for the first-hand one that explains it.
@@ -270,7 +270,7 @@ class Coordinator:
         if member.name in self._exits:
             self._judge(member.name)
         elif not member.left:
-            self._fail(Cause(member.name, "is gone: its connection closed without a word", settle=SETTLE_SECONDS))
+            self._fail(Cause(member.name, GONE, settle=SETTLE_SECONDS))
         if not self._members:
             self.empty.set()
 

@@ -8,6 +8,10 @@ import signal
 PURPOSE = b"control"
 
 
+# Who notices first that a process ended without leaving, its connection or its leash, says it in the same words.
+GONE = "is gone: its connection closed without a word"
+
+
 def member_name(role: str, index: int) -> str:
     """``worker 0``: how messages name a process."""
     return f"{role} {index}"

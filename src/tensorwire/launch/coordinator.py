@@ -8,6 +8,7 @@ import sys
 
 from tensorwire.control import Cause, Coordinator
 from tensorwire.control.coordinator import SETTLE_SECONDS
+from tensorwire.control.names import GONE
 from tensorwire.errors import TensorwireError
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import heartbeat
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
         print(error, flush=True)
         return 1
     # Rank 0 started this process. If it dies before it joined, only the leash tells.
-    on_parent_death(lambda: coordinator.end(Cause("worker 0", "is gone", settle=SETTLE_SECONDS)))
+    on_parent_death(lambda: coordinator.end(Cause("worker 0", GONE, settle=SETTLE_SECONDS)))
     print(f"listening {coordinator.address}", flush=True)
     coordinator.ended.wait()
     coordinator.empty.wait(LEAVE_SECONDS)

@@ -47,8 +47,11 @@ def resident() -> int:
 
 
 def state(pid: int, thread: int) -> str:
-    """What the kernel says of a thread: R runs, S sleeps, T was stopped."""
-    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    """What the kernel says of a thread: R runs, S sleeps, T was stopped, X has ended."""
+    try:
+        return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def asleep(pid: int, thread: int | None = None) -> bool:
@@ -57,8 +60,10 @@ def asleep(pid: int, thread: int | None = None) -> bool:
 
 
 def until_asleep(pid: int, thread: int | None = None) -> None:
-    """Returns when it does."""
-    while not asleep(pid, thread):
+    """Returns when it does. Raises `ProcessLookupError` if it ends instead."""
+    while (now := state(pid, thread or pid)) != "S":
+        if now == "X":
+            raise ProcessLookupError(f"thread {thread or pid} of process {pid} has ended")
         os.sched_yield()
 
 

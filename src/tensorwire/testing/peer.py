@@ -78,9 +78,8 @@ class Peer:
         """Stops the process; none of its threads runs any more when this returns."""
         self.signal(signal.SIGSTOP)
         for task in Path(f"/proc/{self.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it had just ended
-                while patterns.state(self.pid, int(task.name)) != "T":
-                    os.sched_yield()
+            while patterns.state(self.pid, int(task.name)) not in "TX":
+                os.sched_yield()
 
     def resume(self) -> None:
         """Lets it go on."""
