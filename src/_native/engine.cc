@@ -190,7 +190,7 @@ Engine::Turn Engine::progress(double seconds) {
         if (ready <= 0) return Turn::idle;
     }
     const Turn turn = seconds > 0 ? Turn::idle : poll_recent();
-    // The others get their turn, but not one system call for each of the recent ones'.
+    // The others get their turn, but not a system call for every piece of a transfer that is midway.
     if (turn == Turn::busy && ++turns_ % turns_per_epoll) return turn;
     return poll_all() == Turn::busy ? Turn::busy : turn;
 }

@@ -191,7 +191,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::unordered_map<u64, Exposed> exposed_;
     std::unordered_map<u64, std::shared_ptr<Connection>> connections_;
     u64 next_token_ = 16;
-    std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately, asked without epoll
+    std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately; asked without epoll while midway
     u64 turns_ = 0;
     std::thread thread_;
     pid_t pid_;
