@@ -426,5 +426,3 @@ def _socket(host: str) -> socket.socket:
 
 def _in_words(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-

@@ -166,5 +166,3 @@ class Link:
         with self._setup:
             for queue in self.lanes:
                 queue.bury()
-
-

@@ -36,7 +36,11 @@ _POLL_SECONDS = 20e-6  # a completion usually comes within this; a sleep costs m
 _WRITE, _WRITE_IMM, _READ, _SWAP, _ADD = 0, 1, 4, 5, 6  # IBV_WR_*
 _FENCE, _SIGNALED, _INLINE = 1, 2, 8  # IBV_SEND_*
 _SUCCESS, _FLUSHED, _RETRIES, _NOT_READY = 0, 5, 12, 13  # IBV_WC_*
-_REFUSED = {9: "an invalid request", 10: "no open region has that key, or out of its range, or it is read-only", 11: "it failed there"}
+_REFUSED = {
+    9: "an invalid request",
+    10: "no open region has that key, or out of its range, or it is read-only",
+    11: "it failed there",
+}
 _OURS = {1: "length", 2: "queue pair operation", 4: "protection of the local memory", 8: "access"}
 _RECEIVE = 0  # the number of every receive; operations are counted from 1
 
@@ -86,7 +90,9 @@ class Operation(Completion):
 class Queue:
     """``inbound``: the peer posts here, and we return credits. Posting is safe from several threads."""
 
-    def __init__(self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[Queue], None]) -> None:
+    def __init__(
+        self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[Queue], None]
+    ) -> None:
         self.nic, self.life, self.inbound = nic, life, inbound
         self.sends = min(FEW if inbound else SENDS, nic.most_requests)
         self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
