@@ -80,6 +80,11 @@ class Memory:
     def bind(self, own: Life, engine: Engine | None = None) -> None:
         """Whose memory it is, and what must run while somebody waits on it."""
 
+    def dont_fork(self) -> None:
+        """
+        Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.
+        """
+
     @property
     def nbytes(self) -> int: ...
     @property

@@ -1,0 +1,1 @@
+"""RDMA by verbs."""
