@@ -102,6 +102,7 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
 int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
     word(m, offset);
     if (m.span->closed()) return 2;
+    if (m.span->own && m.span->own->forked()) return 2;  // the word may be on a page that the child does not have
     if (!m.span->has_door()) throw nb::value_error("nobody can wait on read-only memory of a peer");
     const std::shared_ptr<Span> keep = m.span;
     const std::shared_ptr<Progress> progress = keep->progress.lock();
@@ -225,6 +226,7 @@ NB_MODULE(_native, m) {
                  self.span->own = std::move(own);
                  self.span->progress = sleepers;
              }, "own"_a, "sleepers"_a)
+        .def("dont_fork", [](const Memory& s) { s.span->dont_fork(); }, "Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.")
         .def_prop_ro("nbytes", [](const Memory& s) { return s.span->nbytes; })
         .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
         .def_prop_ro("address", [](const Memory& s) { return reinterpret_cast<uintptr_t>(s.span->base); })

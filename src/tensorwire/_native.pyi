@@ -85,6 +85,11 @@ class Memory:
 
     @overload
     def bind(self, own: Life, sleepers: Sleepers) -> None: ...
+    def dont_fork(self) -> None:
+        """
+        Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.
+        """
+
     @property
     def nbytes(self) -> int: ...
     @property

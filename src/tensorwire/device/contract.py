@@ -146,6 +146,11 @@ class Channel(ABC):
         """
         return None
 
+    def batch(self) -> contextlib.AbstractContextManager[None]:
+        """Inside it, what is posted on this channel may wait for the end, to go to the NIC together: cheaper for many
+        small operations (verbs). A wait for one of them does not wait for the end."""
+        return contextlib.nullcontext()
+
     @property
     def peer(self) -> str:
         """The process at the other end, in words, as in the messages of `PeerLost`."""

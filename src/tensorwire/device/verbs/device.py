@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
@@ -31,9 +31,10 @@ from tensorwire.device.contract import (
     check_word,
 )
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
+from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
 from tensorwire.device.verbs.nic import Nic
-from tensorwire.device.verbs.ports import choose, look
+from tensorwire.device.verbs.ports import look
 from tensorwire.device.verbs.queue import Operation, Queue, Signals
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
 
@@ -192,7 +193,10 @@ class VerbsDevice(Device):
         return self._nic.registrar.allocate(nbytes, reserve)
 
     def _adopt(self, memory: Memory, buffer: Any = None) -> Region:
-        return self._keep(VerbsRegion(self, memory, self._nic.registrar.cover(memory, buffer)))
+        region = VerbsRegion(self, memory, self._withdraw)
+        region.mr = self._nic.registrar.cover(region, buffer)
+        region.lkey = region.mr.lkey
+        return self._keep(region)
 
     def _bind(self, memory: Memory) -> None:
         memory.bind(self.life, self._nic.sleepers)
@@ -212,7 +216,7 @@ class VerbsDevice(Device):
             for key in region.keys.values():
                 found = self._exposed.pop(key, None)
                 if found is not None:
-                    found[1].close()
+                    self._nic.registrar.withdraw(found[1])
 
     # ---- the end
 
@@ -248,21 +252,20 @@ class VerbsDevice(Device):
 
 
 class VerbsRegion(Region):
-    """Registered memory. ``mr``: what admits this process's own queue pairs to it."""
+    """Registered memory. ``lkey``: the key of this process's own queue pairs for it."""
 
-    def __init__(self, device: VerbsDevice, memory: Memory, mr: Any) -> None:
-        super().__init__(device, memory, device._withdraw)
-        self.mr = mr
-        self.lkey: int = mr.lkey
+    mr: Any
+    lkey: int
+
+    def __init__(self, device: VerbsDevice, memory: Memory, withdraw: Callable[[Region], None]) -> None:
+        super().__init__(device, memory, withdraw)
         self._nic = device._nic
 
     def remote(self, access: Access = "write") -> RemoteRegion:
         shown = super().remote(access)
         return RemoteRegion(shown.device, shown.key, shown.length, shown.access, self.address)
 
-    def _wait(  # type: ignore[override]
-        self, offset: int, at_least: int, seconds: float, life: Life | None = None
-    ) -> int:
+    def _wait(self, offset: int, at_least: int, seconds: float, life: Life | None = None) -> int:
         return self._nic.wait(self, offset, at_least, seconds, life)
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorwire._native import ATTEND, Life, Memory, Sleepers, close_on_fork, forget_fd
 from tensorwire.device.verbs import library
+from tensorwire.device.verbs.choice import Choice
 from tensorwire.device.verbs.memory import Registrar
-from tensorwire.device.verbs.ports import Choice
 from tensorwire.errors import VerbsUnavailable
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class Nic:
         self._closed = False
         try:
             self._open(completion_queues)
-        except (StopIteration, self.ib.VerbsError, OSError) as error:
-            raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error or 'it is gone'}") from None
+        except OSError as error:
+            raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error}") from None
         self.sleepers = Sleepers(self._channel.fd, naps)
         self._thread = threading.Thread(target=self._attend, name="tensorwire-verbs", daemon=True)
         self._thread.start()
@@ -65,7 +65,7 @@ class Nic:
     def _open(self, completion_queues: int) -> None:
         with _opening:
             before = _verbs_descriptors()
-            self.context = next(d for d in self.ib.get_device_list() if d.name == self.port.device).open()
+            self.context = library.open_device(self.port.device)
             self._channel = self.context.create_comp_channel()
             self._descriptors = _verbs_descriptors() - before
         for fd in self._descriptors:  # a forked child's copies would keep our queue pairs alive, or destroy them

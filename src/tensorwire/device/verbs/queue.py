@@ -11,11 +11,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from tensorwire._native import Life, Memory
 from tensorwire.device.contract import Completion
@@ -35,7 +34,7 @@ _POLL_SECONDS = 20e-6  # a completion usually comes within this; a sleep costs m
 
 _WRITE, _WRITE_IMM, _READ, _SWAP, _ADD = 0, 1, 4, 5, 6  # IBV_WR_*
 _FENCE, _SIGNALED, _INLINE = 1, 2, 8  # IBV_SEND_*
-_SUCCESS, _FLUSHED, _RETRIES, _NOT_READY = 0, 5, 12, 13  # IBV_WC_*
+_SUCCESS, _FLUSHED, _RETRIES = 0, 5, 12  # IBV_WC_*
 _REFUSED = {
     9: "an invalid request",
     10: "no open region has that key, or out of its range, or it is read-only",
@@ -119,14 +118,13 @@ class Queue:
 
     def _make_words(self) -> None:
         """Words that waiters look at, and one 8-byte place an operation: for its signal, or an atomic's old value."""
-        self._words_array = np.zeros(2, np.uint64)
-        self._words = Memory.wrap(self._words_array)
+        self._words = Memory.wrap(array("Q", bytes(16)))
         self._words.bind(self.nic.life, self.nic.sleepers)
-        self._values = np.zeros(2 * self.sends, np.uint64)
+        self._values = array("Q", bytes(16 * self.sends))
         self._values_memory = Memory.wrap(self._values)
-        self._values_key = self.nic.registrar.cover(self._values_memory).lkey
+        key = self.nic.registrar.cover(self._values_memory).lkey
         sge, base = self.nic.ib.SGE, self._values_memory.address
-        self._places = [sge(base + 8 * i, 8, lkey=self._values_key) for i in range(len(self._values))]
+        self._places = [sge(base + 8 * i, 8, lkey=key) for i in range(len(self._values))]
 
     # ---- the queue pair itself
 
@@ -418,14 +416,14 @@ class Queue:
             operation = pending.popleft()
             self._reaped += len(operation.requests)
             if operation.atomic >= 0:
-                operation.result = int(self._values[operation.atomic])
+                operation.result = self._values[operation.atomic]
             operation.kept = None
             self.done = operation.number
             for token in operation.tokens or ():
                 self.callbacks.notices.post(token)
 
     def _fail(self, number: int, status: int) -> None:
-        if status == _RETRIES or status == _NOT_READY or (status not in _REFUSED and status not in _OURS):
+        if status not in _REFUSED and status not in _OURS:
             words = "its NIC does not answer" if status == _RETRIES else f"its queue pair failed with status {status}"
             self.lost(f"{words}: it, its machine or the link is gone")
             return
