@@ -12,7 +12,7 @@ from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import member_name
 from tensorwire.control.reach import Card, Route, connect, whereabouts
-from tensorwire.device import Channel, Device, ShmDevice, TcpDevice
+from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, VerbsDevice
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.errors import (
     ArgumentError,
@@ -89,8 +89,6 @@ class Member:
         """Address and probe. ``auto`` goes on without, and does not even load the library without an active port."""
         if device not in ("auto", "verbs") or (device == "auto" and not has_active_port()):
             return None, None
-        from tensorwire.device.verbs.device import VerbsDevice
-
         try:
             opened = self.devices["verbs"] = VerbsDevice(host=host, heartbeat=self.client.welcome.beat)
             self._verbs_probe = opened.allocate(8)
