@@ -158,6 +158,11 @@ void Span::announce() const {
     if (auto engine = progress.lock()) engine->nudge();
 }
 
+void Span::dont_fork() const {
+    if (!map_) fail(EINVAL, "only mapped memory can be kept from children");
+    if (nbytes && madvise(base, rounded(nbytes), MADV_DONTFORK)) fail(errno, "madvise");
+}
+
 // A span may die on a native thread, which must not wait for the GIL while it holds an engine's lock.
 // Never destroyed: native threads outlive static objects.
 static std::mutex& graveyard_mutex = *new std::mutex;

@@ -40,6 +40,8 @@ class Span {
     Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
     // After this process changed a word, or closed the span: wakes whoever waits here.
     void announce() const;
+    // Forked children do not get the payload. They keep the page in front of it: its door is in the list of all doors.
+    void dont_fork() const;
     // False for a mapping without write access, whose door nobody can knock at.
     bool has_door() const { return borrowed_ || writable; }
 
