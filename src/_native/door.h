@@ -91,10 +91,10 @@ int accept_socket(int listener);  // waits for a connection first
 void close_socket(int fd);
 void install_fork_handlers();
 
-// Something that must run for a word to change: the tcp engine.
+// Something that must run for a word to change: the tcp engine, or whoever drains completion queues.
 class Progress;
 
-enum class Outcome { reached, timed_out, lost, interrupted };
+enum class Outcome { reached, timed_out, lost, interrupted, attend };  // attend: Python has to do something first
 
 struct Target {
     std::atomic<u64>* word;

@@ -15,6 +15,7 @@
 #include "memory.h"
 #include "monitor.h"
 #include "notices.h"
+#include "sleepers.h"
 #include "tensor.h"
 #include "views.h"
 #include "window.h"
@@ -79,7 +80,7 @@ void put_signal(const Memory& source, u64 source_offset, const Memory& target, u
     store(signal, signal_offset, value);
 }
 
-// 0: reached, 1: timed out, 2: lost. Python handles signals in its main thread only: no other asks for the GIL in between.
+// 0: reached, 1: timed out, 2: lost, 4: attend first. Python handles signals in its main thread only: no other asks for the GIL in between.
 int wait_outcome(const Target& target, Progress* progress, u64 at_least, double seconds) {
     if (target.reached(at_least)) return 0;
     const double end = now() + seconds;
@@ -221,6 +222,10 @@ NB_MODULE(_native, m) {
                  self.span->own = std::move(own);
                  self.span->progress = engine;
              }, "own"_a, "engine"_a.none() = nb::none(), "Whose memory it is, and what must run while somebody waits on it.")
+        .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Sleepers> sleepers) {
+                 self.span->own = std::move(own);
+                 self.span->progress = sleepers;
+             }, "own"_a, "sleepers"_a)
         .def("dont_fork", [](const Memory& s) { s.span->dont_fork(); }, "Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.")
         .def_prop_ro("nbytes", [](const Memory& s) { return s.span->nbytes; })
         .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
@@ -233,7 +238,7 @@ NB_MODULE(_native, m) {
         .def("fetch_add", &fetch_add, "offset"_a, "value"_a)
         .def("compare_swap", &compare_swap, "offset"_a, "expected"_a, "value"_a)
         .def("wait", &wait_word, "offset"_a, "at_least"_a, "seconds"_a, "peer"_a.none() = nb::none(),
-             "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed.");
+             "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed, ATTEND.");
 
     bind_mapped(m);
 
@@ -337,6 +342,18 @@ NB_MODULE(_native, m) {
         .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)
         .def("old_value", &Connection::old_value, "id"_a)
         .def("close", &Connection::close, "reason"_a, nb::call_guard<Unlocked>());
+
+    nb::class_<Sleepers>(m, "Sleepers", "Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their doors.")
+        .def(nb::new_([](int fd, bool naps) { return std::make_shared<Sleepers>(fd, naps); }), "fd"_a, "naps"_a)
+        .def("rest", [](Sleepers& s, double seconds) {
+                 Unlocked unlocked;
+                 return static_cast<int>(s.rest(seconds));
+             }, "seconds"_a, "Until something came that no waiter attends to: ATTEND; 1 timed out, 2 closed, 3 a signal.")
+        .def("armed", &Sleepers::armed, "The completion queues have been armed.")
+        .def("told", &Sleepers::told, nb::call_guard<Unlocked>(), "Words may have changed: everybody looks.")
+        .def("left", &Sleepers::left, nb::call_guard<Unlocked>(), "A waiter that was sent to attend does not come back.")
+        .def("close", &Sleepers::close, nb::call_guard<Unlocked>());
+    m.attr("ATTEND") = static_cast<int>(Outcome::attend);
 
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;

@@ -2,6 +2,8 @@
 Tensorwire's native core: shared words, waits, copies and the tcp engine.
 """
 
+from typing import overload
+
 import tensorwire.device.region
 
 class Notices:
@@ -77,9 +79,12 @@ class Memory:
         Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.
         """
 
+    @overload
     def bind(self, own: Life, engine: Engine | None = None) -> None:
         """Whose memory it is, and what must run while somebody waits on it."""
 
+    @overload
+    def bind(self, own: Life, sleepers: Sleepers) -> None: ...
     def dont_fork(self) -> None:
         """
         Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.
@@ -106,7 +111,7 @@ class Memory:
     def compare_swap(self, offset: int, expected: int, value: int) -> int: ...
     def wait(self, offset: int, at_least: int, seconds: float, peer: Life | None = None) -> int:
         """
-        Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed.
+        Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed, ATTEND.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -282,6 +287,30 @@ class Connection:
     def refusal(self, id: int) -> int: ...
     def old_value(self, id: int) -> int: ...
     def close(self, reason: str) -> None: ...
+
+class Sleepers:
+    """
+    Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their doors.
+    """
+
+    def __init__(self, fd: int, naps: bool) -> None: ...
+    def rest(self, seconds: float) -> int:
+        """
+        Until something came that no waiter attends to: ATTEND; 1 timed out, 2 closed, 3 a signal.
+        """
+
+    def armed(self) -> None:
+        """The completion queues have been armed."""
+
+    def told(self) -> None:
+        """Words may have changed: everybody looks."""
+
+    def left(self) -> None:
+        """A waiter that was sent to attend does not come back."""
+
+    def close(self) -> None: ...
+
+ATTEND: int = 4
 
 NO_SIGNAL: int = 18446744073709551615
 

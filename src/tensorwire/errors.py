@@ -11,6 +11,7 @@
     │   ├── ContentMismatch             a checked edge: what lies in the slot is not what was sent
     │   ├── RegionClosed                a local region was used after close()
     │   ├── PeerLost (ConnectionError)  the process at the other end is gone
+    │   ├── VerbsUnavailable            no RDMA here and now: library, device, port, address or permission is missing
     │   └── WaitTimeout (TimeoutError)  nothing arrived in time; what becomes of the transfer is in the message
     ├── ControlError
     │   ├── AuthenticationError         the other side does not hold the job's secret
@@ -40,6 +41,7 @@ __all__ = [
     "RemoteAccessError",
     "TensorwireError",
     "Unsupported",
+    "VerbsUnavailable",
     "WaitTimeout",
 ]
 
@@ -78,6 +80,10 @@ class RegionClosed(DeviceError):
 
 class PeerLost(DeviceError, ConnectionError):
     """The process at the other end is gone; outstanding operations did not complete."""
+
+
+class VerbsUnavailable(DeviceError):
+    """This machine or process cannot do RDMA now. The message says what is missing, and what to do about it."""
 
 
 class WaitTimeout(DeviceError, TimeoutError):

@@ -5,6 +5,7 @@ from tensorwire.device.loopback import LoopbackDevice
 from tensorwire.device.region import Region, RemoteRegion, RemoteView, View
 from tensorwire.device.shm import ShmDevice
 from tensorwire.device.tcp import TcpDevice
+from tensorwire.device.verbs import VerbsDevice
 
 __all__ = [
     "Capabilities",
@@ -17,5 +18,6 @@ __all__ = [
     "RemoteView",
     "ShmDevice",
     "TcpDevice",
+    "VerbsDevice",
     "View",
 ]

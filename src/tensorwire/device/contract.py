@@ -31,6 +31,8 @@ class Capabilities:
     shares_registered: bool  # register() gives memory a peer can reach, not only a local source
     atomics: bool = True
     other_processes: bool = True  # peers may be devices of other processes
+    one_sided: bool = True  # the memory of a process that was stopped can be written and read all the same
+    refuses_whole: bool = True  # a write whose signal is refused keeps its payload out, too
 
 
 class Completion(ABC):
@@ -144,6 +146,11 @@ class Channel(ABC):
         """
         return None
 
+    def batch(self) -> contextlib.AbstractContextManager[None]:
+        """Inside it, what is posted on this channel may wait for the end, to go to the NIC together: cheaper for many
+        small operations (verbs). A wait for one of them does not wait for the end."""
+        return contextlib.nullcontext()
+
     @property
     def lanes(self) -> Sequence[Channel]:
         """Channels to the same peer that share this one's life; this one is the first. Many devices have but one.
@@ -243,10 +250,14 @@ class Device(ABC):
             raise ArgumentError("allocate: nbytes >= 0 and an alignment that is a power of two up to 4096")
         self._check_open()
         try:
-            memory = Memory.allocate(nbytes, reserve)
+            memory = self._find_memory(nbytes, reserve)
         except OSError as error:
             raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: {error.args[1]}") from None
         return self._adopt(memory)
+
+    def _find_memory(self, nbytes: int, reserve: bool) -> Memory:
+        """Zeroed memory at a multiple of 4096. Raises `OutOfMemory` or `OSError`."""
+        return Memory.allocate(nbytes, reserve)
 
     def register(self, buffer: Any) -> Region:
         """Memory that exists already, as a region; anything contiguous with the buffer protocol or DLPack on the CPU.
@@ -262,12 +273,15 @@ class Device(ABC):
             raise ArgumentError(
                 f"register needs contiguous memory with the buffer protocol or DLPack, such as a copy of it: {error}"
             ) from None
-        return self._adopt(memory)
+        return self._adopt(memory, buffer)
 
-    def _adopt(self, memory: Memory) -> Region:
+    def _adopt(self, memory: Memory, buffer: Any = None) -> Region:
+        """A region of ``memory``, which ``register`` found in ``buffer``."""
         counters.add(registrations=1)
-        self._bind(memory)
-        region = Region(self, memory, self._withdraw)
+        return self._keep(Region(self, memory, self._withdraw))
+
+    def _keep(self, region: Region) -> Region:
+        self._bind(region)
         with self._regions_lock:
             self._regions.add(region)
         return region

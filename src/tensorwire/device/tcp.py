@@ -63,7 +63,7 @@ class TcpDevice(Device):
     """
 
     name = "tcp"
-    capabilities = Capabilities(maps=False, shares_registered=True)
+    capabilities = Capabilities(maps=False, shares_registered=True, one_sided=False)
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0

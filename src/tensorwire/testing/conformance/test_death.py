@@ -56,7 +56,7 @@ def test_death_wakes_a_wait_on_a_completion(far: FarPair, in_thread: InThread) -
     far.peer.stop()
     completions = [far.channel.write(source.view(), remote.view()) for _ in range(2)]
     completions.append(far.channel.read(source.view(), remote.view()))
-    one_sided = far.device.capabilities.maps  # then it was over before, whatever the peer does
+    one_sided = far.device.capabilities.one_sided  # then it was over before, whatever the peer does
     if one_sided:
         completions[-1].wait(SECONDS)
     in_thread(far.peer.kill) if one_sided else killed_when_asleep(far.peer, in_thread)

@@ -1,0 +1,431 @@
+"""The verbs device: one-sided operations that the NICs of both ends do, over reliable-connected queue pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import socket
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tensorwire._native import Life, Memory, Monitor, open_socket
+from tensorwire.device import handshake
+from tensorwire.device.acceptor import Acceptor, close_socket
+from tensorwire.device.contract import (
+    Capabilities,
+    Channel,
+    Completion,
+    Device,
+    Failed,
+    Signal,
+    check_fillable,
+    check_signal,
+    check_sizes,
+    check_value,
+    check_word,
+)
+from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
+from tensorwire.device.verbs.choice import choose
+from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
+from tensorwire.device.verbs.nic import Nic
+from tensorwire.device.verbs.ports import look
+from tensorwire.device.verbs.queue import Operation, Queue, Signals
+from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
+
+_PURPOSE = b"verbs"
+_TERMS = struct.Struct("<Q")  # behind the purpose: the initiator's device
+NEVER_REPORTS = 7  # retries: some NICs take this for "for ever"
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a verbs device is set up from, and the token that admits to it."""
+
+    host: str
+    port: int
+    token: bytes
+    kind: Literal["verbs"]
+
+    @property
+    def device(self) -> int:
+        """A number that tells devices apart and admits nobody."""
+        return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
+
+
+class VerbsDevice(Device):
+    """Transfers over InfiniBand or RoCE, through the PyPI package ``ibverbs``.
+
+    ``port``: such as ``mlx5_0`` or ``mlx5_0:1``; chosen if None, as ``tensorwire doctor`` shows. ``host``: the
+    interface that set-up connections come in on. ``queue_pairs`` a peer (the channel's ``lanes``). ``signals``:
+    ``immediate`` wakes who sleeps; ``write`` is a plain write, and ``tail`` the last 8 bytes of the payload's own
+    write where the word lies behind it: waiters then look again and again. docs/verbs.md says what each relies on.
+    A peer whose NIC gives no answer to ``retries`` repetitions is lost; an idle channel asks every ``heartbeat``
+    seconds.
+
+    Raises `VerbsUnavailable` where there is no RDMA, or `ArgumentError`.
+    """
+
+    name = "verbs"
+    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False)
+
+    def __init__(
+        self,
+        port: str | None = None,
+        *,
+        host: str = "127.0.0.1",
+        gid_index: int | None = None,
+        queue_pairs: int = 1,
+        completion_queues: int = 1,
+        signals: Signals = "immediate",
+        retries: int = 6,
+        timeout_exponent: int = 14,
+        heartbeat: float = 1.0,
+    ) -> None:
+        super().__init__()
+        _check_settings(queue_pairs, completion_queues, signals, retries, timeout_exponent, heartbeat)
+        choice = choose(look(), port=port, gid_index=gid_index, near=host)
+        self._settings = Settings(queue_pairs, signals, timeout_exponent, retries)
+        self._token = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._links: set[Link] = set()  # both ways
+        self._exposed: dict[int, tuple[Region, Any]] = {}
+        listener = self._listen(host)
+        try:
+            self._nic = Nic(
+                choice,
+                self.life,
+                completion_queues=completion_queues,
+                naps=signals != "immediate",
+                heartbeat=heartbeat,
+                tick=self._tick,
+            )
+        except BaseException:
+            close_socket(listener)
+            raise
+        self._monitor = Monitor()
+        self._address = Address(host, listener.getsockname()[1], self._token, "verbs")
+        self._acceptor = Acceptor(listener, self._greet, "tensorwire-verbs-setup")
+
+    def _listen(self, host: str) -> socket.socket:
+        listener = _socket(host)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, 0))
+            listener.listen(128)
+        except OSError as error:
+            close_socket(listener)
+            raise ArgumentError(f"verbs: cannot listen on {host}: {error.strerror}") from None
+        return listener
+
+    @property
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._address)
+
+    def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
+        self._check_open()
+        try:
+            where = msgspec.msgpack.decode(address, type=Address)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise ArgumentError("not the address of a verbs device") from None
+        sock = _socket(where.host)
+        try:
+            sock.settimeout(timeout)
+            try:
+                sock.connect((where.host, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                raise ArgumentError("not the address of a verbs device") from None
+            handshake.initiate(sock, where.token, _PURPOSE + _TERMS.pack(self._address.device))
+            return self._open(sock, where)
+        except BaseException as error:
+            close_socket(sock)
+            if isinstance(error, (OSError, self._nic.ib.VerbsError)) and not isinstance(error, PeerLost):
+                raise PeerLost(f"verbs: cannot reach {where.host}:{where.port}: {error}") from None
+            raise
+
+    def _open(self, sock: socket.socket, where: Address) -> Channel:
+        life = Life(self.life, _in_words(where.host, where.port))
+        link = Link(self._nic, self._settings, sock, life, where.device)
+        try:
+            link.open()
+            with self._lock:
+                self._check_open()  # close() came meanwhile, and has not seen this link
+                self._links.add(link)
+                self._monitor.watch(sock.fileno(), life)
+        except BaseException:
+            life.close("it was not set up")
+            link.bury()
+            raise
+        return VerbsChannel(self, link, sock)
+
+    def _greet(self, sock: socket.socket) -> None:
+        purpose = handshake.accept(sock, self._token)
+        (device,) = _TERMS.unpack(purpose[len(_PURPOSE) :])
+        life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
+        link = Link(self._nic, self._settings, sock, life, device, inbound=True)
+        with self._lock:
+            self._check_open()
+            self._links.add(link)
+        self._monitor.watch(sock.fileno(), life)
+        try:
+            link.serve()
+        finally:
+            self._monitor.forget(sock.fileno())
+            life.lose("its process closed the connection or died")
+            link.bury()
+            with self._lock:
+                self._links.discard(link)
+
+    def _tick(self) -> None:
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            if not link.life.lost:
+                link.beat()
+
+    # ---- memory
+
+    def _find_memory(self, nbytes: int, reserve: bool) -> Memory:
+        return self._nic.registrar.allocate(nbytes, reserve)
+
+    def _adopt(self, memory: Memory, buffer: Any = None) -> Region:
+        region = VerbsRegion(self, memory, self._withdraw)
+        region.mr = self._nic.registrar.cover(region, buffer)
+        region.lkey = region.mr.lkey
+        return self._keep(region)
+
+    def _bind(self, memory: Memory) -> None:
+        memory.bind(self.life, self._nic.sleepers)
+
+    def _expose(self, region: Region, access: Access) -> int:
+        with self._lock:
+            if region.closed:
+                raise RegionClosed("the region was closed")
+            if access not in region.keys:
+                narrow = self._nic.registrar.expose(region, access)
+                region.keys[access] = narrow.rkey
+                self._exposed[narrow.rkey] = (region, narrow)
+            return region.keys[access]
+
+    def _withdraw(self, region: Region) -> None:
+        with self._lock:
+            for key in region.keys.values():
+                found = self._exposed.pop(key, None)
+                if found is not None:
+                    self._nic.registrar.withdraw(found[1])
+
+    # ---- the end
+
+    def _expel(self, peer: int) -> None:
+        """Ends every link with that device."""
+        with self._lock:
+            links = [link for link in self._links if link.peer == peer]
+        for link in links:
+            link.lose("another connection to it was lost")
+            link.bury()
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.lose(reason)
+
+    def close(self) -> None:
+        if self.life.forked:  # the parent's: a lock may be held for ever
+            return
+        self.life.close("the device was closed")
+        with self._lock:
+            links, self._links = self._links, set()
+        for link in links:
+            link.life.close("the channel was closed")
+            link.bury()
+        self._close_regions()
+        self._acceptor.close()
+        self._monitor.close()
+        self._nic.close()
+        self.callbacks.close()
+
+
+class VerbsRegion(Region):
+    """Registered memory. ``lkey``: the key of this process's own queue pairs for it."""
+
+    mr: Any
+    lkey: int
+
+    def __init__(self, device: VerbsDevice, memory: Memory, withdraw: Callable[[Region], None]) -> None:
+        super().__init__(device, memory, withdraw)
+        self._nic = device._nic
+
+    def remote(self, access: Access = "write") -> RemoteRegion:
+        shown = super().remote(access)
+        return RemoteRegion(shown.device, shown.key, shown.length, shown.access, self.address)
+
+    def _wait(self, offset: int, at_least: int, seconds: float, life: Life | None = None) -> int:
+        return self._nic.wait(self, offset, at_least, seconds, life)
+
+
+class VerbsChannel(Channel):
+    """A channel over one or more queue pairs; operations on it use the first, its ``lanes`` one each."""
+
+    def __init__(self, device: VerbsDevice, link: Link, sock: socket.socket, lane: int = 0) -> None:
+        super().__init__(device, link.life)
+        self._link = link
+        self._sock = sock
+        self._queue: Queue = link.lanes[lane]
+        self._queue.callbacks = device.callbacks
+        self._queue.why_lost = lambda: device.why_lost(self)
+        self._all: tuple[VerbsChannel, ...] = (self,)
+        if lane == 0:
+            others = (VerbsChannel(device, link, sock, other) for other in range(1, len(link.lanes)))
+            self._all = (self, *others)
+
+    @property
+    def lanes(self) -> Sequence[Channel]:
+        return self._all
+
+    def write(
+        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+    ) -> Completion:
+        nbytes = source.nbytes
+        if nbytes != target.nbytes:
+            check_sizes(nbytes, target.nbytes)
+        word = None
+        if signal is not None:
+            check_signal(signal)
+        self._check_alive()
+        region, there = source.region, target.region
+        if region.closed:
+            raise RegionClosed("the source region was closed")
+        try:
+            if signal is not None:
+                word = (*_place(signal[0], write=True, word=True), signal[1])
+            remote = _place(target, write=True)
+        except RemoteAccessError as error:
+            return Failed(error)
+        return self._queue.write(
+            (region.address + source.offset, nbytes, self._key(region)), remote, word, fence, region
+        )
+
+    def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
+        check_signal((target, value))
+        self._check_alive()
+        try:
+            word = (*_place(target, write=True, word=True), value)
+        except RemoteAccessError as error:
+            return Failed(error)
+        return self._queue.write((0, 0, 0), (0, 0), word, fence, None)
+
+    def read(self, target: View, source: RemoteView) -> Completion:
+        check_sizes(source.nbytes, target.nbytes)
+        check_fillable(target)
+        self._check_alive()
+        region = target.region
+        if region.closed:
+            raise RegionClosed("the target region was closed")
+        try:
+            remote = _place(source, write=False)
+        except RemoteAccessError as error:
+            return Failed(error)
+        return self._queue.read((region.address + target.offset, target.nbytes, self._key(region)), remote, region)
+
+    def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
+        check_word(target)
+        return self._atomic(target, value % 2**64, None, timeout)
+
+    def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
+        check_word(target)
+        check_value(expected, value)
+        return self._atomic(target, expected, value, timeout)
+
+    def _atomic(self, target: RemoteView, first: int, second: int | None, timeout: float) -> int:
+        self._check_alive()
+        operation: Operation = self._queue.atomic(_place(target, write=True, word=True), first, second)
+        operation.wait(timeout)
+        return operation.result
+
+    def _key(self, region: Any) -> int:
+        if region.device is not self.device:
+            raise ArgumentError("verbs moves memory of its own device: allocate() or register() it there")
+        return cast(int, region.lkey)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        self._queue.begin_batch()
+        try:
+            yield
+        finally:
+            self._queue.end_batch()
+
+    def settle(self, timeout: float = 60.0) -> None:
+        self._check_lost()
+        device = self.device
+        assert isinstance(device, VerbsDevice)
+        self._link.bury()
+        # What the peer had posted on a channel of its own may still arrive. A peer that lives learns of it.
+        device._expel(self._link.peer)
+
+    def close(self) -> None:
+        device = self.device
+        assert isinstance(device, VerbsDevice)
+        if self.life.forked:
+            return
+        with device._lock:
+            known = self._link in device._links
+            device._links.discard(self._link)
+        self.life.close("the channel was closed")
+        self._link.bury()
+        if known:
+            device._monitor.forget(self._sock.fileno())
+        close_socket(self._sock)
+
+
+def _place(view: RemoteView, *, write: bool, word: bool = False) -> tuple[int, int]:
+    """Address and key. Raises `RemoteAccessError` for what the target's NIC would refuse, where that is known here."""
+    region: RemoteRegion = view.region
+    if write and region.access != "write":
+        raise _refused("the region is read-only for this key")
+    address = region.address + view.offset
+    if word and address % 8:
+        raise _refused("the word is not 8-byte aligned")
+    if address + view.nbytes > 2**64:
+        raise _refused("out of the region's range")
+    if region.key >= 2**32:
+        raise _refused("no open region has that key")
+    return address, region.key
+
+
+def _refused(why: str) -> RemoteAccessError:
+    return RemoteAccessError(f"verbs: the target refused: {why}")
+
+
+def _check_settings(
+    queue_pairs: int, completion_queues: int, signals: str, retries: int, exponent: int, heartbeat: float
+) -> None:
+    if not 1 <= queue_pairs <= MOST_LANES or not 1 <= completion_queues <= MOST_LANES:
+        raise ArgumentError(f"verbs: 1 to {MOST_LANES} queue pairs a peer and completion queues")
+    if signals not in ("immediate", "write", "tail"):
+        raise ArgumentError(f"verbs: signals are immediate, write or tail, not {signals!r}")
+    if not 0 <= retries <= NEVER_REPORTS or not 1 <= exponent <= 31 or not 0.001 <= heartbeat <= 3600:
+        raise ArgumentError("verbs: retries 0 to 7, timeout_exponent 1 to 31, heartbeat 0.001 to 3600 seconds")
+    if retries == NEVER_REPORTS:
+        warnings.warn(
+            "verbs: with 7 retries some NICs, and Soft-RoCE, never report a peer that is gone: use 6 or fewer",
+            stacklevel=3,
+        )
+
+
+def _socket(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return sock
+
+
+def _in_words(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

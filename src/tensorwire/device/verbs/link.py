@@ -1,0 +1,168 @@
+"""Both ends of a channel's queue pairs find each other over a socket, and again after a refusal.
+
+The socket is authenticated by the target's token, which travels with its address on the job's control connection. It
+stays open: its end is the peer's. No payload passes. A frame: docs/verbs.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire._native import Life
+from tensorwire.device import handshake
+from tensorwire.device.verbs.nic import Nic
+from tensorwire.device.verbs.queue import Queue, Signals
+from tensorwire.errors import PeerLost, ProtocolError
+
+MOST_LANES = 64
+_HEAD = struct.Struct("<4sBBHI")  # magic, kind, lane, how many ends follow, receives posted at each
+_MAGIC = b"TWV1"
+_OPEN, _AGAIN = 1, 2
+_END_BYTES = 28  # a queue pair's number, its first packet's, and where its port is
+_AGAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both ends of every queue pair of a device are made with."""
+
+    lanes: int
+    signals: Signals
+    timeout: int  # an exponent: 4.096 us times 2 to it, for one answer
+    retries: int
+
+
+class Link:
+    """One end of the queue pairs between two devices: the initiator's, or the target's (``inbound``)."""
+
+    def __init__(
+        self, nic: Nic, settings: Settings, sock: socket.socket, life: Life, peer: int, *, inbound: bool = False
+    ) -> None:
+        self.nic, self.life, self.peer = nic, life, peer
+        self._settings = settings
+        self._sock = sock
+        self._setup = threading.Lock()  # one conversation at a time
+        self._inbound = inbound
+        self.lanes: list[Queue] = []
+
+    def _make_lanes(self, count: int) -> None:
+        for _ in range(count):
+            queue = Queue(
+                self.nic, self.life, inbound=self._inbound, signals=self._settings.signals, broken=self._broken
+            )
+            queue.lost = self.lose
+            self.lanes.append(queue)
+
+    # ---- the initiator
+
+    def open(self) -> None:
+        """Connects every lane. The socket has a timeout. Raises `PeerLost` or `ProtocolError`."""
+        self._make_lanes(self._settings.lanes)
+        with self._setup:
+            ends = [queue.prepare() for queue in self.lanes]
+            self._connect(self.lanes, self._ask(_OPEN, 0, ends))
+            self._sock.settimeout(_AGAIN_SECONDS)
+
+    def _ask(self, kind: int, lane: int, ends: Sequence[Any]) -> tuple[list[Any], int]:
+        self._send(kind, lane, ends)
+        answered, at, theirs, receives = self._receive()
+        if (answered, at, len(theirs)) != (kind, lane, len(ends)):
+            raise ProtocolError("verbs: the other side answers something else")
+        return theirs, receives
+
+    def _connect(self, lanes: Sequence[Queue], answer: tuple[list[Any], int]) -> None:
+        theirs, receives = answer
+        for queue, end in zip(lanes, theirs, strict=True):
+            queue.connect(end, receives, timeout=self._settings.timeout, retries=self._settings.retries)
+
+    def _broken(self, queue: Queue) -> None:
+        """A refusal has ended a queue pair; the target waits to hear of it from the initiator."""
+        if not self._inbound:
+            threading.Thread(target=self._again, args=(queue,), name="tensorwire-verbs", daemon=True).start()
+
+    def _again(self, queue: Queue) -> None:
+        lane = self.lanes.index(queue)
+        with self._setup:
+            try:
+                queue.discard()
+                if not self.life.lost:
+                    self._connect([queue], self._ask(_AGAIN, lane, [queue.prepare()]))
+            except (OSError, PeerLost, ProtocolError, self.nic.ib.VerbsError) as error:
+                self.lose(f"its queue pair could not be made again: {error}")
+            if self.life.lost or self.nic.life.lost:
+                queue.bury()
+
+    # ---- the target
+
+    def serve(self) -> None:
+        """Answers until the initiator closes the socket. Raises `PeerLost` then, `ProtocolError` for bad frames."""
+        kind, _, theirs, receives = self._receive()
+        if kind != _OPEN or not 1 <= len(theirs) <= MOST_LANES:
+            raise ProtocolError("verbs: the other side does not begin with its queue pairs")
+        self._make_lanes(len(theirs))
+        self._answer(_OPEN, 0, self.lanes, theirs, receives)
+        self._sock.settimeout(None)
+        while True:
+            kind, lane, theirs, receives = self._receive()
+            if kind != _AGAIN or lane >= len(self.lanes) or len(theirs) != 1:
+                raise ProtocolError("verbs: the other side asks something else")
+            self.lanes[lane].discard()
+            self._answer(_AGAIN, lane, [self.lanes[lane]], theirs, receives)
+
+    def _answer(self, kind: int, lane: int, queues: Sequence[Queue], theirs: list[Any], receives: int) -> None:
+        with self._setup:
+            if self.life.lost or self.nic.life.lost:
+                raise PeerLost("verbs: closed meanwhile")
+            ends = [queue.prepare() for queue in queues]
+            self._connect(queues, (theirs, receives))
+            self._send(kind, lane, ends)
+
+    # ---- frames
+
+    def _send(self, kind: int, lane: int, ends: Sequence[Any]) -> None:
+        head = _HEAD.pack(_MAGIC, kind, lane, len(ends), self.lanes[0].receives)
+        try:
+            self._sock.sendall(head + b"".join(end.to_bytes() for end in ends))
+        except OSError as error:
+            raise PeerLost(f"verbs: the connection broke: {error}") from None
+
+    def _receive(self) -> tuple[int, int, list[Any], int]:
+        magic, kind, lane, count, receives = _HEAD.unpack(handshake.receive_exactly(self._sock, _HEAD.size))
+        if magic != _MAGIC or count > MOST_LANES or not 1 <= receives < 2**16:
+            raise ProtocolError("verbs: the other side does not speak this version")
+        data = handshake.receive_exactly(self._sock, count * _END_BYTES)
+        try:
+            parts = (data[at : at + _END_BYTES] for at in range(0, len(data), _END_BYTES))
+            return kind, lane, [self.nic.ib.QPInfo.from_bytes(part) for part in parts], receives
+        except ValueError as error:
+            raise ProtocolError(f"verbs: not a queue pair: {error}") from None
+
+    # ---- the end
+
+    def lose(self, reason: str) -> None:
+        """The peer is lost: it learns of it, too."""
+        self.life.lose(reason)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def beat(self) -> None:
+        """See ``Queue.beat``."""
+        for queue in self.lanes:
+            with contextlib.suppress(PeerLost):
+                queue.beat()
+
+    def bury(self) -> None:
+        """Destroys the queue pairs. When it returns nothing of the peer reaches memory over them. Idempotent."""
+        self._hang_up()
+        with self._setup:
+            for queue in self.lanes:
+                queue.bury()
