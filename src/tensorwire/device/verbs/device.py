@@ -31,6 +31,7 @@ from tensorwire.device.contract import (
     check_word,
 )
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
+from tensorwire.device.verbs import cuda
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
 from tensorwire.device.verbs.nic import Nic
@@ -188,6 +189,16 @@ class VerbsDevice(Device):
                 link.beat()
 
     # ---- memory
+
+    def register(self, buffer: Any) -> Region:
+        """Memory that exists already, as for every device, or a CUDA tensor: then see `CudaRegion`."""
+        if getattr(buffer, "is_cuda", False):
+            self._check_open()
+            region = cast(Region, cuda.register(self, buffer))  # one, as far as channels go
+            with self._regions_lock:
+                self._regions.add(region)
+            return region
+        return super().register(buffer)
 
     def _find_memory(self, nbytes: int, reserve: bool) -> Memory:
         return self._nic.registrar.allocate(nbytes, reserve)
