@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,15 @@ class Channel(ABC):
         """Inside it, what is posted on this channel may wait for the end, to go to the NIC together: cheaper for many
         small operations (verbs). A wait for one of them does not wait for the end."""
         return contextlib.nullcontext()
+
+    @property
+    def lanes(self) -> Sequence[Channel]:
+        """Channels to the same peer that share this one's life; this one is the first. Many devices have but one.
+
+        What goes over one lane keeps its order, and does not wait for the other lanes: between them there is no order.
+        They end with this channel.
+        """
+        return (self,)
 
     @property
     def peer(self) -> str:
