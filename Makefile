@@ -9,13 +9,18 @@ ARGS ?=
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
 
-.PHONY: demo test check check-native setup format docs stubs clean
+.PHONY: demo test test-rdma check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
+# run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
+test-rdma: setup
+	setpriv --pdeathsig TERM $(BIN)/python -m tests.rdma $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -72,7 +72,7 @@ class VerbsDevice(Device):
     """
 
     name = "verbs"
-    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False)
+    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False, sparse=False)
 
     def __init__(
         self,
@@ -223,6 +223,8 @@ class VerbsDevice(Device):
             return region.keys[access]
 
     def _withdraw(self, region: Region) -> None:
+        if self.life.forked:  # the keys are the parent's
+            return
         with self._lock:
             for key in region.keys.values():
                 found = self._exposed.pop(key, None)
@@ -309,7 +311,7 @@ class VerbsChannel(Channel):
         if signal is not None:
             check_signal(signal)
         self._check_alive()
-        region, there = source.region, target.region
+        region = source.region
         if region.closed:
             raise RegionClosed("the source region was closed")
         try:

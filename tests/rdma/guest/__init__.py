@@ -1,0 +1,1 @@
+"""Tests that run in one guest with two Soft-RoCE devices, rxa and rxb, on one cable."""
