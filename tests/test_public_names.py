@@ -33,7 +33,10 @@ PUBLIC = {
         "TcpDevice",
         "View",
     },
-    "tensorwire.edge": {"TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec", "Word"},
+    "tensorwire.edge": {
+        *("STRIPED_FROM", "TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec"),
+        *("StripedConsumer", "StripedProducer", "Word", "stripes"),
+    },
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
 }
 

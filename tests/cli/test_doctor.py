@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.doctor.findings import in_words
 from tests.sandbox import Result, Sandbox, free_port
 
@@ -35,7 +36,8 @@ def test_for_programs(sandbox: Sandbox) -> None:
     sections = found(result)
     for name in ("loopback", "shm", "tcp"):
         assert sections["devices"][name]["level"] == "fine"
-    assert "not in this version" in sections["devices"]["verbs"]["value"]
+    if not has_active_port():
+        assert sections["devices"]["verbs"]["value"] == "no active RDMA port here"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert sections["memory"]["machine"]["number"] == total
     assert 0 < sections["memory"]["left for regions"]["number"] <= total
@@ -77,8 +79,17 @@ def test_what_stops_a_job_is_one_line_with_what_to_do(sandbox: Sandbox) -> None:
     assert result.status == 1
     lines = result.err.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == ["TENSORWIRE_DEVICE", "TENSORWIRE_IFACE", "heartbeat"]
-    assert "one of auto, shm, tcp" in lines[0]
+    assert "one of auto, shm, tcp, verbs" in lines[0]
     assert found(result)["settings"]["heartbeat"]["level"] == "stops"
+
+
+@pytest.mark.skipif(has_active_port(), reason="there is RDMA here")
+def test_verbs_that_a_job_wants_and_cannot_have(sandbox: Sandbox) -> None:
+    result = doctor(sandbox, "--json", TENSORWIRE_DEVICE="verbs")
+    assert result.status == 1
+    sections = found(result)
+    assert sections["verbs"]["picked"]["level"] == sections["devices"]["verbs"]["level"] == "stops"
+    assert "rdma link add rxe0" in sections["verbs"]["picked"]["advice"]  # what to do
 
 
 @pytest.mark.parametrize(

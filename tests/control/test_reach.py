@@ -1,16 +1,18 @@
-"""Which device reaches a peer: shm where its memory really can be mapped, tcp else, and the reason."""
+"""Which device reaches a peer: shm where its memory can be mapped, verbs where a write arrived, tcp else; and why."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tensorwire.control.reach import Card, Whereabouts, connect, expected, whereabouts, why_not_shm
-from tensorwire.device import Device, ShmDevice, TcpDevice
-from tensorwire.errors import ArgumentError, PeerLost
+from tensorwire.control.reach import TOLD, Card, Whereabouts, connect, expected, whereabouts, why_not_shm
+from tensorwire.device import Device, LoopbackDevice, Region, ShmDevice, TcpDevice
+from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
+from tensorwire.testing import FaultyDevice
 
 HERE = whereabouts()
 OTHERS = {
@@ -76,6 +78,95 @@ def test_one_device_is_what_both_were_told(devices: dict[str, Device], card: Car
     assert "told to use" in route.why
     with pytest.raises(PeerLost, match="no device in common"):
         connect({"shm": devices["shm"]}, HERE, told)
+
+
+# ---- verbs: here a stand-in, which connects and writes as any device does
+
+
+@pytest.fixture
+def rdma() -> Iterator[Device]:
+    """Our end of what stands for verbs."""
+    with LoopbackDevice() as device:
+        yield device
+
+
+@pytest.fixture
+def word() -> Iterator[Region]:
+    """The probe of the other side, which has its address, too."""
+    with LoopbackDevice() as device:
+        region = device.allocate(8)
+        memoryview(region)[:] = b"\xff" * 8
+        yield region
+
+
+def far(card: Card, word: Region, why: str = "different machines", **changes: object) -> Card:
+    """The card of a process elsewhere that has verbs."""
+    there = {"where": OTHERS[why], "verbs": word.device.address, "verbs_probe": word.remote("write").pack()}
+    return msgspec.structs.replace(card, **{**there, **changes})
+
+
+@pytest.mark.parametrize("why", ["different machines", "different network namespaces"])
+def test_over_a_network_verbs_is_taken_once_a_write_arrived(
+    devices: dict[str, Device], rdma: Device, card: Card, word: Region, why: str
+) -> None:
+    found: list[str] = []
+    there = far(card, word, why)
+    channel, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda own: found.append(own) or own)
+    assert (channel.device, route.device, found) == (rdma, "verbs", [""])
+    assert why in route.why
+    assert "a first write arrived" in route.why
+    assert bytes(memoryview(word)) == bytes(8), "nothing was written"
+    assert expected(HERE, there.where, rdma=True).device == "verbs"
+
+
+def test_on_one_machine_verbs_is_never_taken(
+    devices: dict[str, Device], rdma: Device, card: Card, word: Region
+) -> None:
+    for why, device in (("different users", "tcp"), (None, "shm")):
+        there = far(card, word, where=OTHERS[why] if why else HERE)
+        _, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda _: pytest.fail("nothing to agree on"))
+        assert route.device == device
+        assert "verbs" not in route.why
+        assert expected(HERE, there.where, rdma=True).device == device
+
+
+def test_without_verbs_at_one_end_it_is_tcp(devices: dict[str, Device], rdma: Device, card: Card, word: Region) -> None:
+    _, route = connect(devices, HERE, far(card, word), no_verbs="memlock is too small")
+    assert str(route).startswith("tcp: not shm: the processes run on different machines; not verbs: memlock")
+    there = far(card, word, verbs=None, verbs_probe=None)
+    _, route = connect({**devices, "verbs": rdma}, HERE, there)
+    assert "not verbs: no active RDMA port there" in str(route)
+
+
+def test_verbs_that_does_not_work_is_not_taken(
+    devices: dict[str, Device], rdma: Device, card: Card, word: Region
+) -> None:
+    there, other_key = far(card, word), LoopbackDevice().allocate(8).remote().pack()
+    tries = {
+        "no open device": (FaultyDevice(rdma), far(card, word, verbs=bytes(16))),
+        "no open region has that key": (FaultyDevice(rdma), far(card, word, verbs_probe=other_key)),
+        "injected": (FaultyDevice(rdma, refuse_memory_at=1), there),
+        "within 2 s": (FaultyDevice(rdma, fail_every=1, error=lambda: WaitTimeout("within 2 s")), there),
+    }
+    for why, (device, card_there) in tries.items():
+        channel, route = connect({**devices, "verbs": device}, HERE, card_there)
+        assert (channel.device.name, route.device) == ("tcp", "tcp")
+        assert re.search(f"not verbs: .*{why}", route.why)
+        assert not device._channels, "a channel that was not used is open"
+
+
+def test_both_sides_take_the_same(devices: dict[str, Device], rdma: Device, card: Card, word: Region) -> None:
+    channel, route = connect({**devices, "verbs": rdma}, HERE, far(card, word), agree=lambda _: "it does not get back")
+    assert channel.device.name == "tcp"
+    assert "not verbs: it does not get back" in route.why
+    with pytest.raises(PeerLost, match=r"the other side reached us, and we cannot reach it .*no open device"):
+        connect({**devices, "verbs": rdma}, HERE, far(card, word, verbs=bytes(16)), agree=lambda _: "")
+
+
+def test_verbs_alone_is_used_on_one_machine_too(rdma: Device, card: Card, word: Region) -> None:
+    there = far(card, word, where=HERE, shm=None, probe=None, tcp=None)
+    channel, route = connect({"verbs": rdma}, HERE, there)
+    assert (channel.device, route.device, route.why) == (rdma, "verbs", TOLD)
 
 
 def test_users_are_numbers_of_one_namespace() -> None:

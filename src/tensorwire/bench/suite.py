@@ -10,6 +10,7 @@ from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
+from tensorwire.device import VerbsDevice
 from tensorwire.errors import Unsupported
 
 
@@ -47,6 +48,8 @@ def fault(options: Options) -> None:
 
 def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
     """Measures, then shows; what was measured is written even if nobody can look at the table."""
+    if "verbs" in options.devices:
+        VerbsDevice().close()  # or why there is none
     settings = Settings(
         rounds=options.rounds or (2 if options.quick else 9),
         seconds=0.02 if options.quick else 0.2,

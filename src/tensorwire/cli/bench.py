@@ -12,7 +12,7 @@ import click
 from tensorwire.errors import ArgumentError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_DEVICES = ("shm", "tcp")
+_DEVICES = ("shm", "tcp", "verbs")
 _LINKS = ("1gbit", "10gbit")
 
 
@@ -100,9 +100,11 @@ def bench() -> None:
     help="Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.",
 )
 def device(peers: str, **options: Any) -> None:
-    """Writes over shm and tcp, beside memcpy, blocking sockets and libfabric."""
+    """Writes over shm, tcp or verbs; shm and tcp beside memcpy, blocking sockets and libfabric."""
     from tensorwire.bench.baselines import parse_peers
 
+    if "verbs" in options["devices"] and (options["waiting"] or options["links"]):
+        raise ArgumentError("--waiting and --link measure shm and tcp")
     _run("device", peers=tuple(parse_peers(peers)), **options)
 
 
@@ -117,7 +119,9 @@ def edge(**options: Any) -> None:
 @bench.command()
 @_common
 def faults(**options: Any) -> None:
-    """From the death of a process to the PeerLost of one that waits for it."""
+    """From the death of a process to the PeerLost of one that waits for it; over shm and tcp."""
+    if "verbs" in options["devices"]:
+        raise ArgumentError("bench faults measures shm and tcp")
     _run("fault", **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 
 import msgspec
 
@@ -11,10 +12,20 @@ from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import member_name
 from tensorwire.control.reach import Card, Route, connect, whereabouts
-from tensorwire.device import Channel, Device, ShmDevice, TcpDevice
-from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError, WaitTimeout
+from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, VerbsDevice
+from tensorwire.device.verbs.ports import has_active_port
+from tensorwire.errors import (
+    ArgumentError,
+    JobEnded,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    TensorwireError,
+    VerbsUnavailable,
+    WaitTimeout,
+)
 
-DEVICES = ("auto", "shm", "tcp")
+DEVICES = ("auto", "shm", "tcp", "verbs")
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
@@ -23,8 +34,11 @@ CAUSE_SECONDS = 5.0
 class Member:
     """Joins the job at ``address`` as ``role index`` and opens its devices.
 
-    ``device`` is ``auto`` (shm where a peer's memory really can be mapped, else tcp), ``shm`` or ``tcp``; ``host`` is
-    the interface that tcp listens on; ``patience``: seconds to wait for a coordinator that has not started yet.
+    ``device`` is ``auto`` (shm where a peer's memory really can be mapped, verbs over a network where a first write
+    really arrived, else tcp), ``shm``, ``tcp`` or ``verbs``; ``host`` is the interface that tcp listens on, and whose
+    RDMA port is preferred; ``patience``: seconds to wait for a coordinator that has not started yet.
+
+    Raises `ArgumentError`, `PeerLost`, `AuthenticationError`, `JobEnded`, or `VerbsUnavailable` (``verbs`` only).
     """
 
     def __init__(
@@ -45,6 +59,7 @@ class Member:
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
         self._where = whereabouts()
+        self._no_verbs = "no active RDMA port here"
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -66,7 +81,25 @@ class Member:
         if device in ("auto", "tcp"):
             self.devices["tcp"] = TcpDevice(host, heartbeat=beat, lost_after=lost_after)
             tcp = self.devices["tcp"].address
-        return Card(self._where, shm, probe, tcp, tuple(f for f in FRAMEWORKS if f in sys.modules))
+        verbs, verbs_probe = self._open_verbs(device, host)
+        frameworks = tuple(f for f in FRAMEWORKS if f in sys.modules)
+        return Card(self._where, shm, probe, tcp, frameworks, verbs, verbs_probe)
+
+    def _open_verbs(self, device: str, host: str) -> tuple[bytes | None, bytes | None]:
+        """Address and probe. ``auto`` goes on without, and does not even load the library without an active port."""
+        if device not in ("auto", "verbs") or (device == "auto" and not has_active_port()):
+            return None, None
+        try:
+            opened = self.devices["verbs"] = VerbsDevice(host=host, heartbeat=self.client.welcome.beat)
+            self._verbs_probe = opened.allocate(8)
+            return opened.address, self._verbs_probe.remote("write").pack()
+        except (VerbsUnavailable, OutOfMemory) as error:
+            if device == "verbs":
+                raise
+            if "verbs" in self.devices:
+                self.devices.pop("verbs").close()
+            self._no_verbs = str(error)
+            return None, None
 
     @property
     def name(self) -> str:
@@ -86,10 +119,22 @@ class Member:
 
     def _connect(self, name: str) -> Channel:
         try:
-            channel, self.routes[name] = connect(self.devices, self._where, self.card(name))
+            channel, self.routes[name] = connect(
+                self.devices, self._where, self.card(name), agree=partial(self._agree, name), no_verbs=self._no_verbs
+            )
         except PeerLost as error:
             raise PeerLost(f"no device reaches {name}: {error}") from None
         return channel
+
+    def _agree(self, name: str, found: str) -> str:
+        """Whoever tried verbs first decides for both: '' to use it, else why not."""
+        pair = sorted((self.name, name))
+        key = f"verbs/{'/'.join(pair)}"
+        try:
+            self.client.publish(key, msgspec.msgpack.encode(found), to=pair)
+            return found
+        except ProtocolError:  # published before
+            return msgspec.msgpack.decode(self.client.lookup(key), type=str)
 
     def card(self, name: str, timeout: float = 60.0) -> Card:
         """Another member's entry. Raises `WaitTimeout` if it has not joined."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from tensorwire.device import Channel, Device, RemoteRegion
-from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, RemoteAccessError
+from tensorwire.errors import ArgumentError, AuthenticationError, DeviceError, OutOfMemory, PeerLost, RemoteAccessError
+
+PROBE_SECONDS = 2.0  # in which verbs has to connect and to write, to be taken
+TOLD = "the device that both sides were told to use"
+# From what this side found about verbs ('': it works, else why not) to what counts for both sides.
+Agree = Callable[[str], str]
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
@@ -30,6 +37,8 @@ class Card(msgspec.Struct, frozen=True):
     probe: bytes | None
     tcp: bytes | None
     frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
+    verbs: bytes | None = None
+    verbs_probe: bytes | None = None  # 8 bytes that anybody in the job may write
 
 
 @dataclass(frozen=True)
@@ -76,16 +85,37 @@ def why_not_shm(one: Whereabouts, other: Whereabouts) -> str | None:
     return None
 
 
-def expected(one: Whereabouts, other: Whereabouts) -> Route:
-    """What ``auto`` will take between two processes, unless trying it shows something else."""
+def apart(one: Whereabouts, other: Whereabouts) -> bool:
+    """Whether a network lies between two processes: then verbs may be quicker than tcp."""
+    return (one.boot, one.network) != (other.boot, other.network)
+
+
+def expected(one: Whereabouts, other: Whereabouts, *, rdma: bool = False) -> Route:
+    """What ``auto`` will take between two processes, unless trying it shows something else.
+
+    ``rdma``: both have a port that is active.
+    """
     obstacle = why_not_shm(one, other)
-    return Route("tcp", obstacle) if obstacle else Route("shm", "one machine, one network namespace, one user")
+    if obstacle is None:
+        return Route("shm", "one machine, one network namespace, one user")
+    if rdma and apart(one, other):
+        return Route("verbs", f"{obstacle}; if a first write arrives within {PROBE_SECONDS:g} s, tcp else")
+    return Route("tcp", obstacle)
 
 
-def connect(devices: Mapping[str, Device], here: Whereabouts, card: Card) -> tuple[Channel, Route]:
+def connect(
+    devices: Mapping[str, Device],
+    here: Whereabouts,
+    card: Card,
+    *,
+    agree: Agree = str,
+    no_verbs: str = "no active RDMA port here",
+) -> tuple[Channel, Route]:
     """A channel over the best of our ``devices`` that reaches the member with that card.
 
-    shm where a region of it really could be mapped, else tcp. Raises `PeerLost` with the reasons.
+    shm where a region of it really could be mapped; verbs over a network where a first write really arrived; else tcp.
+    ``agree`` is asked about verbs, because both sides must take the same. ``no_verbs``: why our ``devices`` lack it.
+    Raises `PeerLost` with the reasons.
     """
     reasons = []
     if "shm" in devices and card.shm is not None and card.probe is not None:
@@ -95,11 +125,17 @@ def connect(devices: Mapping[str, Device], here: Whereabouts, card: Card) -> tup
                 return _by_mapping(devices["shm"], card.shm, card.probe), Route("shm", "its memory could be mapped")
             except (PeerLost, RemoteAccessError, AuthenticationError) as error:
                 obstacle = str(error).removeprefix("shm: ")
-        reasons.append(obstacle)
+        reasons.append(f"not shm: {obstacle}")
     if "tcp" in devices and card.tcp is not None:
-        why = f"not shm: {reasons[0]}" if reasons else "the device that both sides were told to use"
-        return devices["tcp"].connect(card.tcp), Route("tcp", why)
-    raise PeerLost(f"shm: {reasons[0]}" if reasons else "no device in common")
+        if reasons and apart(here, card.where):
+            channel, obstacle = _by_probe(devices.get("verbs"), card, agree, no_verbs)
+            if channel is not None:
+                return channel, Route("verbs", f"{'; '.join(reasons)}; a first write arrived")
+            reasons.append(f"not verbs: {obstacle}")
+        return devices["tcp"].connect(card.tcp), Route("tcp", "; ".join(reasons) or TOLD)
+    if "verbs" in devices and card.verbs is not None:
+        return devices["verbs"].connect(card.verbs), Route("verbs", TOLD)
+    raise PeerLost("; ".join(reasons) or "no device in common")
 
 
 def _by_mapping(device: Device, address: bytes, probe: bytes) -> Channel:
@@ -109,4 +145,35 @@ def _by_mapping(device: Device, address: bytes, probe: bytes) -> Channel:
     except BaseException:
         channel.close()
         raise
+    return channel
+
+
+def _by_probe(device: Device | None, card: Card, agree: Agree, no_verbs: str) -> tuple[Channel | None, str]:
+    """A channel over verbs if both sides are to use it, else why not. Both sides come here, or neither asks."""
+    if device is None:
+        return None, no_verbs
+    if card.verbs is None or card.verbs_probe is None:
+        return None, "no active RDMA port there"
+    channel, found = None, ""
+    try:
+        channel = _written(device, card.verbs, card.verbs_probe)
+    except (DeviceError, AuthenticationError, OutOfMemory) as error:
+        found = str(error).removeprefix("verbs: ")
+    verdict = agree(found)
+    if channel is not None and verdict:
+        channel.close()
+        return None, verdict
+    if channel is None and not verdict:
+        raise PeerLost(f"verbs: the other side reached us, and we cannot reach it (--device tcp helps): {found}")
+    return channel, verdict
+
+
+def _written(device: Device, address: bytes, probe: bytes) -> Channel:
+    end = time.monotonic() + PROBE_SECONDS
+    channel = device.connect(address, PROBE_SECONDS)
+    with contextlib.ExitStack() as undo:
+        undo.callback(channel.close)
+        with device.allocate(8) as source:
+            channel.write(source.view(), RemoteRegion.unpack(probe).view()).wait(max(0.0, end - time.monotonic()))
+        undo.pop_all()
     return channel

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Capabilities:
     atomics: bool = True
     other_processes: bool = True  # peers may be devices of other processes
     one_sided: bool = True  # the memory of a process that was stopped can be written and read all the same
+    sparse: bool = True  # allocate(reserve=False) takes no memory before it is used
     refuses_whole: bool = True  # a write whose signal is refused keeps its payload out, too
 
 
@@ -152,6 +153,15 @@ class Channel(ABC):
         return contextlib.nullcontext()
 
     @property
+    def lanes(self) -> Sequence[Channel]:
+        """Channels to the same peer that share this one's life; this one is the first. Many devices have but one.
+
+        What goes over one lane keeps its order, and does not wait for the other lanes: between them there is no order.
+        They end with this channel.
+        """
+        return (self,)
+
+    @property
     def peer(self) -> str:
         """The process at the other end, in words, as in the messages of `PeerLost`."""
         return self.life.peer
@@ -232,7 +242,8 @@ class Device(ABC):
     def allocate(self, nbytes: int, alignment: int = 4096, *, reserve: bool = True) -> Region:
         """Zeroed, registered memory that a peer may be let into.
 
-        ``reserve=False`` neither reserves nor touches it (sparse regions): then lack of memory shows at first use.
+        ``reserve=False`` neither reserves nor touches it, on a device whose regions can be sparse: then lack of memory
+        shows at first use.
         Raises `OutOfMemory` or `ArgumentError`.
         """
         if nbytes >= 2**64:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 
 from tensorwire.control.client import split_address
 from tensorwire.control.reach import Whereabouts, expected, whereabouts, why_not_shm
-from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
-from tensorwire.doctor.findings import Finding, Section
+from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice
+from tensorwire.device.verbs.ports import has_active_port
+from tensorwire.doctor.findings import Finding, Level, Section
+from tensorwire.doctor.verbs import severity
 from tensorwire.errors import TensorwireError
 
 _SECONDS = 10.0
@@ -16,22 +19,29 @@ _ADVICE = {
     "loopback": "see memory above",
     "shm": "run with --device tcp, or see memory, sockets and kernel above",
     "tcp": "see sockets above; a firewall on loopback?",
+    "verbs": "see verbs and memory above",
 }
 
 
-def devices() -> Section:
+def devices(environment: Mapping[str, str]) -> Section:
     """Each device of this version: two of them opened, a write and its signal seen, and read back."""
     kinds = (LoopbackDevice, ShmDevice, TcpDevice)
-    verbs = Finding("verbs", "not in this version", "note", "shm and tcp do all that it would, slower over a network")
-    return Section("devices", (*(_try_device(kind) for kind in kinds), verbs))
+    return Section("devices", (*(_try_device(kind, "stops") for kind in kinds), _try_verbs(severity(environment))))
 
 
-def _try_device(kind: type[Device]) -> Finding:
+def _try_verbs(trouble: Level) -> Finding:
+    if has_active_port():
+        return _try_device(VerbsDevice, trouble)
+    advice = "shm and tcp do all that it would, slower over a network" if trouble == "note" else "see verbs above"
+    return Finding("verbs", "no active RDMA port here", trouble, advice)
+
+
+def _try_device(kind: type[LoopbackDevice | ShmDevice | TcpDevice | VerbsDevice], trouble: Level) -> Finding:
     try:
         with kind() as one, kind() as other:
             _probe(one, other)
     except (TensorwireError, OSError) as error:
-        return Finding(kind.name, f"does not work: {error}", "stops", _ADVICE[kind.name])
+        return Finding(kind.name, f"does not work: {error}", trouble, _ADVICE[kind.name])
     return Finding(kind.name, "works: a write and its signal arrived, and were read back")
 
 
@@ -52,14 +62,14 @@ def _probe(one: Device, other: Device) -> None:
 def between(one: int | None = None, other: int | None = None) -> Section:
     """Which device two processes get, by what ``auto`` decides; without numbers, two of this user here."""
     first, second = whereabouts(one), whereabouts(other)
-    route = expected(first, second)
+    route = expected(first, second, rdma=has_active_port())
     who = "two processes of this user here" if one is None and other is None else f"processes {one} and {other}"
     findings = [Finding(f"process {pid}", _at(where)) for pid, where in ((one, first), (other, second)) if pid]
     obstacle = why_not_shm(first, second)
     findings.append(Finding("shared memory", f"no: {obstacle}" if obstacle else "nothing is in the way"))
     advice = ""
     if first.network != second.network:
-        advice = "tcp needs an address that both reach: set TENSORWIRE_IFACE, and try --peer HOST:PORT there"
+        advice = "it needs an address that both reach: set TENSORWIRE_IFACE, and try --peer HOST:PORT there"
     findings.append(Finding("auto takes", str(route), "note" if obstacle else "fine", advice))
     return Section(who, tuple(findings))
 

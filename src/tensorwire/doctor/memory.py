@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tensorwire._native import available_bytes
+from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.doctor.findings import Finding, Level, Section, in_words
 
 LEAST_BYTES = 64 << 20  # less is no room for a server with anything to serve
 FEW_DESCRIPTORS, LEAST_DESCRIPTORS = 1024, 64
+_IPC_LOCK = 1 << 14  # linux/capability.h
 _NO_LIMIT = 1 << 60  # version 1 of control groups has no word for it
 
 # name, what it is for, what to do about it
@@ -18,13 +20,14 @@ _LIMITS = (
     ("RLIMIT_AS", "regions and what is mapped count", "ulimit -v unlimited"),
     ("RLIMIT_DATA", "Python's own memory", "ulimit -d unlimited"),
     ("RLIMIT_FSIZE", "the largest region", "ulimit -f unlimited"),
-    ("RLIMIT_MEMLOCK", "only verbs would need it", ""),
 )
 
 
 def memory() -> Section:
     """The machine's memory, and every limit on the way to it."""
-    return Section("memory", (*_machine(), *_groups(), *(_limit(*limit) for limit in _LIMITS), _descriptors()))
+    return Section(
+        "memory", (*_machine(), *_groups(), *(_limit(*limit) for limit in _LIMITS), _pinned(), _descriptors())
+    )
 
 
 def _machine() -> Iterator[Finding]:
@@ -62,10 +65,27 @@ def _limit(name: str, what: str, command: str) -> Finding:
     soft, _ = resource.getrlimit(getattr(resource, name))
     if soft == resource.RLIM_INFINITY:
         return Finding(name, f"unlimited ({what})")
-    if not command:
-        return Finding(name, f"{in_words(soft)} ({what})", number=soft)
     level: Level = "stops" if soft < LEAST_BYTES else "note"
     return Finding(name, f"{in_words(soft)} ({what})", level, f"{command}, where regions do not fit", soft)
+
+
+def _pinned() -> Finding:
+    """Only verbs pins memory: its regions, and what it is lent."""
+    name, (soft, _) = "RLIMIT_MEMLOCK", resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(name, "unlimited (regions of verbs count)")
+    if not has_active_port():
+        return Finding(name, f"{in_words(soft)} (only verbs would need it)", number=soft)
+    if _capabilities() & _IPC_LOCK:
+        return Finding(name, f"{in_words(soft)}, which does not bind this process (CAP_IPC_LOCK)", number=soft)
+    advice = (
+        "ulimit -l unlimited; LimitMEMLOCK=infinity in the systemd unit, also of slurmd; docker run --ulimit memlock=-1"
+    )
+    return Finding(name, f"{in_words(soft)} (regions of verbs count)", "note", advice, soft)
+
+
+def _capabilities() -> int:
+    return int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
 
 
 def _descriptors() -> Finding:

@@ -10,6 +10,7 @@ from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.memory import memory
 from tensorwire.doctor.system import interfaces, kernel, sockets
+from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host
 from tensorwire.launch.secret import file_secret
@@ -19,7 +20,10 @@ def examine(*, pids: tuple[int, int] | None = None, address: str | None = None) 
     """Looks at everything; opens devices, starts nothing that stays. Raises `ArgumentError` for processes or an
     address that cannot be asked about."""
     pair = between(*pids) if pids is not None else between()
-    sections = [memory(), kernel(), sockets(), interfaces(), settings(os.environ), devices(), pair]
+    sections = [memory(), kernel(), sockets(), interfaces(), settings(os.environ)]
+    if (rdma := verbs(os.environ)) is not None:
+        sections.append(rdma)
+    sections += [devices(os.environ), pair]
     if address is not None:
         sections.append(peer(address))
     return sections

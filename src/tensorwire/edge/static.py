@@ -4,12 +4,17 @@ Slots come in rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth
 which step lies in its slot; the producer's *credit* word says which step the consumer has given back. A producer may
 fill the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, nobody asks.
 
+An edge keeps to one lane of its channel: its payload, then its signal. Nothing is ordered between edges; what one edge
+must not overtake is said by a word that was waited for.
+
 A credit need not be a message of its own: where another edge's signal implies it (a store's new version implies that
 the gradient was read), both edges share one word.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +46,14 @@ class Word:
         return self.region.load(self.offset)
 
 
+def lane_of(channel: Channel, word: RemoteView) -> Channel:
+    """The lane for what raises ``word``: always the same one, and spread evenly over many words."""
+    lanes = channel.lanes
+    if len(lanes) == 1:
+        return channel
+    return lanes[zlib.crc32(struct.pack("<QQ", word.region.key, word.offset)) % len(lanes)]
+
+
 class Producer:
     """The sending end.
 
@@ -49,8 +62,8 @@ class Producer:
     ``source`` (this device's registered memory, one view a slot), which ``send`` writes across. Without ``slots``
     the consumer reads our memory in place, and ``send`` is always a signal alone.
 
-    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. Raises `ArgumentError` for slots of
-    another size.
+    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. ``lane``: which of the channel's lanes it
+    goes over; by default the arrival word decides. Raises `ArgumentError` for slots of another size.
     """
 
     def __init__(
@@ -62,8 +75,9 @@ class Producer:
         source: Sequence[View] = (),
         credit: Word | None = None,
         spec: Spec | None = None,
+        lane: int | None = None,
     ) -> None:
-        self._channel = channel
+        self._channel = lane_of(channel, arrival) if lane is None else channel.lanes[lane]
         self._arrival = arrival
         self._slots = list(slots)
         self._source = list(source)
@@ -163,7 +177,7 @@ class Consumer:
     ) -> None:
         self._arrival = arrival
         self._slots = list(slots)
-        self._credit = credit
+        self._credit = None if credit is None else (lane_of(*credit), credit[1])
         self.spec = spec
         check_spec(spec, self._slots)
 

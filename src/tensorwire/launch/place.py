@@ -164,7 +164,7 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
 
 
 def device_choice(environment: Mapping[str, str]) -> str:
-    """``TENSORWIRE_DEVICE``: auto, shm or tcp."""
+    """``TENSORWIRE_DEVICE``: auto, shm, tcp or verbs."""
     return environment.get("TENSORWIRE_DEVICE", "auto")
 
 

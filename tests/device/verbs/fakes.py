@@ -88,6 +88,7 @@ class FakeLibrary(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ibverbs")
+        self.__version__ = "1"
         self.names: list[str] = []
         self.not_listed: OSError | None = None
         self.not_open: OSError | None = None

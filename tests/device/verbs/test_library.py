@@ -9,15 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import FakeLibrary, Sysfs, limits
-from fakes import library as library
-from fakes import sysfs as sysfs
 
 import tensorwire.device.verbs.library
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.library import load, open_device
 from tensorwire.device.verbs.ports import look, query
 from tensorwire.errors import VerbsUnavailable
+
+from .fakes import FakeLibrary, Sysfs, limits
+from .fakes import library as library
+from .fakes import sysfs as sysfs
 
 
 def test_nothing_is_imported_before_somebody_asks() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from fakes import MAX_MESSAGE, MTU, ROCE, Sysfs, limits
-from fakes import sysfs as sysfs
 
 from tensorwire.device.verbs.choice import Choice, choose
 from tensorwire.device.verbs.ports import Gid, has_active_port, look
 from tensorwire.errors import ArgumentError, VerbsUnavailable
+
+from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs, limits
+from .fakes import sysfs as sysfs
 
 INFINIBAND = {0: ("fe80::a:b", "IB/RoCE v1", "")}
 

@@ -31,6 +31,7 @@ from tensorwire.device.contract import (
     check_word,
 )
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
+from tensorwire.device.verbs import cuda
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
 from tensorwire.device.verbs.nic import Nic
@@ -71,7 +72,7 @@ class VerbsDevice(Device):
     """
 
     name = "verbs"
-    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False)
+    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False, sparse=False)
 
     def __init__(
         self,
@@ -189,6 +190,16 @@ class VerbsDevice(Device):
 
     # ---- memory
 
+    def register(self, buffer: Any) -> Region:
+        """Memory that exists already, as for every device, or a CUDA tensor: then see `CudaRegion`."""
+        if getattr(buffer, "is_cuda", False):
+            self._check_open()
+            region = cast(Region, cuda.register(self, buffer))  # one, as far as channels go
+            with self._regions_lock:
+                self._regions.add(region)
+            return region
+        return super().register(buffer)
+
     def _find_memory(self, nbytes: int, reserve: bool) -> Memory:
         return self._nic.registrar.allocate(nbytes, reserve)
 
@@ -212,6 +223,8 @@ class VerbsDevice(Device):
             return region.keys[access]
 
     def _withdraw(self, region: Region) -> None:
+        if self.life.forked:  # the keys are the parent's
+            return
         with self._lock:
             for key in region.keys.values():
                 found = self._exposed.pop(key, None)
@@ -298,7 +311,7 @@ class VerbsChannel(Channel):
         if signal is not None:
             check_signal(signal)
         self._check_alive()
-        region, there = source.region, target.region
+        region = source.region
         if region.closed:
             raise RegionClosed("the source region was closed")
         try:

@@ -195,7 +195,7 @@ class Queue:
         kept: object,
     ) -> Completion:
         """``local``: address, bytes, key; ``remote``: address, key; ``signal``: address, key, value."""
-        address, nbytes, _ = local
+        nbytes = local[1]
         if nbytes > self._largest * _MOST_PIECES:
             return self._in_parts(_WRITE, local, remote, signal, fence, kept)
         pieces = -(-nbytes // self._largest)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tensorwire.device.region import Access
+from tensorwire.device.verbs.pins import pinned_bytes
 from tensorwire.errors import OutOfMemory
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import array, resident
@@ -76,8 +77,9 @@ def test_allocating_and_dropping_keeps_memory_flat(pair: Pair) -> None:
 
     rounds(1000)
     gc.collect()
-    before, held = resident(), descriptors()
+    before, held, pinned = resident(), descriptors(), pinned_bytes()
     rounds(9000)
     gc.collect()
     assert descriptors() <= held
+    assert pinned_bytes() <= pinned
     assert resident() - before < 4 << 20

@@ -1,0 +1,65 @@
+"""RDMA: libibverbs, ports, their GIDs, and which of them a job would take, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tensorwire.device.verbs.choice import GID_INDEX, PORT, choose
+from tensorwire.device.verbs.library import DEVICES, load
+from tensorwire.device.verbs.ports import Limits, Port, look, query
+from tensorwire.doctor.findings import Finding, Level, Section, in_words
+from tensorwire.errors import ArgumentError, VerbsUnavailable
+from tensorwire.launch.place import device_choice, listening_host
+
+
+def severity(environment: Mapping[str, str]) -> Level:
+    """What it means if verbs does not work: a job stops only where ``TENSORWIRE_DEVICE`` wants nothing else."""
+    return "stops" if device_choice(environment) == "verbs" else "note"
+
+
+def verbs(environment: Mapping[str, str], root: Path = DEVICES, limits: Limits = query) -> Section | None:
+    """All about RDMA; None where there is none, and nobody has asked for it."""
+    ports = look(root, limits)
+    asked = environment.get(PORT) or environment.get(GID_INDEX) or severity(environment) == "stops"
+    if not ports and not asked:
+        return None
+    found = (
+        _library(environment),
+        *(finding for port in ports for finding in _port(port)),
+        _choice(ports, environment),
+    )
+    return Section("verbs", found)
+
+
+def _library(environment: Mapping[str, str]) -> Finding:
+    try:
+        return Finding("library", f"libibverbs is here (ibverbs {load().__version__})")
+    except VerbsUnavailable as error:
+        return Finding("library", "no", severity(environment), str(error))
+
+
+def _port(port: Port) -> Iterator[Finding]:
+    words = [port.state, port.link_layer, port.rate]
+    if port.mtu:
+        words += [f"MTU {port.mtu}", f"messages of up to {in_words(port.max_message)}"]
+    if port.lid:
+        words.append(f"LID {port.lid}")
+    trouble = "" if port.trouble == f"{port.name} is {port.state}" else port.trouble
+    yield Finding(port.name, ", ".join(filter(None, words)), "note" if port.trouble else "fine", trouble)
+    for gid in port.gids:
+        words = [gid.kind, str(gid.address), gid.interface]
+        yield Finding(f"{port.name} GID {gid.index}", ", ".join(filter(None, words)))
+
+
+def _choice(ports: list[Port], environment: Mapping[str, str]) -> Finding:
+    try:
+        near = listening_host(None, environment)
+    except ArgumentError:  # the settings say so
+        near = None
+    try:
+        return Finding("picked", choose(ports, environment=environment, near=near).why)
+    except VerbsUnavailable as error:
+        return Finding("picked", "none", severity(environment), str(error))
+    except ArgumentError as error:
+        return Finding("picked", "none", "stops", str(error))
