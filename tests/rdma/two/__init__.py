@@ -1,0 +1,1 @@
+"""Tests that run in the first of two guests; an agent in the second does its part of each."""
