@@ -121,7 +121,7 @@ class Queue:
         self._words = Memory.wrap(array("Q", bytes(16)))
         self._words.bind(self.nic.life, self.nic.sleepers)
         places = self.nic.registrar.allocate(16 * self.sends, True)
-        self._values = memoryview(places).cast("B").cast("Q")
+        self._values: memoryview = memoryview(places).cast("B").cast("Q")
         key = self.nic.registrar.cover(places).lkey
         sge, base = self.nic.ib.SGE, places.address
         self._places = [sge(base + 8 * i, 8, lkey=key) for i in range(len(self._values))]
@@ -173,6 +173,8 @@ class Queue:
         self.discard()
         with self.lock:
             pending, self._pending = self._pending, deque()
+            self._places.clear()
+            self._values = memoryview(b"")
         for operation in pending:
             operation.kept = None
 
