@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tensorwire.bench import edges, faults, idle, links, machine, show, writes
+from tensorwire.bench import edges, faults, idle, links, machine, show, verbs, writes
 from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare
 from tensorwire.bench.programs import end_all
@@ -25,6 +25,7 @@ class Options:
     peer_python: str | None = None
     links: tuple[str, ...] = ()
     waiting: bool = False
+    connect: str = ""
     cores: str | None = None
     json: str | None = None
     markdown: bool = False
@@ -47,6 +48,8 @@ def fault(options: Options) -> None:
 
 def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
     """Measures, then shows; what was measured is written even if nobody can look at the table."""
+    if "verbs" in options.devices:
+        verbs.check()
     settings = Settings(
         rounds=options.rounds or (2 if options.quick else 9),
         seconds=0.02 if options.quick else 0.2,
@@ -87,7 +90,11 @@ def _device(options: Options, settings: Settings, notes: show.Notes) -> list[Rec
     if options.waiting or options.links:
         return records
     peers = Peers(options.peers, options.peer_python, notes)
-    return _compare(writes.workloads(options.devices, options.sizes, peers, quick=options.quick), settings, notes)
+    others = [device for device in options.devices if device != "verbs"]
+    made = writes.workloads(others, options.sizes, peers, quick=options.quick)
+    if "verbs" in options.devices:
+        made += verbs.workloads(options.sizes, verbs.Ends(options.connect), notes, quick=options.quick)
+    return _compare(made, settings, notes)
 
 
 def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:

@@ -21,9 +21,10 @@ _BUFFERS = (0, 256 * KIB, MIB, 4 * MIB)
 def workloads(devices: Sequence[str], sizes: Sequence[int], peers: Peers, *, quick: bool) -> list[Workload]:
     """All of them in the order of the table; ``sizes`` empty: each device's own."""
     made: list[Workload] = []
+    kinds = {"shm": shm, "tcp": tcp}
     for device in devices:
         for nbytes in sizes or (QUICK_SIZES if quick else SIZES)[device]:
-            made += shm(nbytes, peers) if device == "shm" else tcp(nbytes, peers)
+            made += kinds[device](nbytes, peers)
     return made
 
 

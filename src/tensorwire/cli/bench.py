@@ -12,7 +12,7 @@ import click
 from tensorwire.errors import ArgumentError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_DEVICES = ("shm", "tcp")
+_DEVICES = ("shm", "tcp", "verbs")
 _LINKS = ("1gbit", "10gbit")
 
 
@@ -99,10 +99,30 @@ def bench() -> None:
     callback=_names("", _LINKS),
     help="Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.",
 )
-def device(peers: str, **options: Any) -> None:
-    """Writes over shm and tcp, beside memcpy, blocking sockets and libfabric."""
-    from tensorwire.bench.baselines import parse_peers
+@click.option(
+    "--listen", default="", metavar="HOST:PORT", help="verbs between two machines: be the one that is written to."
+)
+@click.option(
+    "--connect", default="", metavar="HOST:PORT", help="verbs between two machines: the other one's --listen."
+)
+def device(peers: str, listen: str, **options: Any) -> None:
+    """Writes over shm, tcp or verbs, beside memcpy, blocking sockets, libfabric, and perftest.
 
+    \b
+    Between two machines (both need TENSORWIRE_SECRET_FILE):
+      tensorwire bench device --device verbs --listen 10.0.0.1:7000
+      tensorwire bench device --device verbs --connect 10.0.0.1:7000
+    """
+    from tensorwire.bench.baselines import parse_peers
+    from tensorwire.bench.far import listen as serve
+
+    if "verbs" in options["devices"] and (options["waiting"] or options["links"]):
+        raise ArgumentError("--waiting and --link measure shm and tcp")
+    if (listen or options["connect"]) and options["devices"] != ("verbs",):
+        raise ArgumentError("--listen and --connect measure verbs alone: give --device verbs")
+    if listen:
+        serve(listen)
+        return
     _run("device", peers=tuple(parse_peers(peers)), **options)
 
 
@@ -117,7 +137,9 @@ def edge(**options: Any) -> None:
 @bench.command()
 @_common
 def faults(**options: Any) -> None:
-    """From the death of a process to the PeerLost of one that waits for it."""
+    """From the death of a process to the PeerLost of one that waits for it; over shm and tcp."""
+    if "verbs" in options["devices"]:
+        raise ArgumentError("bench faults measures shm and tcp")
     _run("fault", **options)
 
 

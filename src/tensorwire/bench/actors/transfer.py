@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorwire.bench.actors.lines import Lines, check, fill, timed
-from tensorwire.device import Completion, Device, RemoteRegion, ShmDevice, TcpDevice
+from tensorwire.device import Completion, Device, RemoteRegion, ShmDevice, TcpDevice, VerbsDevice
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 
@@ -25,6 +25,8 @@ SECONDS = 120.0  # only a guard against hangs
 
 def make_device(kind: str, host: str = "127.0.0.1", **options: Any) -> Device:
     """The device that the command line names."""
+    if kind == "verbs":
+        return VerbsDevice(host=host, **options)
     return ShmDevice(**options) if kind == "shm" else TcpDevice(host, **options)
 
 
