@@ -53,9 +53,13 @@ def call(where: str, request: list[str]) -> socket.socket:
         sock = socket.create_connection((host, port), _GREETING_SECONDS)
     except OSError as error:
         raise PeerLost(f"nobody listens on {where} ({error.strerror or error}): start it with --listen there") from None
-    handshake.initiate(sock, secret, PURPOSE)
-    sock.settimeout(None)
-    sock.sendall(json.dumps(request).encode() + b"\n")
+    try:
+        handshake.initiate(sock, secret, PURPOSE)
+        sock.settimeout(None)
+        sock.sendall(json.dumps(request).encode() + b"\n")
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

@@ -41,6 +41,11 @@ def edge(options: Options) -> None:
     _report(options, _edge)
 
 
+def posting(options: Options) -> None:
+    """``tensorwire bench posting``."""
+    _report(options, _posting)
+
+
 def fault(options: Options) -> None:
     """``tensorwire bench faults``."""
     _report(options, _faults)
@@ -105,6 +110,12 @@ def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Recor
 def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     rounds = options.rounds or (2 if options.quick else 20)
     return faults.measure(options.devices, replace(settings, rounds=rounds), notes, quick=options.quick)
+
+
+def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    from tensorwire.bench import posting  # it takes the place of this process's NIC
+
+    return posting.measure(settings)
 
 
 def _at_most(settings: Settings, rounds: int) -> Settings:

@@ -42,7 +42,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(sizes)
 
 
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every benchmark."""
     for option in (
         click.option("--markdown", is_flag=True, help="Print the table as Markdown."),
@@ -50,18 +50,23 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."),
         click.option("--quick", is_flag=True, help="Seconds instead of minutes; figures mean little."),
         click.option("--rounds", type=click.IntRange(1, 1000), help="Interleaved rounds; figures are their medians."),
-        click.option(
-            "--device",
-            "devices",
-            default="shm,tcp",
-            show_default=True,
-            metavar="NAMES",
-            callback=_names("device", _DEVICES),
-            help="Which transports.",
-        ),
     ):
         command = option(command)
     return command
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a benchmark that runs over several devices."""
+    option = click.option(
+        "--device",
+        "devices",
+        default="shm,tcp",
+        show_default=True,
+        metavar="NAMES",
+        callback=_names("device", _DEVICES),
+        help="Which transports.",
+    )
+    return _plain(option(command))
 
 
 _size_option = click.option("--sizes", default="", metavar="SIZES", callback=_sizes, help="Bytes, as in 64,4KiB,16MiB.")
@@ -132,6 +137,13 @@ def device(peers: str, listen: str, **options: Any) -> None:
 def edge(**options: Any) -> None:
     """A tensor that is born in its consumer's slot, there and back."""
     _run("edge", **options)
+
+
+@bench.command()
+@_plain
+def posting(**options: Any) -> None:
+    """What verbs costs before the NIC has it: on a NIC that does nothing, so that none is needed."""
+    _run("posting", devices=(), **options)
 
 
 @bench.command()
