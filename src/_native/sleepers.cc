@@ -36,16 +36,9 @@ Sleepers::Sleepers(int fd, bool naps) : fd_(fd), naps_(naps), pid_(getpid()) {
     enlist(static_cast<Progress*>(this));
 }
 
-Sleepers::~Sleepers() {
-    close();
-    if (getpid() != pid_) return;
-    for (int each : {wake_, stop_fd_, outer_}) {
-        forget_fd(each);
-        ::close(each);
-    }
-}
+Sleepers::~Sleepers() { close(); }
 
-// The descriptors stay until nobody can hold this any more.
+// When it returns, every descriptor is closed and nobody sleeps here.
 void Sleepers::close() {
     if (getpid() != pid_ || stop_.exchange(true)) return;
     dismiss(static_cast<Progress*>(this));
@@ -53,11 +46,18 @@ void Sleepers::close() {
     if (write(stop_fd_, &one, 8) < 0) { /* it is awake */ }
     told();
     kick();
+    std::scoped_lock all(lead_mutex_, rest_mutex_, fds_mutex_);
+    for (int* each : {&wake_, &stop_fd_, &outer_}) {
+        forget_fd(*each);
+        ::close(*each);
+        *each = -1;
+    }
 }
 
 void Sleepers::kick() {
+    std::lock_guard g(fds_mutex_);
     const u64 one = 1;
-    if (write(wake_, &one, 8) < 0) { /* it is awake */ }
+    if (wake_ >= 0 && write(wake_, &one, 8) < 0) { /* it is awake */ }
 }
 
 void Sleepers::nudge() {
@@ -84,10 +84,12 @@ void Sleepers::watch(bool on) {
     epoll_event e{};
     if (on) e.events = EPOLLIN;
     e.data.u64 = event_token;
-    epoll_ctl(outer_, EPOLL_CTL_MOD, fd_, &e);
+    std::lock_guard g(fds_mutex_);
+    if (outer_ >= 0) epoll_ctl(outer_, EPOLL_CTL_MOD, fd_, &e);
 }
 
 Outcome Sleepers::rest(double seconds) {
+    std::lock_guard g(rest_mutex_);
     if (stop_) return Outcome::lost;
     epoll_event events[2];
     const int n = epoll_wait(outer_, events, 2, static_cast<int>(std::min(seconds, 3600.0) * 1000));
@@ -123,6 +125,7 @@ Outcome Sleepers::wait(const Target& target, u64 at_least, double seconds) {
 
 // Sleeps once, on the descriptor. `timed_out`: look again.
 Outcome Sleepers::lead(const Target& target, u64 at_least, double end) {
+    if (stop_) return Outcome::lost;
     if (!naps_ && !armed_) return Outcome::attend;
     if (!naps_) watch(false);
     sleeping_.store(true, std::memory_order_relaxed);

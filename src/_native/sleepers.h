@@ -38,10 +38,10 @@ class Sleepers : public Progress, public std::enable_shared_from_this<Sleepers> 
     const bool naps_;
     int wake_ = -1, stop_fd_ = -1, outer_ = -1;
     std::atomic<bool> armed_{false}, sleeping_{false}, stop_{false};
-    std::mutex lead_mutex_;
+    std::mutex lead_mutex_, rest_mutex_;  // held while its owner sleeps
     std::mutex followers_mutex_;
     std::vector<Door*> followers_;
-    std::mutex fds_mutex_;  // wake_ and outer_ are open
+    std::mutex fds_mutex_;  // wake_ and outer_ are open; the last to be taken
     pid_t pid_;
 };
 

@@ -1,8 +1,8 @@
 """The guest's kernel and first file system, fetched and built once, and kept outside the source tree.
 
 The distribution's kernel package is unpacked, not installed. An entry of the cache is a folder that appears complete
-or not at all; its manifest has the sums of its files. Its name has the package's version and the sum of the recipe
-(this folder's modules that build it), so a change of either makes a new one.
+or not at all; its manifest has the sums of its files. Its name has the package's version and the sum of the recipe, so
+a change of either makes a new one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MODULES = (
 )
 MAY_BE_BUILT_IN = {"af_packet", "crc32_generic"}  # and then modprobe may not know the name
 XZ = b"\xfd7zXZ\x00"
+FORMAT = 1  # to be raised when what is built below changes
 KEEP = 3  # older entries are removed
 
 
@@ -87,10 +88,7 @@ def _locked(cache: Path) -> Iterator[None]:
 
 
 def _recipe() -> str:
-    total = hashlib.sha256()
-    for path in (Path(__file__), Path(archive.__file__), INIT):
-        total.update(path.read_bytes())
-    return total.hexdigest()[:12]
+    return hashlib.sha256(repr((FORMAT, MODULES)).encode() + INIT.read_bytes()).hexdigest()[:12]
 
 
 def _wanted(*, offline: bool) -> tuple[str, str]:

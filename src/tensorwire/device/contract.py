@@ -32,6 +32,7 @@ class Capabilities:
     atomics: bool = True
     other_processes: bool = True  # peers may be devices of other processes
     one_sided: bool = True  # the memory of a process that was stopped can be written and read all the same
+    sparse: bool = True  # allocate(reserve=False) takes no memory before it is used
     refuses_whole: bool = True  # a write whose signal is refused keeps its payload out, too
 
 
@@ -241,7 +242,8 @@ class Device(ABC):
     def allocate(self, nbytes: int, alignment: int = 4096, *, reserve: bool = True) -> Region:
         """Zeroed, registered memory that a peer may be let into.
 
-        ``reserve=False`` neither reserves nor touches it (sparse regions): then lack of memory shows at first use.
+        ``reserve=False`` neither reserves nor touches it, on a device whose regions can be sparse: then lack of memory
+        shows at first use.
         Raises `OutOfMemory` or `ArgumentError`.
         """
         if nbytes >= 2**64:

@@ -72,7 +72,7 @@ class VerbsDevice(Device):
     """
 
     name = "verbs"
-    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False)
+    capabilities = Capabilities(maps=False, shares_registered=True, refuses_whole=False, sparse=False)
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class VerbsDevice(Device):
         self._settings = Settings(queue_pairs, signals, timeout_exponent, retries)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # held until a link has really ended
         self._links: set[Link] = set()  # both ways
         self._exposed: dict[int, tuple[Region, Any]] = {}
         listener = self._listen(host)
@@ -144,7 +145,7 @@ class VerbsDevice(Device):
             return self._open(sock, where)
         except BaseException as error:
             close_socket(sock)
-            if isinstance(error, (OSError, self._nic.ib.VerbsError)) and not isinstance(error, PeerLost):
+            if isinstance(error, OSError) and not isinstance(error, PeerLost):
                 raise PeerLost(f"verbs: cannot reach {where.host}:{where.port}: {error}") from None
             raise
 
@@ -161,7 +162,18 @@ class VerbsDevice(Device):
             life.close("it was not set up")
             link.bury()
             raise
-        return VerbsChannel(self, link, sock)
+        return VerbsChannel(self, link)
+
+    def _drop(self, link: Link) -> None:
+        """Ends a link that this process opened, with its channel's."""
+        with self._ending:
+            with self._lock:
+                known = link in self._links
+                self._links.discard(link)
+            if known:
+                link.life.close("the channel was closed")
+                self._monitor.forget(link.descriptor)
+                link.close()
 
     def _greet(self, sock: socket.socket) -> None:
         purpose = handshake.accept(sock, self._token)
@@ -223,6 +235,8 @@ class VerbsDevice(Device):
             return region.keys[access]
 
     def _withdraw(self, region: Region) -> None:
+        if self.life.forked:  # the keys are the parent's
+            return
         with self._lock:
             for key in region.keys.values():
                 found = self._exposed.pop(key, None)
@@ -251,10 +265,14 @@ class VerbsDevice(Device):
             return
         self.life.close("the device was closed")
         with self._lock:
-            links, self._links = self._links, set()
+            links = list(self._links)
         for link in links:
-            link.life.close("the channel was closed")
-            link.bury()
+            if link.inbound:
+                link.bury()
+            else:
+                self._drop(link)
+        with self._ending:  # nobody else is in the middle of it
+            pass
         self._close_regions()
         self._acceptor.close()
         self._monitor.close()
@@ -283,16 +301,15 @@ class VerbsRegion(Region):
 class VerbsChannel(Channel):
     """A channel over one or more queue pairs; operations on it use the first, its ``lanes`` one each."""
 
-    def __init__(self, device: VerbsDevice, link: Link, sock: socket.socket, lane: int = 0) -> None:
+    def __init__(self, device: VerbsDevice, link: Link, lane: int = 0) -> None:
         super().__init__(device, link.life)
         self._link = link
-        self._sock = sock
         self._queue: Queue = link.lanes[lane]
         self._queue.callbacks = device.callbacks
         self._queue.why_lost = lambda: device.why_lost(self)
         self._all: tuple[VerbsChannel, ...] = (self,)
         if lane == 0:
-            others = (VerbsChannel(device, link, sock, other) for other in range(1, len(link.lanes)))
+            others = (VerbsChannel(device, link, other) for other in range(1, len(link.lanes)))
             self._all = (self, *others)
 
     @property
@@ -309,7 +326,7 @@ class VerbsChannel(Channel):
         if signal is not None:
             check_signal(signal)
         self._check_alive()
-        region, there = source.region, target.region
+        region = source.region
         if region.closed:
             raise RegionClosed("the source region was closed")
         try:
@@ -385,14 +402,7 @@ class VerbsChannel(Channel):
         assert isinstance(device, VerbsDevice)
         if self.life.forked:
             return
-        with device._lock:
-            known = self._link in device._links
-            device._links.discard(self._link)
-        self.life.close("the channel was closed")
-        self._link.bury()
-        if known:
-            device._monitor.forget(self._sock.fileno())
-        close_socket(self._sock)
+        device._drop(self._link)
 
 
 def _place(view: RemoteView, *, write: bool, word: bool = False) -> tuple[int, int]:

@@ -94,10 +94,16 @@ class Nic:
                 self._completions.append(self._make_completions())
                 self._free.append(self._completions[-1].cqe)
             completions = self._completions[at]
-            options = dict(max_send_wr=sends, max_recv_wr=receives, max_send_sge=2, max_recv_sge=1, max_inline_data=16)
-            pair = self.domain.create_qp(
-                self.ib.QPInitAttr(send_cq=completions, recv_cq=completions, qp_type=self.ib.QPType.RC, **options)
+            wanted = self.ib.QPInitAttr(
+                send_cq=completions,
+                recv_cq=completions,
+                qp_type=self.ib.QPType.RC,
+                max_send_wr=sends,
+                max_recv_wr=receives,
+                max_send_sge=2,
+                max_inline_data=16,
             )
+            pair = self.domain.create_qp(wanted)
             self._free[at] -= sends + receives
             return pair, at
 
@@ -177,6 +183,12 @@ class Nic:
     # ---- when nobody waits
 
     def _attend(self) -> None:
+        try:
+            self._attend_until_closed()
+        except self.ib.VerbsError as error:
+            self.life.lose(f"{self.port.device} failed: {error}")
+
+    def _attend_until_closed(self) -> None:
         next_tick = time.monotonic() + self._heartbeat
         self.drain(arm=True)
         while True:

@@ -120,10 +120,10 @@ class Queue:
         """Words that waiters look at, and one 8-byte place an operation: for its signal, or an atomic's old value."""
         self._words = Memory.wrap(array("Q", bytes(16)))
         self._words.bind(self.nic.life, self.nic.sleepers)
-        self._values = array("Q", bytes(16 * self.sends))
-        self._values_memory = Memory.wrap(self._values)
-        key = self.nic.registrar.cover(self._values_memory).lkey
-        sge, base = self.nic.ib.SGE, self._values_memory.address
+        places = self.nic.registrar.allocate(16 * self.sends, True)
+        self._values = memoryview(places).cast("B").cast("Q")
+        key = self.nic.registrar.cover(places).lkey
+        sge, base = self.nic.ib.SGE, places.address
         self._places = [sge(base + 8 * i, 8, lkey=key) for i in range(len(self._values))]
 
     # ---- the queue pair itself
@@ -195,7 +195,7 @@ class Queue:
         kept: object,
     ) -> Completion:
         """``local``: address, bytes, key; ``remote``: address, key; ``signal``: address, key, value."""
-        address, nbytes, _ = local
+        nbytes = local[1]
         if nbytes > self._largest * _MOST_PIECES:
             return self._in_parts(_WRITE, local, remote, signal, fence, kept)
         pieces = -(-nbytes // self._largest)
