@@ -1,19 +1,79 @@
-"""Edges over RDMA: the same tests as on the other devices, with a pair across the cable."""
+"""Edges over several queue pairs: each keeps to its own, and a striped one is seen only when every stripe is there."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from tensorwire.device import VerbsDevice
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.edge.static import lane_of
+from tensorwire.observe import counters
 from tests.edge.edges import Pair
-from tests.edge.test_checked import *  # noqa: F403
-from tests.edge.test_static import *  # noqa: F403
-from tests.rdma.devices import either
+from tests.edge.test_striped import make_striped
+from tests.rdma.counters import rxe_packets
+from tests.rdma.wire import ADDRESSES
+
+LANES = 3
+NBYTES = (1 << 20) + 8
+SECONDS = 60.0
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Both ends in this process."""
-    with either() as a, either() as b, a.connect(b.address) as there, b.connect(a.address) as back:
+    """The producer on rxa, the consumer on rxb."""
+    ports = zip(("rxa", "rxb"), ADDRESSES, strict=True)
+    a, b = (VerbsDevice(port, host=host, queue_pairs=LANES) for port, host in ports)
+    with a, b, a.connect(b.address) as there, b.connect(a.address) as back:
         yield Pair(a, b, there, back)
+
+
+def test_a_striped_edge_over_three_queue_pairs(pair: Pair) -> None:
+    assert len(pair.there.lanes) == LANES
+    producer, consumer = make_striped(pair, LANES, nbytes=NBYTES)
+    before, packets = counters.snapshot(), rxe_packets("rxa")
+    for step in range(1, 11):
+        producer.slot(step, SECONDS)[:] = bytes([step]) * NBYTES
+        producer.send(step)
+        slot = consumer.receive(step, SECONDS)
+        assert slot is not None
+        assert np.all(np.frombuffer(slot, np.uint8) == step)
+        consumer.release(step)
+    done = counters.since(before)
+    assert (done.bytes, done.registrations, done.copies) == (10 * NBYTES, 0, 0)
+    assert done.messages == 10 * (LANES + 1)  # stripes there, one credit back
+    assert (rxe_packets("rxa") - packets).sent >= 10 * NBYTES // 4096
+
+
+def test_many_edges_spread_over_the_queue_pairs(pair: Pair) -> None:
+    edges, depth = 12, 2
+    inbox, credits_ = pair.consumer.allocate(1 << 20), pair.producer.allocate(4096)
+    staging, remote, back = pair.producer.allocate(1 << 20), inbox.remote(), credits_.remote()
+    ends, used = [], set()
+    for i in range(edges):
+        word, places = 64 * i, [4096 * (1 + depth * i + at) for at in range(depth)]
+        producer = Producer(
+            pair.there,
+            remote.view(word, 8),
+            slots=[remote.view(at, 4096) for at in places],
+            source=[staging.view(at, 4096) for at in places],
+            credit=Word(credits_, word, pair.there),
+        )
+        slots = [inbox.view(at, 4096).buffer for at in places]
+        consumer = Consumer(Word(inbox, word, pair.back), slots=slots, credit=(pair.back, back.view(word, 8)))
+        ends.append((producer, consumer))
+        used.add(lane_of(pair.there, remote.view(word, 8)))
+    assert len(used) > 1
+    for step, (i, (producer, consumer)) in itertools.product(range(1, 21), enumerate(ends)):
+        producer.slot(step, SECONDS)[:] = bytes([i * 20 + step]) * 4096
+        producer.send(step)
+        if i % 2:  # some are looked at much later
+            assert bytes(consumer.receive(step, SECONDS) or b"") == bytes([i * 20 + step]) * 4096
+            consumer.release(step)
+        elif step % depth == 0:
+            for late in range(step - depth + 1, step + 1):
+                assert bytes(consumer.receive(late, SECONDS) or b"") == bytes([i * 20 + late]) * 4096
+                consumer.release(late)
