@@ -38,7 +38,7 @@ def channel(far: Far, device: VerbsDevice) -> Iterator[Channel]:
 def test_a_wrong_key_is_refused_and_the_channel_lives_on(far: Far, device: VerbsDevice, channel: Channel) -> None:
     source = device.allocate(SIZE)
     array(source)[:] = 7
-    remote = far.call("call_peer", "allocate", SIZE)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
     for wrong in (dataclasses.replace(remote, key=remote.key ^ 0x5A), dataclasses.replace(remote, length=1 << 30)):
         start = time.monotonic()
         with pytest.raises(RemoteAccessError):
@@ -50,7 +50,7 @@ def test_a_wrong_key_is_refused_and_the_channel_lives_on(far: Far, device: Verbs
 
 def test_a_killed_peer_is_lost(far: Far, device: VerbsDevice, channel: Channel) -> None:
     mine = device.allocate(64)
-    remote = far.call("call_peer", "allocate", SIZE)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
     far.call("kill_peer")
     start = time.monotonic()
     with pytest.raises(PeerLost):
@@ -72,7 +72,7 @@ def test_a_peer_behind_a_cut_cable_is_lost(
     far: Far, device: VerbsDevice, channel: Channel, cable: list[str], idle: bool
 ) -> None:
     mine = device.allocate(64)
-    remote = far.call("call_peer", "allocate", SIZE)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
     subprocess.run(cable, check=True)
     start = time.monotonic()
     with pytest.raises(PeerLost):
