@@ -9,7 +9,7 @@ ARGS ?=
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
 
-.PHONY: demo test test-rdma check check-native setup format docs stubs clean
+.PHONY: demo test test-rdma bench-rdma check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -21,6 +21,10 @@ test: setup
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
 test-rdma: setup
 	setpriv --pdeathsig TERM $(BIN)/python -m tests.rdma $(ARGS)
+
+# Our writes beside perftest's in such a machine: emulation, whose ratios alone mean something.
+bench-rdma: setup
+	setpriv --pdeathsig TERM $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

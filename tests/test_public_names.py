@@ -31,6 +31,7 @@ PUBLIC = {
         "RemoteView",
         "ShmDevice",
         "TcpDevice",
+        "VerbsDevice",
         "View",
     },
     "tensorwire.edge": {

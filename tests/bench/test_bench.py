@@ -142,3 +142,27 @@ def test_an_interrupt_leaves_nothing(sandbox: Sandbox, number: int, status: int)
     assert result.status == status
     assert "Traceback" not in result.err
     sandbox.nothing_left()
+
+
+def test_posting(sandbox: Sandbox) -> None:
+    pytest.importorskip("ibverbs", reason="needs libibverbs, though no NIC", exc_type=ImportError)
+    _, records = bench(sandbox, "posting")
+    assert [(r["mode"], r["peer"]) for r in records] == [
+        ("posted", "tensorwire"),
+        ("posted", "ibverbs alone"),
+        ("one-by-one", "tensorwire"),
+        ("batched", "tensorwire"),
+    ]
+    assert {(r["copies"], r["registrations"]) for r in records} == {(0, 0)}
+    assert records[0]["target"] == "<= 3 us"
+
+
+def test_verbs_needs_rdma_and_says_so(sandbox: Sandbox) -> None:
+    if Path("/sys/class/infiniband").exists():
+        pytest.skip("there is RDMA here")
+    result = start(sandbox, "device", "--device", "verbs", "--quick").finish()
+    assert result.status == 1
+    assert "rdma" in result.err.lower()
+    assert len(result.err.splitlines()) <= 3
+    result = start(sandbox, "device", "--listen", "127.0.0.1:0").finish()
+    assert "--device verbs" in result.err

@@ -10,7 +10,7 @@ import pytest
 import tensorwire.doctor.memory as memory
 from tensorwire.doctor import Finding
 from tensorwire.doctor.verbs import verbs
-from tests.device.verbs.fakes import Sysfs, limits
+from tests.device.verbs.fakes import Sysfs
 from tests.device.verbs.fakes import library as library
 from tests.device.verbs.fakes import sysfs as sysfs
 
@@ -18,13 +18,13 @@ WANTED = {"TENSORWIRE_DEVICE": "verbs"}
 
 
 def findings(sysfs: Sysfs, **environment: str) -> dict[str, Finding]:
-    section = verbs(environment, sysfs.root, limits)
+    section = verbs(environment, sysfs.root, sysfs.ask)
     assert section is not None
     return {finding.name: finding for finding in section.findings}
 
 
 def test_where_there_is_none_it_says_nothing(sysfs: Sysfs) -> None:
-    assert verbs({}, sysfs.root, limits) is None
+    assert verbs({}, sysfs.root, sysfs.ask) is None
 
 
 @pytest.mark.usefixtures("library")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tensorwire.bench import edges, faults, idle, links, machine, show, writes
+from tensorwire.bench import edges, faults, idle, links, machine, show, verbs, writes
 from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
-from tensorwire.device import VerbsDevice
 from tensorwire.errors import Unsupported
 
 
@@ -26,6 +25,7 @@ class Options:
     peer_python: str | None = None
     links: tuple[str, ...] = ()
     waiting: bool = False
+    connect: str = ""
     cores: str | None = None
     json: str | None = None
     markdown: bool = False
@@ -41,6 +41,11 @@ def edge(options: Options) -> None:
     _report(options, _edge)
 
 
+def posting(options: Options) -> None:
+    """``tensorwire bench posting``."""
+    _report(options, _posting)
+
+
 def fault(options: Options) -> None:
     """``tensorwire bench faults``."""
     _report(options, _faults)
@@ -49,7 +54,7 @@ def fault(options: Options) -> None:
 def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
     """Measures, then shows; what was measured is written even if nobody can look at the table."""
     if "verbs" in options.devices:
-        VerbsDevice().close()  # or why there is none
+        verbs.check()
     settings = Settings(
         rounds=options.rounds or (2 if options.quick else 9),
         seconds=0.02 if options.quick else 0.2,
@@ -90,7 +95,11 @@ def _device(options: Options, settings: Settings, notes: show.Notes) -> list[Rec
     if options.waiting or options.links:
         return records
     peers = Peers(options.peers, options.peer_python, notes)
-    return _compare(writes.workloads(options.devices, options.sizes, peers, quick=options.quick), settings, notes)
+    others = [device for device in options.devices if device != "verbs"]
+    made = writes.workloads(others, options.sizes, peers, quick=options.quick)
+    if "verbs" in options.devices:
+        made += verbs.workloads(options.sizes, verbs.Ends(options.connect), notes, quick=options.quick)
+    return _compare(made, settings, notes)
 
 
 def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
@@ -101,6 +110,12 @@ def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Recor
 def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     rounds = options.rounds or (2 if options.quick else 20)
     return faults.measure(options.devices, replace(settings, rounds=rounds), notes, quick=options.quick)
+
+
+def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    from tensorwire.bench import posting  # it takes the place of this process's NIC
+
+    return posting.measure(settings)
 
 
 def _at_most(settings: Settings, rounds: int) -> Settings:

@@ -1,4 +1,4 @@
-"""``bench device``: writes of several sizes: shm and tcp beside copies and sockets in C, verbs alone."""
+"""``bench device``: writes of several sizes over shm and tcp, beside copies and sockets in C."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tensorwire.bench.records import Target, size_text
 KIB, MIB = 2**10, 2**20
 SMALL = 64 * KIB  # below it time counts, above it the rate
 STREAMING = 16 * MIB  # from here on several ways to copy compete
-SIZES = {"shm": (64, MIB, 16 * MIB, 64 * MIB), "tcp": (64, MIB, 64 * MIB), "verbs": (64, MIB, 64 * MIB)}
-QUICK_SIZES = {"shm": (64, MIB), "tcp": (64, MIB), "verbs": (64, MIB)}
+SIZES = {"shm": (64, MIB, 16 * MIB, 64 * MIB), "tcp": (64, MIB, 64 * MIB)}
+QUICK_SIZES = {"shm": (64, MIB), "tcp": (64, MIB)}
 _BUFFERS = (0, 256 * KIB, MIB, 4 * MIB)
 
 
 def workloads(devices: Sequence[str], sizes: Sequence[int], peers: Peers, *, quick: bool) -> list[Workload]:
     """All of them in the order of the table; ``sizes`` empty: each device's own."""
     made: list[Workload] = []
-    kinds = {"shm": shm, "tcp": tcp, "verbs": verbs}
+    kinds = {"shm": shm, "tcp": tcp}
     for device in devices:
         for nbytes in sizes or (QUICK_SIZES if quick else SIZES)[device]:
             made += kinds[device](nbytes, peers)
@@ -90,15 +90,3 @@ def tcp(nbytes: int, peers: Peers) -> list[Workload]:
         ),
         Workload("device", "tcp", title, nbytes, "passive-target", passive, ("C sockets",), Target(30e-6)),
     ]
-
-
-def verbs(nbytes: int, peers: Peers) -> list[Workload]:
-    """Between two processes of this machine, through the NIC's own loopback. perftest has the limit of a link."""
-    title = f"verbs write + completion, {size_text(nbytes)}"
-    passive = (_ours("verbs", nbytes, "passive-target", asleep=True),)
-    made = [Workload("device", "verbs", title, nbytes, "passive-target", passive)]
-    if nbytes < SMALL:
-        title = f"verbs write + signal, {size_text(nbytes)}"
-        both = (_ours("verbs", nbytes, "ping-pong"),)
-        made.insert(0, Workload("device", "verbs", title, nbytes, "ping-pong", both, per=2))
-    return made

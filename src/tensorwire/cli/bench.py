@@ -42,7 +42,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(sizes)
 
 
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every benchmark."""
     for option in (
         click.option("--markdown", is_flag=True, help="Print the table as Markdown."),
@@ -50,18 +50,23 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."),
         click.option("--quick", is_flag=True, help="Seconds instead of minutes; figures mean little."),
         click.option("--rounds", type=click.IntRange(1, 1000), help="Interleaved rounds; figures are their medians."),
-        click.option(
-            "--device",
-            "devices",
-            default="shm,tcp",
-            show_default=True,
-            metavar="NAMES",
-            callback=_names("device", _DEVICES),
-            help="Which transports.",
-        ),
     ):
         command = option(command)
     return command
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a benchmark that runs over several devices."""
+    option = click.option(
+        "--device",
+        "devices",
+        default="shm,tcp",
+        show_default=True,
+        metavar="NAMES",
+        callback=_names("device", _DEVICES),
+        help="Which transports.",
+    )
+    return _plain(option(command))
 
 
 _size_option = click.option("--sizes", default="", metavar="SIZES", callback=_sizes, help="Bytes, as in 64,4KiB,16MiB.")
@@ -99,12 +104,30 @@ def bench() -> None:
     callback=_names("", _LINKS),
     help="Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.",
 )
-def device(peers: str, **options: Any) -> None:
-    """Writes over shm, tcp or verbs; shm and tcp beside memcpy, blocking sockets and libfabric."""
+@click.option(
+    "--listen", default="", metavar="HOST:PORT", help="verbs between two machines: be the one that is written to."
+)
+@click.option(
+    "--connect", default="", metavar="HOST:PORT", help="verbs between two machines: the other one's --listen."
+)
+def device(peers: str, listen: str, **options: Any) -> None:
+    """Writes over shm, tcp or verbs, beside memcpy, blocking sockets, libfabric, and perftest.
+
+    \b
+    Between two machines (both need TENSORWIRE_SECRET_FILE):
+      tensorwire bench device --device verbs --listen 10.0.0.1:7000
+      tensorwire bench device --device verbs --connect 10.0.0.1:7000
+    """
     from tensorwire.bench.baselines import parse_peers
+    from tensorwire.bench.far import listen as serve
 
     if "verbs" in options["devices"] and (options["waiting"] or options["links"]):
         raise ArgumentError("--waiting and --link measure shm and tcp")
+    if (listen or options["connect"]) and options["devices"] != ("verbs",):
+        raise ArgumentError("--listen and --connect measure verbs alone: give --device verbs")
+    if listen:
+        serve(listen)
+        return
     _run("device", peers=tuple(parse_peers(peers)), **options)
 
 
@@ -114,6 +137,13 @@ def device(peers: str, **options: Any) -> None:
 def edge(**options: Any) -> None:
     """A tensor that is born in its consumer's slot, there and back."""
     _run("edge", **options)
+
+
+@bench.command()
+@_plain
+def posting(**options: Any) -> None:
+    """What verbs costs before the NIC has it: on a NIC that does nothing, so that none is needed."""
+    _run("posting", devices=(), **options)
 
 
 @bench.command()

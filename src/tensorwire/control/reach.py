@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import msgspec
 from tensorwire.device import Channel, Device, RemoteRegion
 from tensorwire.errors import ArgumentError, AuthenticationError, DeviceError, OutOfMemory, PeerLost, RemoteAccessError
 
-PROBE_SECONDS = 2.0  # in which verbs has to connect and to write, to be taken
+PROBE_SECONDS = 2.0  # in which verbs has to connect, and then to write, to be taken
 TOLD = "the device that both sides were told to use"
 # From what this side found about verbs ('': it works, else why not) to what counts for both sides.
 Agree = Callable[[str], str]
@@ -169,11 +167,11 @@ def _by_probe(device: Device | None, card: Card, agree: Agree, no_verbs: str) ->
 
 
 def _written(device: Device, address: bytes, probe: bytes) -> Channel:
-    end = time.monotonic() + PROBE_SECONDS
     channel = device.connect(address, PROBE_SECONDS)
-    with contextlib.ExitStack() as undo:
-        undo.callback(channel.close)
+    try:
         with device.allocate(8) as source:
-            channel.write(source.view(), RemoteRegion.unpack(probe).view()).wait(max(0.0, end - time.monotonic()))
-        undo.pop_all()
+            channel.write(source.view(), RemoteRegion.unpack(probe).view()).wait(PROBE_SECONDS)
+    except BaseException:
+        channel.close()
+        raise
     return channel

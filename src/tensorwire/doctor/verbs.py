@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorwire.device.verbs.choice import GID_INDEX, PORT, choose
 from tensorwire.device.verbs.library import DEVICES, load
-from tensorwire.device.verbs.ports import Limits, Port, look, query
+from tensorwire.device.verbs.ports import Port, Query, look, query
 from tensorwire.doctor.findings import Finding, Level, Section, in_words
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tensorwire.launch.place import device_choice, listening_host
@@ -18,9 +18,9 @@ def severity(environment: Mapping[str, str]) -> Level:
     return "stops" if device_choice(environment) == "verbs" else "note"
 
 
-def verbs(environment: Mapping[str, str], root: Path = DEVICES, limits: Limits = query) -> Section | None:
+def verbs(environment: Mapping[str, str], root: Path = DEVICES, ask: Query = query) -> Section | None:
     """All about RDMA; None where there is none, and nobody has asked for it."""
-    ports = look(root, limits)
+    ports = look(root, ask)
     asked = environment.get(PORT) or environment.get(GID_INDEX) or severity(environment) == "stops"
     if not ports and not asked:
         return None

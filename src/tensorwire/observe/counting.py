@@ -47,6 +47,11 @@ class LiveCounters:
         for name, amount in amounts.items():
             _native.count(_PLACES[name], amount)
 
+    def sent(self, nbytes: int) -> None:
+        """A message of so many bytes, in a fraction of the time that ``add`` takes."""
+        _native.count(_MESSAGES, 1)
+        _native.count(_BYTES, nbytes)
+
     def mapped(self, nbytes: int) -> None:
         """Adds to ``mapped_bytes``, in a fraction of the time: a signal alone is soon sent."""
         _native.count(_MAPPED, nbytes)
@@ -63,7 +68,7 @@ class LiveCounters:
 
 _PLACES = {name: place for place, name in enumerate(_native.COUNTERS)}
 
-_MAPPED = _PLACES["mapped_bytes"]
+_MAPPED, _MESSAGES, _BYTES = _PLACES["mapped_bytes"], _PLACES["messages"], _PLACES["bytes"]
 
 counters = LiveCounters()
 

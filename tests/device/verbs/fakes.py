@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tensorwire.device.verbs.ports import Answer
+
 Table = Mapping[int, tuple[str, str, str]]  # by index: address, type, interface
 
 MTU, MAX_MESSAGE = 4096, 2**30
@@ -26,6 +28,11 @@ class Sysfs:
 
     def __init__(self, path: Path) -> None:
         self.root = path / "infiniband"
+        self.tables: dict[tuple[str, int], list[bytes]] = {}
+
+    def ask(self, device: str, number: int) -> Answer:
+        """What libibverbs would say."""
+        return Answer(MTU, MAX_MESSAGE, self.tables[device, number])
 
     def port(
         self,
@@ -41,8 +48,7 @@ class Sysfs:
         """Another port."""
         path = self.root / device / "ports" / str(number)
         values = {"state": state, "link_layer": layer, "lid": hex(lid), "rate": "100 Gb/sec (4X EDR)"}
-        for index in range(max(gids, default=0) + 2):
-            values[f"gids/{index}"] = _gid(gids[index][0] if index in gids else "::")
+        self.tables[device, number] = [_gid(gids[i][0] if i in gids else "::") for i in range(max(gids, default=0) + 2)]
         for index, (_, type_, interface) in gids.items():
             values[f"gid_attrs/types/{index}"] = type_
             if layer == "Ethernet":
@@ -66,15 +72,9 @@ class Sysfs:
         (path / "ibdev").write_text(device + "\n")
 
 
-def _gid(text: str) -> str:
+def _gid(text: str) -> bytes:
     address = ip_address(text)
-    raw = (bytes(10) + b"\xff\xff" if address.version == 4 else b"") + address.packed
-    return ":".join(raw[at : at + 2].hex() for at in range(0, 16, 2))
-
-
-def limits(device: str, number: int) -> tuple[int, int]:
-    """MTU and largest message of every port here."""
-    return MTU, MAX_MESSAGE
+    return (bytes(10) + b"\xff\xff" if address.version == 4 else b"") + address.packed
 
 
 @pytest.fixture
@@ -111,7 +111,13 @@ class FakeLibrary(ModuleType):
         """Port 1 is all there is."""
         if number != 1:
             raise OSError(22, "Invalid argument")
-        return SimpleNamespace(active_mtu=3, max_msg_sz=2**30)
+        return SimpleNamespace(active_mtu=3, max_msg_sz=2**30, gid_tbl_len=2)
+
+    def query_gid(self, number: int, index: int) -> SimpleNamespace:
+        """The second place is empty."""
+        if index == 1:
+            raise OSError(61, "No data available")
+        return SimpleNamespace(raw=_gid("10.0.0.1"))
 
     def close(self) -> None:
         """As often as opened."""

@@ -16,7 +16,7 @@ from tensorwire.device.verbs.library import load, open_device
 from tensorwire.device.verbs.ports import look, query
 from tensorwire.errors import VerbsUnavailable
 
-from .fakes import FakeLibrary, Sysfs, limits
+from .fakes import FakeLibrary, Sysfs
 from .fakes import library as library
 from .fakes import sysfs as sysfs
 
@@ -93,13 +93,14 @@ def test_a_device_that_cannot_be_opened(
 
 def test_a_port_tells_its_limits_and_is_closed_again(library: FakeLibrary) -> None:
     library.names = ["mlx5_0"]
-    assert query("mlx5_0", 1) == (1024, 2**30)
+    answer = query("mlx5_0", 1)
+    assert (answer.mtu, answer.max_message, [any(gid) for gid in answer.gids]) == (1024, 2**30, [True, False])
     with pytest.raises(VerbsUnavailable, match="mlx5_0:2 does not say"):
         query("mlx5_0", 2)
     assert library.opened == 0
 
 
 def test_no_device(sysfs: Sysfs) -> None:
-    assert look(sysfs.root, limits) == []
+    assert look(sysfs.root, sysfs.ask) == []
     with pytest.raises(VerbsUnavailable, match=r"no RDMA device here .*modprobe mlx5_ib.*rdma link add rxe0"):
         choose([], environment={"TENSORWIRE_VERBS_PORT": "mlx5_0"})

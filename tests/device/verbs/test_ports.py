@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from tensorwire.device.verbs.choice import Choice, choose
-from tensorwire.device.verbs.ports import Gid, has_active_port, look
+from tensorwire.device.verbs.ports import Answer, Gid, has_active_port, look
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 
-from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs, limits
+from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs
 from .fakes import sysfs as sysfs
 
 INFINIBAND = {0: ("fe80::a:b", "IB/RoCE v1", "")}
@@ -19,7 +19,7 @@ INFINIBAND = {0: ("fe80::a:b", "IB/RoCE v1", "")}
 def take(
     sysfs: Sysfs, port: str | None = None, index: int | None = None, near: str | None = None, **environment: str
 ) -> Choice:
-    return choose(look(sysfs.root, limits), port, index, environment, near)
+    return choose(look(sysfs.root, sysfs.ask), port, index, environment, near)
 
 
 def taken(choice: Choice) -> tuple[str, int]:
@@ -28,7 +28,7 @@ def taken(choice: Choice) -> tuple[str, int]:
 
 def test_what_a_port_says(sysfs: Sysfs) -> None:
     sysfs.port("mlx5_0")
-    (port,) = look(sysfs.root, limits)
+    (port,) = look(sysfs.root, sysfs.ask)
     assert (port.name, port.state, port.link_layer, port.lid) == ("mlx5_0:1", "ACTIVE", "Ethernet", 0)
     assert (port.mtu, port.max_message, port.rate, port.trouble) == (MTU, MAX_MESSAGE, "100 Gb/sec (4X EDR)", "")
     mapped = bytes(10) + bytes([255, 255, 10, 0, 0, 1])
@@ -40,7 +40,7 @@ def test_what_a_port_says(sysfs: Sysfs) -> None:
 def test_devices_are_in_the_order_of_their_numbers(sysfs: Sysfs) -> None:
     for name in ("mlx5_10", "mlx5_2", "bnxt_re0"):
         sysfs.port(name)
-    assert [port.device for port in look(sysfs.root, limits)] == ["bnxt_re0", "mlx5_2", "mlx5_10"]
+    assert [port.device for port in look(sysfs.root, sysfs.ask)] == ["bnxt_re0", "mlx5_2", "mlx5_10"]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_a_port_that_cannot_be_opened_says_why(sysfs: Sysfs) -> None:
     sysfs.port("mlx5_0")
     sysfs.port("mlx5_1")
 
-    def only_one(device: str, number: int) -> tuple[int, int]:
+    def only_one(device: str, number: int) -> Answer:
         if device == "mlx5_0":
             raise VerbsUnavailable("no permission to use mlx5_0")
-        return limits(device, number)
+        return sysfs.ask(device, number)
 
     ports = look(sysfs.root, only_one)
     assert taken(choose(ports, environment={})) == ("mlx5_1:1", 3)

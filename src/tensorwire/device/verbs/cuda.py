@@ -99,7 +99,7 @@ class DirectRegion(CudaRegion):
 
     def __init__(self, device: VerbsDevice, tensor: Any) -> None:
         super().__init__(device, tensor, "the NIC reaches the GPU's memory")
-        self.address = int(tensor.data_ptr())
+        self.address = self.start = int(tensor.data_ptr())
         self.keys: dict[str, int] = {}
         self._shown: list[Any] = []
         self._closed = False

@@ -41,6 +41,8 @@ from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAcces
 
 _PURPOSE = b"verbs"
 _TERMS = struct.Struct("<Q")  # behind the purpose: the initiator's device
+_NOTHING, _NOWHERE = (0, 0, 0), (0, 0)
+_END, _LARGEST_KEY = 2**64, 2**32 - 1
 NEVER_REPORTS = 7  # retries: some NICs take this for "for ever"
 
 
@@ -93,6 +95,7 @@ class VerbsDevice(Device):
         self._settings = Settings(queue_pairs, signals, timeout_exponent, retries)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # held until a link has really ended
         self._links: set[Link] = set()  # both ways
         self._exposed: dict[int, tuple[Region, Any]] = {}
         listener = self._listen(host)
@@ -144,7 +147,7 @@ class VerbsDevice(Device):
             return self._open(sock, where)
         except BaseException as error:
             close_socket(sock)
-            if isinstance(error, (OSError, self._nic.ib.VerbsError)) and not isinstance(error, PeerLost):
+            if isinstance(error, OSError) and not isinstance(error, PeerLost):
                 raise PeerLost(f"verbs: cannot reach {where.host}:{where.port}: {error}") from None
             raise
 
@@ -161,7 +164,18 @@ class VerbsDevice(Device):
             life.close("it was not set up")
             link.bury()
             raise
-        return VerbsChannel(self, link, sock)
+        return VerbsChannel(self, link)
+
+    def _drop(self, link: Link) -> None:
+        """Ends a link that this process opened, with its channel's."""
+        with self._ending:
+            with self._lock:
+                known = link in self._links
+                self._links.discard(link)
+            if known:
+                link.life.close("the channel was closed")
+                self._monitor.forget(link.descriptor)
+                link.close()
 
     def _greet(self, sock: socket.socket) -> None:
         purpose = handshake.accept(sock, self._token)
@@ -253,10 +267,14 @@ class VerbsDevice(Device):
             return
         self.life.close("the device was closed")
         with self._lock:
-            links, self._links = self._links, set()
+            links = list(self._links)
         for link in links:
-            link.life.close("the channel was closed")
-            link.bury()
+            if link.inbound:
+                link.bury()
+            else:
+                self._drop(link)
+        with self._ending:  # nobody else is in the middle of it
+            pass
         self._close_regions()
         self._acceptor.close()
         self._monitor.close()
@@ -273,6 +291,7 @@ class VerbsRegion(Region):
     def __init__(self, device: VerbsDevice, memory: Memory, withdraw: Callable[[Region], None]) -> None:
         super().__init__(device, memory, withdraw)
         self._nic = device._nic
+        self.start = self.address  # at hand: every transfer asks
 
     def remote(self, access: Access = "write") -> RemoteRegion:
         shown = super().remote(access)
@@ -285,16 +304,15 @@ class VerbsRegion(Region):
 class VerbsChannel(Channel):
     """A channel over one or more queue pairs; operations on it use the first, its ``lanes`` one each."""
 
-    def __init__(self, device: VerbsDevice, link: Link, sock: socket.socket, lane: int = 0) -> None:
+    def __init__(self, device: VerbsDevice, link: Link, lane: int = 0) -> None:
         super().__init__(device, link.life)
         self._link = link
-        self._sock = sock
         self._queue: Queue = link.lanes[lane]
         self._queue.callbacks = device.callbacks
         self._queue.why_lost = lambda: device.why_lost(self)
         self._all: tuple[VerbsChannel, ...] = (self,)
         if lane == 0:
-            others = (VerbsChannel(device, link, sock, other) for other in range(1, len(link.lanes)))
+            others = (VerbsChannel(device, link, other) for other in range(1, len(link.lanes)))
             self._all = (self, *others)
 
     @property
@@ -304,47 +322,47 @@ class VerbsChannel(Channel):
     def write(
         self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        nbytes = source.nbytes
+        nbytes, region = source.nbytes, source.region
         if nbytes != target.nbytes:
             check_sizes(nbytes, target.nbytes)
-        word = None
-        if signal is not None:
-            check_signal(signal)
-        self._check_alive()
-        region = source.region
-        if region.closed:
-            raise RegionClosed("the source region was closed")
         try:
-            if signal is not None:
-                word = (*_place(signal[0], write=True, word=True), signal[1])
-            remote = _place(target, write=True)
+            word = None if signal is None else _word(*signal)
+            remote = _place(target.region, target.offset, nbytes)
+            local = self._local(region, source.offset, nbytes)
         except RemoteAccessError as error:
+            self._check_alive()
             return Failed(error)
-        return self._queue.write(
-            (region.address + source.offset, nbytes, self._key(region)), remote, word, fence, region
-        )
+        return self._queue.write(local, remote, word, fence, region)
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
-        check_signal((target, value))
-        self._check_alive()
         try:
-            word = (*_place(target, write=True, word=True), value)
+            word = _word(target, value)
         except RemoteAccessError as error:
+            self._check_alive()
             return Failed(error)
-        return self._queue.write((0, 0, 0), (0, 0), word, fence, None)
+        if self.life.lost:
+            self._check_alive()
+        return self._queue.write(_NOTHING, _NOWHERE, word, fence, None)
 
     def read(self, target: View, source: RemoteView) -> Completion:
+        region = target.region
         check_sizes(source.nbytes, target.nbytes)
         check_fillable(target)
-        self._check_alive()
-        region = target.region
-        if region.closed:
-            raise RegionClosed("the target region was closed")
         try:
-            remote = _place(source, write=False)
+            remote = _place(source.region, source.offset, source.nbytes, "read")
+            return self._queue.read(self._local(region, target.offset, target.nbytes), remote, region)
         except RemoteAccessError as error:
             return Failed(error)
-        return self._queue.read((region.address + target.offset, target.nbytes, self._key(region)), remote, region)
+
+    def _local(self, region: Any, offset: int, nbytes: int) -> tuple[int, int, int]:
+        """Address, bytes and key of what the NIC is to read or fill."""
+        if self.life.lost:
+            self._check_alive()
+        if region.closed:
+            raise RegionClosed("the local region was closed")
+        if region.device is not self.device:
+            raise ArgumentError("verbs moves memory of its own device: allocate() or register() it there")
+        return region.start + offset, nbytes, region.lkey
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
         check_word(target)
@@ -357,14 +375,10 @@ class VerbsChannel(Channel):
 
     def _atomic(self, target: RemoteView, first: int, second: int | None, timeout: float) -> int:
         self._check_alive()
-        operation: Operation = self._queue.atomic(_place(target, write=True, word=True), first, second)
+        address, key, _ = _word(target, 0)
+        operation: Operation = self._queue.atomic((address, key), first, second)
         operation.wait(timeout)
         return operation.result
-
-    def _key(self, region: Any) -> int:
-        if region.device is not self.device:
-            raise ArgumentError("verbs moves memory of its own device: allocate() or register() it there")
-        return cast(int, region.lkey)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -387,29 +401,30 @@ class VerbsChannel(Channel):
         assert isinstance(device, VerbsDevice)
         if self.life.forked:
             return
-        with device._lock:
-            known = self._link in device._links
-            device._links.discard(self._link)
-        self.life.close("the channel was closed")
-        self._link.bury()
-        if known:
-            device._monitor.forget(self._sock.fileno())
-        close_socket(self._sock)
+        device._drop(self._link)
 
 
-def _place(view: RemoteView, *, write: bool, word: bool = False) -> tuple[int, int]:
+def _place(region: RemoteRegion, offset: int, nbytes: int, access: Access = "write") -> tuple[int, int]:
     """Address and key. Raises `RemoteAccessError` for what the target's NIC would refuse, where that is known here."""
-    region: RemoteRegion = view.region
-    if write and region.access != "write":
+    address = region.address + offset
+    if region.access != access == "write":
         raise _refused("the region is read-only for this key")
-    address = region.address + view.offset
-    if word and address % 8:
-        raise _refused("the word is not 8-byte aligned")
-    if address + view.nbytes > 2**64:
+    if address + nbytes > _END:
         raise _refused("out of the region's range")
-    if region.key >= 2**32:
+    if region.key > _LARGEST_KEY:
         raise _refused("no open region has that key")
     return address, region.key
+
+
+def _word(view: RemoteView, value: int) -> tuple[int, int, int]:
+    """Address, key and value of a signal. Raises `ArgumentError` as well."""
+    offset = view.offset
+    if view.nbytes != 8 or offset % 8 or not 0 <= value < _END:
+        check_signal((view, value))
+    address, key = _place(view.region, offset, 8)
+    if address % 8:
+        raise _refused("the word is not 8-byte aligned")
+    return address, key, value
 
 
 def _refused(why: str) -> RemoteAccessError:

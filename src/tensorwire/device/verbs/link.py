@@ -16,6 +16,7 @@ from typing import Any
 
 from tensorwire._native import Life
 from tensorwire.device import handshake
+from tensorwire.device.acceptor import close_socket
 from tensorwire.device.verbs.nic import Nic
 from tensorwire.device.verbs.queue import Queue, Signals
 from tensorwire.errors import PeerLost, ProtocolError
@@ -48,13 +49,14 @@ class Link:
         self._settings = settings
         self._sock = sock
         self._setup = threading.Lock()  # one conversation at a time
-        self._inbound = inbound
+        self.inbound = inbound
+        self.descriptor = sock.fileno()
         self.lanes: list[Queue] = []
 
     def _make_lanes(self, count: int) -> None:
         for _ in range(count):
             queue = Queue(
-                self.nic, self.life, inbound=self._inbound, signals=self._settings.signals, broken=self._broken
+                self.nic, self.life, inbound=self.inbound, signals=self._settings.signals, broken=self._broken
             )
             queue.lost = self.lose
             self.lanes.append(queue)
@@ -83,7 +85,7 @@ class Link:
 
     def _broken(self, queue: Queue) -> None:
         """A refusal has ended a queue pair; the target waits to hear of it from the initiator."""
-        if not self._inbound:
+        if not self.inbound:
             threading.Thread(target=self._again, args=(queue,), name="tensorwire-verbs", daemon=True).start()
 
     def _again(self, queue: Queue) -> None:
@@ -166,3 +168,9 @@ class Link:
         with self._setup:
             for queue in self.lanes:
                 queue.bury()
+
+    def close(self) -> None:
+        """``bury``, and the end of the initiator's socket. Idempotent."""
+        self.bury()
+        with self._setup:
+            close_socket(self._sock)

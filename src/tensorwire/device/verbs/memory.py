@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -260,10 +261,9 @@ def owner_of(buffer: object) -> object | None:
     into another one keeps that one. Memory of our own is never moved. A bytearray, a mapping of a file, or a tensor of
     torch may get other memory in its life.
     """
-    import numpy
-
+    numpy = sys.modules.get("numpy")  # loading it takes long; who has not loaded it has no array
     while True:
-        if isinstance(buffer, numpy.ndarray):
+        if numpy is not None and isinstance(buffer, numpy.ndarray):
             if buffer.base is None:
                 return buffer if buffer.flags.owndata else None
             buffer = buffer.base

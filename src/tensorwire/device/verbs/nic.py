@@ -183,6 +183,12 @@ class Nic:
     # ---- when nobody waits
 
     def _attend(self) -> None:
+        try:
+            self._attend_until_closed()
+        except self.ib.VerbsError as error:
+            self.life.lose(f"{self.port.device} failed: {error}")
+
+    def _attend_until_closed(self) -> None:
         next_tick = time.monotonic() + self._heartbeat
         self.drain(arm=True)
         while True:

@@ -1,17 +1,17 @@
 """The RDMA ports and GIDs of this machine.
 
-A GID is the address by which peers reach a port. Almost all is read from sysfs, which costs little and needs no
-library; only the MTU and the largest message are known to libibverbs alone.
+A GID is the address by which peers reach a port. Much is read from sysfs, which needs no library. It has the GIDs, too,
+but in a file each, and tables have a thousand places: libibverbs is quicker.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tensorwire.device.verbs.library import DEVICES, open_device
 from tensorwire.errors import VerbsUnavailable
@@ -19,7 +19,17 @@ from tensorwire.errors import VerbsUnavailable
 INFINIBAND, ROCE_1, ROCE_2 = "InfiniBand", "RoCE v1", "RoCE v2"
 ACTIVE = "ACTIVE"
 
-Limits = Callable[[str, int], tuple[int, int]]
+
+@dataclass(frozen=True)
+class Answer:
+    """What libibverbs alone knows of a port: bytes, and the table of GIDs with its empty places."""
+
+    mtu: int
+    max_message: int
+    gids: Sequence[bytes]
+
+
+Query = Callable[[str, int], Answer]
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """One port of an RDMA device. ``mtu`` and ``max_message`` are bytes, and 0 where the port cannot be used.
+    """One port of an RDMA device. ``mtu`` and ``max_message`` are bytes; 0, and without GIDs, where it cannot be used.
 
     ``fault`` says why it cannot although it is active; ``rate`` is in the kernel's words.
     """
@@ -93,30 +103,37 @@ def has_active_port(root: Path = DEVICES) -> bool:
     return any(_state(path) == ACTIVE and not _foreign(path.parent.parent) for path in _port_paths(root))
 
 
-def query(device: str, number: int) -> tuple[int, int]:
-    """The active MTU and the largest message of a port, in bytes, by libibverbs. Raises `VerbsUnavailable`."""
+def query(device: str, number: int) -> Answer:
+    """Asks libibverbs. Raises `VerbsUnavailable`."""
     context = open_device(device)
     try:
         port = context.query_port(number)
-        return 128 << int(port.active_mtu), int(port.max_msg_sz)
+        gids = [_raw(context, number, index) for index in range(port.gid_tbl_len)]
+        return Answer(128 << int(port.active_mtu), int(port.max_msg_sz), gids)
     except OSError as error:
         raise VerbsUnavailable(f"{device}:{number} does not say what it can: {error}") from None
     finally:
         context.close()
 
 
-def look(root: Path = DEVICES, limits: Limits = query) -> list[Port]:
+def _raw(context: Any, number: int, index: int) -> bytes:
+    try:
+        return bytes(context.query_gid(number, index).raw)
+    except OSError:  # how some drivers say that the place is empty
+        return bytes(16)
+
+
+def look(root: Path = DEVICES, ask: Query = query) -> list[Port]:
     """All ports of this machine, by name. Raises nothing: what is wrong with a port is its ``trouble``.
 
-    ``limits`` tells MTU and largest message of a port that is active.
+    ``ask`` is called for ports that are active; of others MTU, largest message and GIDs stay unknown.
     """
     ports = []
     for path in _port_paths(root):
         port = _read_port(path)
         if port.works:
             try:
-                mtu, max_message = limits(port.device, port.number)
-                port = replace(port, mtu=mtu, max_message=max_message)
+                port = _completed(port, path, ask(port.device, port.number))
             except VerbsUnavailable as error:
                 port = replace(port, fault=str(error))
         ports.append(port)
@@ -133,9 +150,12 @@ def _port_paths(root: Path) -> list[Path]:
 def _read_port(path: Path) -> Port:
     device = path.parent.parent
     layer, lid = _text(path / "link_layer"), int(_text(path / "lid") or "0", 16)
-    gids = tuple(_gids(path, layer == INFINIBAND))
-    fault, rate = _foreign(device), _text(path / "rate")
-    return Port(device.name, int(path.name), _state(path), layer, 0, lid, 0, gids, fault, rate)
+    return Port(device.name, int(path.name), _state(path), layer, 0, lid, 0, (), _foreign(device), _text(path / "rate"))
+
+
+def _completed(port: Port, path: Path, answer: Answer) -> Port:
+    gids = tuple(_gids(path, answer.gids, port.link_layer == INFINIBAND))
+    return replace(port, mtu=answer.mtu, max_message=answer.max_message, gids=gids)
 
 
 def _state(path: Path) -> str:
@@ -148,11 +168,10 @@ def _foreign(device: Path) -> str:
     return "" if kind == "CA" else f"{device.name} has no reliable connections with immediate data (its kind is {kind})"
 
 
-def _gids(path: Path, infiniband: bool) -> Iterator[Gid]:
+def _gids(path: Path, table: Sequence[bytes], infiniband: bool) -> Iterator[Gid]:
     interface = _ip_over_infiniband(path) if infiniband else ""
-    for index in sorted(int(entry.name) for entry in (path / "gids").glob("*")):
-        raw = bytes.fromhex(_text(path / f"gids/{index}").replace(":", ""))
-        if len(raw) != 16 or not any(raw[8:]):  # an empty place in the table
+    for index, raw in enumerate(table):
+        if not any(raw[8:]):  # an empty place
             continue
         if infiniband:
             yield Gid(index, raw, INFINIBAND, interface)
@@ -171,12 +190,6 @@ def _ip_over_infiniband(path: Path) -> str:
 
 def _text(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY)  # a table of GIDs has a thousand files, and Path.read_text many system calls
-    except OSError:
+        return path.read_text().strip()
+    except OSError:  # not there, or removed meanwhile
         return ""
-    try:
-        return os.read(fd, 4096).decode().strip()
-    except OSError:  # an empty place in a table
-        return ""
-    finally:
-        os.close(fd)

@@ -34,6 +34,7 @@ _POLL_SECONDS = 20e-6  # a completion usually comes within this; a sleep costs m
 
 _WRITE, _WRITE_IMM, _READ, _SWAP, _ADD = 0, 1, 4, 5, 6  # IBV_WR_*
 _FENCE, _SIGNALED, _INLINE = 1, 2, 8  # IBV_SEND_*
+_INLINE_SIGNALED = _INLINE | _SIGNALED
 _SUCCESS, _FLUSHED, _RETRIES = 0, 5, 12  # IBV_WC_*
 _REFUSED = {
     9: "an invalid request",
@@ -47,19 +48,18 @@ _RECEIVE = 0  # the number of every receive; operations are counted from 1
 class Operation(Completion):
     """What was posted at once, under one number. It holds its memory until it is done."""
 
-    __slots__ = ("_queue", "atomic", "credits", "error", "kept", "number", "requests", "result", "tokens", "whole")
+    number = 0
+    error: Exception | None = None
+    atomic = -1  # the place of what the word was
+    result = 0
+    tokens: tuple[int, ...] = ()
+    whole: Operation | None = None  # the first part, of an operation in several
 
     def __init__(self, queue: Queue, requests: list[Any], kept: object, credits: int = 0) -> None:
         self._queue = queue
         self.requests = requests
         self.kept = kept
         self.credits = credits
-        self.number = 0
-        self.error: Exception | None = None
-        self.atomic = -1  # the place of what the word was
-        self.result = 0
-        self.tokens: list[int] | None = None
-        self.whole: Operation | None = None  # the first part, of an operation in several
 
     @property
     def done(self) -> bool:
@@ -96,7 +96,9 @@ class Queue:
         self.sends = min(FEW if inbound else SENDS, nic.most_requests)
         self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
         self._signals, self._broken = signals, broken
+        self._unusual = signals != "immediate"
         self._largest = nic.port.max_message
+        self._request, self._sge = nic.ib.SendWR, nic.ib.SGE
         self.lock = threading.Lock()
         self.done = 0  # every operation up to this number is
         self.number = 0  # of the operation posted last
@@ -104,7 +106,7 @@ class Queue:
         self.why_lost: Callable[[], str] = lambda: life.reason
         self.callbacks: Any = None
         self._pending: deque[Operation] = deque()
-        self._posted = self._reaped = 0  # work requests
+        self._room = 0  # for work requests
         self._credits = 0
         self._taken = self._owed = 0  # receives that are not posted again; that the peer does not know of
         self._paused = True  # until it is connected, and while it is made anew
@@ -120,11 +122,12 @@ class Queue:
         """Words that waiters look at, and one 8-byte place an operation: for its signal, or an atomic's old value."""
         self._words = Memory.wrap(array("Q", bytes(16)))
         self._words.bind(self.nic.life, self.nic.sleepers)
-        self._values = array("Q", bytes(16 * self.sends))
-        self._values_memory = Memory.wrap(self._values)
-        key = self.nic.registrar.cover(self._values_memory).lkey
-        sge, base = self.nic.ib.SGE, self._values_memory.address
-        self._places = [sge(base + 8 * i, 8, lkey=key) for i in range(len(self._values))]
+        places = self.nic.registrar.allocate(16 * self.sends, True)
+        self._values: memoryview = memoryview(places).cast("B").cast("Q")
+        key = self.nic.registrar.cover(places).lkey
+        sge, base = self.nic.ib.SGE, places.address
+        self._count = len(self._values)
+        self._flags = [[sge(base + 8 * i, 8, key)] for i in range(self._count)]
 
     # ---- the queue pair itself
 
@@ -155,7 +158,7 @@ class Queue:
         pair.to_rts(self._start, timeout=timeout, retry_cnt=retries, rnr_retry=7, max_rd_atomic=nic.most_reads)
         with self.lock:
             self._credits, self._taken, self._owed = credits, 0, 0
-            self._posted = self._reaped = 0
+            self._room = self.sends
             self._post_again()
             self._paused, self._fresh = False, True
             self._turn()
@@ -173,6 +176,8 @@ class Queue:
         self.discard()
         with self.lock:
             pending, self._pending = self._pending, deque()
+            self._flags.clear()
+            self._values = memoryview(b"")
         for operation in pending:
             operation.kept = None
 
@@ -195,6 +200,37 @@ class Queue:
         kept: object,
     ) -> Completion:
         """``local``: address, bytes, key; ``remote``: address, key; ``signal``: address, key, value."""
+        address, nbytes, key = local
+        if signal is None or fence or not 0 < nbytes <= self._largest or self._unusual:
+            return self._write(local, remote, signal, fence, kept)
+        # The same for what is usual, with few calls: whatever comes before the NIC has it delays every transfer.
+        with self.lock:
+            if self._room < 2 or not self._credits or self._paused:
+                self._await_room(2, 1)
+            number = self.number + 1
+            place = number % self._count
+            self._values[place] = signal[2]
+            request = self._request
+            requests = [
+                request(number, [self._sge(address, nbytes, key)], _WRITE, 0, *remote),
+                request(number, self._flags[place], _WRITE_IMM, _INLINE_SIGNALED, signal[0], signal[1]),
+            ]
+            if self._held is None:
+                self._send(requests)
+                operation = self._note(Operation(self, requests, kept, 1))
+            else:
+                operation = self._post(Operation(self, requests, kept, 1))
+        counters.sent(nbytes)
+        return operation
+
+    def _write(
+        self,
+        local: tuple[int, int, int],
+        remote: tuple[int, int],
+        signal: tuple[int, int, int] | None,
+        fence: bool,
+        kept: object,
+    ) -> Completion:
         nbytes = local[1]
         if nbytes > self._largest * _MOST_PIECES:
             return self._in_parts(_WRITE, local, remote, signal, fence, kept)
@@ -211,7 +247,7 @@ class Queue:
             if fence:
                 requests[0].send_flags |= _FENCE
             operation = self._post(Operation(self, requests, kept, credits))
-        counters.add(messages=1, bytes=nbytes)
+        counters.sent(nbytes)
         return operation
 
     def read(self, local: tuple[int, int, int], remote: tuple[int, int], kept: object) -> Completion:
@@ -222,18 +258,18 @@ class Queue:
         with self.lock:
             number = self._enter(-(-nbytes // self._largest) + 1, 0)
             operation = self._post(Operation(self, self._pieces(_READ, local, remote, number), kept))
-        counters.add(messages=1, bytes=nbytes)
+        counters.sent(nbytes)
         return operation
 
     def atomic(self, remote: tuple[int, int], first: int, second: int | None) -> Operation:
         """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken behind it."""
-        request = self.nic.ib.SendWR
+        request = self._request
         with self.lock:
             immediate = self._signals == "immediate"
             number = self._enter(2, int(immediate))
-            place = number % len(self._places)
+            place = number % self._count
             kind = _ADD if second is None else _SWAP
-            requests = [request(number, [self._places[place]], kind, 0, *remote, 0, first, second or 0)]
+            requests = [request(number, self._flags[place], kind, 0, *remote, 0, first, second or 0)]
             if immediate:
                 requests.append(request(number, [], _WRITE_IMM, 0, 0, 0))
             operation = Operation(self, requests, None, int(immediate))
@@ -278,45 +314,45 @@ class Queue:
                 self._post(part)
             first = first or part
             address, there, left = address + nbytes, there + nbytes, left - nbytes
-            counters.add(messages=1, bytes=nbytes)
+            counters.sent(nbytes)
         return part
 
     def _pieces(self, kind: int, local: tuple[int, int, int], remote: tuple[int, int], number: int) -> list[Any]:
         """Work requests of at most the port's largest message each."""
         (address, nbytes, key), (there, remote_key) = local, remote
-        request, sge, largest = self.nic.ib.SendWR, self.nic.ib.SGE, self._largest
+        request, sge, largest = self._request, self._sge, self._largest
         if nbytes <= largest:
-            parts = [sge(address, nbytes, lkey=key)] if nbytes else []
+            parts = [sge(address, nbytes, key)] if nbytes else []
             return [request(number, parts, kind, 0, there if nbytes else 0, remote_key if nbytes else 0)]
         return [
-            request(number, [sge(address + at, min(largest, nbytes - at), lkey=key)], kind, 0, there + at, remote_key)
+            request(number, [sge(address + at, min(largest, nbytes - at), key)], kind, 0, there + at, remote_key)
             for at in range(0, nbytes, largest)
         ]
 
     def _append_signal(self, requests: list[Any], number: int, signal: tuple[int, int, int]) -> int:
-        place = number % len(self._places)
+        place = number % self._count
         self._values[place] = signal[2]
         immediate = self._signals == "immediate"
         kind = _WRITE_IMM if immediate else _WRITE
-        requests.append(self.nic.ib.SendWR(number, [self._places[place]], kind, _INLINE, signal[0], signal[1]))
+        requests.append(self._request(number, self._flags[place], kind, _INLINE, signal[0], signal[1]))
         return int(immediate)
 
     def _append_flag(self, request: Any, number: int, value: int) -> None:
         """The paper's single write: the flag is its last 8 bytes."""
-        place = number % len(self._places)
+        place = number % self._count
         self._values[place] = value
-        request.sg_list = [*request.sg_list, self._places[place]]
+        request.sg_list = [*request.sg_list, *self._flags[place]]
 
     def _empty(self, number: int) -> Any:
-        return self.nic.ib.SendWR(number, [], _WRITE, 0, 0, 0)
+        return self._request(number, [], _WRITE, 0, 0, 0)
 
     def _nothing(self, kind: int, immediate: int) -> None:
         number = self.number + 1
-        self._post(Operation(self, [self.nic.ib.SendWR(number, [], kind, 0, 0, 0, immediate)], None))
+        self._post(Operation(self, [self._request(number, [], kind, 0, 0, 0, immediate)], None))
 
     def _enter(self, requests: int, credits: int) -> int:
         """With the lock: waits for room; the number of the next operation."""
-        if self.sends - self._posted + self._reaped < requests or self._credits < credits or self._paused:
+        if self._room < requests or self._credits < credits or self._paused:
             self._await_room(requests, credits)
         return self.number + 1
 
@@ -327,8 +363,7 @@ class Queue:
                 raise PeerLost(self.why_lost())
             if self._held:
                 self._flush()
-            room = self.sends - self._posted + self._reaped
-            if not self._paused and room >= requests and self._credits >= credits:
+            if not self._paused and self._room >= requests and self._credits >= credits:
                 return
             seen = self._turns
             self._crowd += 1
@@ -347,16 +382,21 @@ class Queue:
     def _post(self, operation: Operation) -> Operation:
         """With the lock, and room."""
         requests = operation.requests
-        operation.number = self.number + 1
         if self._held is None:
             requests[-1].send_flags |= _SIGNALED
             self._send(requests)
-        else:
-            self._held.extend(requests)
-            if len(self._held) >= _MOST_PIECES:
-                self._flush()
-        self.number = operation.number
-        self._posted += len(requests)
+            return self._note(operation)
+        requests[-1].send_flags &= ~_SIGNALED
+        self._held.extend(requests)
+        self._note(operation)
+        if len(self._held) >= _MOST_PIECES:
+            self._flush()
+        return operation
+
+    def _note(self, operation: Operation) -> Operation:
+        """It is on its way. Whoever reaps completions has to wait for the lock until then."""
+        operation.number = self.number = self.number + 1
+        self._room -= len(operation.requests)
         self._credits -= operation.credits
         self._pending.append(operation)
         return operation
@@ -414,12 +454,12 @@ class Queue:
         pending = self._pending
         while pending and pending[0].number <= number:
             operation = pending.popleft()
-            self._reaped += len(operation.requests)
+            self._room += len(operation.requests)
             if operation.atomic >= 0:
                 operation.result = self._values[operation.atomic]
             operation.kept = None
             self.done = operation.number
-            for token in operation.tokens or ():
+            for token in operation.tokens:
                 self.callbacks.notices.post(token)
 
     def _fail(self, number: int, status: int) -> None:
@@ -450,7 +490,7 @@ class Queue:
                 operation.error = first.error
                 operation.requests = [self._empty(operation.number)]
             operation.requests[-1].send_flags |= _SIGNALED
-            self._posted += len(operation.requests)
+            self._room -= len(operation.requests)
             self._credits -= operation.credits
             self._send(operation.requests)
 
@@ -504,7 +544,7 @@ class Queue:
         with self.lock:
             late = self.done >= operation.number
             if not late:
-                operation.tokens = [*(operation.tokens or ()), token]
+                operation.tokens += (token,)
         if late:
             self.callbacks.notices.post(token)
         else:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorwire.device import Device
 from tensorwire.errors import ArgumentError
 from tensorwire.testing.fixtures import SEEDED, FarPair, Pair
 from tensorwire.testing.patterns import SECONDS, array, noise
