@@ -217,16 +217,7 @@ NB_MODULE(_native, m) {
                  Unlocked unlocked;
                  return Memory{Span::map(fd, writable)};
              }, "fd"_a, "writable"_a, "A peer's memfd.")
-        .def_static("wrap", [](nb::object buffer) {
-                 Memory made{borrow(buffer)};
-                 // A piece of mapped memory: windows can show it, too.
-                 PyObject* owner = PyMemoryView_Check(buffer.ptr()) ? PyMemoryView_GET_BASE(buffer.ptr()) : nullptr;
-                 if (owner && nb::isinstance<Memory>(nb::handle(owner))) {
-                     const auto& span = nb::cast<const Memory&>(nb::handle(owner)).span;
-                     made.span->whole = span->whole ? span->whole : span;
-                 }
-                 return made;
-             }, "buffer"_a, "Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.")
+        .def_static("wrap", [](nb::object buffer) { return Memory{borrow(std::move(buffer))}; }, "buffer"_a, "Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.")
         .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Engine> engine) {
                  self.span->own = std::move(own);
                  self.span->progress = engine;

@@ -51,7 +51,6 @@ class Span {
     int fd = -1;
     bool writable = true;
     bool reserved = true;                 // every page exists: mapping it may touch them all
-    std::shared_ptr<Span> whole;          // the mapped span that this borrowed one is a part of, if it is
     std::shared_ptr<Life> own;            // the device this span belongs to
     std::weak_ptr<Progress> progress;     // what must run while somebody waits here; it holds spans, so they do not hold it
 

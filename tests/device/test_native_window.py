@@ -28,20 +28,6 @@ def test_a_window_shows_regions_side_by_side(size: int) -> None:
     assert window.modified(10) == []
 
 
-def test_a_window_shows_a_piece_of_a_region(size: int) -> None:
-    whole = Memory.allocate(size)
-    piece = Memory.wrap(memoryview(whole)[2 * PAGE : 6 * PAGE])
-    window = Window(3 * PAGE)
-    window.place(0, piece, PAGE, 3 * PAGE)
-    del whole
-    array(piece)[:] = pattern(1, 4 * PAGE)
-    assert np.array_equal(array(window), array(piece)[PAGE:])
-    with pytest.raises(OSError):
-        window.place(0, piece, 2 * PAGE, 3 * PAGE)  # past its end, though not past the region's
-    with pytest.raises(OSError):
-        window.place(0, Memory.wrap(memoryview(piece)[8:]), 0, PAGE)  # no page begins there
-
-
 def test_a_stray_write_is_found_and_stays_here(size: int) -> None:
     memory = Memory.allocate(size)
     array(memory)[:] = pattern(1, size)
