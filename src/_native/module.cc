@@ -227,6 +227,7 @@ NB_MODULE(_native, m) {
                  self.span->progress = sleepers;
              }, "own"_a, "sleepers"_a)
         .def("dont_fork", [](const Memory& s) { s.span->dont_fork(); }, "Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.")
+        .def("lies_in", [](Memory& self, const Memory& whole, u64 offset) { self.span->lies_in(whole.span, offset); }, "whole"_a, "offset"_a, "Says of a wrapped part of `whole` that it is one: then a window can show it.")
         .def_prop_ro("nbytes", [](const Memory& s) { return s.span->nbytes; })
         .def_prop_ro("fd", [](const Memory& s) { return s.span->fd; })
         .def_prop_ro("address", [](const Memory& s) { return reinterpret_cast<uintptr_t>(s.span->base); })

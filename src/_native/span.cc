@@ -163,6 +163,12 @@ void Span::dont_fork() const {
     if (nbytes && madvise(base, rounded(nbytes), MADV_DONTFORK)) fail(errno, "madvise");
 }
 
+void Span::lies_in(std::shared_ptr<Span> whole, u64 offset) {
+    if (!borrowed_ || !whole->holds(offset, nbytes) || base != whole->base + offset) fail(EINVAL, "these bytes lie elsewhere");
+    whole_ = std::move(whole);
+    at_ = offset;
+}
+
 // A span may die on a native thread, which must not wait for the GIL while it holds an engine's lock.
 // Never destroyed: native threads outlive static objects.
 static std::mutex& graveyard_mutex = *new std::mutex;

@@ -42,6 +42,10 @@ class Span {
     void announce() const;
     // Forked children do not get the payload. They keep the page in front of it: its door is in the list of all doors.
     void dont_fork() const;
+    // For borrowed bytes that lie in another span: what can be done with a mapping can be done with them.
+    void lies_in(std::shared_ptr<Span> whole, u64 offset);
+    int file() const { return whole_ ? whole_->fd : fd; }
+    u64 file_offset() const { return page + at_; }
     // False for a mapping without write access, whose door nobody can knock at.
     bool has_door() const { return borrowed_ || writable; }
 
@@ -60,6 +64,8 @@ class Span {
     u64 map_bytes_ = 0;
     Py_buffer view_{};
     bool borrowed_ = false;
+    std::shared_ptr<Span> whole_;
+    u64 at_ = 0;
 };
 
 }  // namespace tw

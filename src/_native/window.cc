@@ -33,8 +33,8 @@ void Window::show(const Extent& e, u64 from, u64 length) {
     // Populated while it is read-only: populating a writable private mapping would copy every page. Not where the
     // region is sparse: that would fill it.
     const int flags = MAP_PRIVATE | MAP_FIXED | (e.span->reserved ? MAP_POPULATE : 0);
-    const off_t at = static_cast<off_t>(page + e.source + (from - e.offset));
-    void* p = mmap(base + from, length, PROT_READ, flags, e.span->fd, at);
+    const off_t at = static_cast<off_t>(e.span->file_offset() + e.source + (from - e.offset));
+    void* p = mmap(base + from, length, PROT_READ, flags, e.span->file(), at);
     if (p == MAP_FAILED) fail(errno, "mmap");
     if (mprotect(p, length, PROT_READ | PROT_WRITE)) fail(errno, "mprotect");
 }
@@ -42,7 +42,7 @@ void Window::show(const Extent& e, u64 from, u64 length) {
 void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 length) {
     if (offset % page || source % page || length % page || offset > nbytes || length > nbytes - offset) fail(EINVAL, "window");
     const u64 room = (span->nbytes + page - 1) / page * page;
-    if (span->fd < 0 || source > room || length > room - source) fail(EINVAL, "window");
+    if (span->file() < 0 || source > room || length > room - source) fail(EINVAL, "window");
     if (!length) return;
     Extent e{offset, source, length, std::move(span)};
     show(e, offset, length);

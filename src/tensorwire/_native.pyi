@@ -90,6 +90,11 @@ class Memory:
         Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.
         """
 
+    def lies_in(self, whole: Memory, offset: int) -> None:
+        """
+        Says of a wrapped part of `whole` that it is one: then a window can show it.
+        """
+
     @property
     def nbytes(self) -> int: ...
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +21,13 @@ OTHERS = {
     "different network namespaces": msgspec.structs.replace(HERE, network="net:[1]"),
     "different users": msgspec.structs.replace(HERE, user=HERE.user + 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Devices and their regions know each other: their descriptors would end in the middle of another test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import msgspec
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import member_name
-from tensorwire.control.reach import Card, Route, connect, whereabouts
+from tensorwire.control.reach import Card, Route, connect, stays_here, whereabouts
 from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, VerbsDevice
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.errors import (
@@ -86,8 +86,8 @@ class Member:
         return Card(self._where, shm, probe, tcp, frameworks, verbs, verbs_probe)
 
     def _open_verbs(self, device: str, host: str) -> tuple[bytes | None, bytes | None]:
-        """Address and probe. ``auto`` goes on without, and does not even load the library without an active port."""
-        if device not in ("auto", "verbs") or (device == "auto" and not has_active_port()):
+        """Address and probe. ``auto`` goes on without, and does not even load the library where it can be of no use."""
+        if device not in ("auto", "verbs") or (device == "auto" and (stays_here(host) or not has_active_port())):
             return None, None
         try:
             opened = self.devices["verbs"] = VerbsDevice(host=host, heartbeat=self.client.welcome.beat)

@@ -88,6 +88,11 @@ def apart(one: Whereabouts, other: Whereabouts) -> bool:
     return (one.boot, one.network) != (other.boot, other.network)
 
 
+def stays_here(host: str) -> bool:
+    """Whether nobody outside this machine, or network namespace, reaches what listens on ``host``."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def expected(one: Whereabouts, other: Whereabouts, *, rdma: bool = False) -> Route:
     """What ``auto`` will take between two processes, unless trying it shows something else.
 

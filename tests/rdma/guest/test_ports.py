@@ -120,7 +120,7 @@ def test_the_doctor_opens_verbs_and_says_what_it_picked() -> None:
 def test_a_member_has_verbs_and_takes_shm_on_its_own_machine() -> None:
     secret = b"of one test"
     job = Coordinator(secret, workers=2, servers=0)
-    members = [Member(job.address, secret, "worker", i) for i in range(2)]
+    members = [Member(job.address, secret, "worker", i, host=ADDRESSES[i]) for i in range(2)]
     try:
         assert [set(member.devices) for member in members] == [{"shm", "tcp", "verbs"}] * 2
         assert members[0].channel("worker", 1).device.name == "shm"

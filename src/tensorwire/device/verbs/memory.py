@@ -164,7 +164,9 @@ class Registrar:
             slab, offset = self._add(nbytes or 1, shared=False), 0
         piece = memoryview(slab.memory)[offset : offset + nbytes]
         self._when_gone(piece, functools.partial(self._give, slab, offset, size))
-        return Memory.wrap(piece)
+        memory = Memory.wrap(piece)
+        memory.lies_in(slab.memory, offset)
+        return memory
 
     def _place(self, size: int) -> tuple[Slab, int]:
         for slab in self._slabs:
