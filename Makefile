@@ -8,6 +8,8 @@ ARGS ?=
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
+# Virtual machines end with make, also where that is killed.
+WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
 .PHONY: demo test test-rdma bench-rdma check check-native setup format docs stubs clean
 
@@ -20,11 +22,11 @@ test: setup
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
 test-rdma: setup
-	setpriv --pdeathsig TERM $(BIN)/python -m tests.rdma $(ARGS)
+	$(WITH_MAKE) $(BIN)/python -m tests.rdma $(ARGS)
 
 # Our writes beside perftest's in such a machine: emulation, whose ratios alone mean something.
 bench-rdma: setup
-	setpriv --pdeathsig TERM $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
+	$(WITH_MAKE) $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -11,17 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.rdma import kernel, wire
-from tests.rdma.errors import say
+from tests.rdma import kernel, pair, wire
+from tests.rdma.errors import Hung, say
 from tests.rdma.host import ready
-from tests.rdma.machine import Job, Machine, Output
+from tests.rdma.machine import Job, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 GUEST_SECONDS = 900.0
-# Pairs of devices across the cable; and a few modules with every operation held back.
-DEVICE = "tests.rdma.devices:either"
-IN_GUEST = ("tests/rdma/guest", "--pyargs", "tensorwire.testing.conformance", "--device", DEVICE)
+SUITE = ("--pyargs", "tensorwire.testing.conformance")
+DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")
 
 
@@ -38,7 +37,11 @@ def run(names: list[str]) -> int:
     failed = 0
     for name in names or list(parts):
         tally, start = Tally(), time.monotonic()
-        status = parts[name](tally)
+        try:
+            status = parts[name](tally)
+        except Hung as error:
+            say(str(error))
+            status = 124
         failed = failed or status
         ends.append(f"{name}: {tally.summary or f'no summary, status {status}'} ({time.monotonic() - start:.0f} s)")
     for end in ends:
@@ -49,30 +52,42 @@ def run(names: list[str]) -> int:
 
 def guest(tally: Tally) -> int:
     """The conformance suite, and the tests in ``guest``, in one machine with two devices."""
-    command = [*PYTEST, *IN_GUEST]
+    command = [*PYTEST, "tests/rdma/guest", *SUITE, *DEVICES]
     say(f"one guest, rxa and rxb on one cable: {' '.join(command)}")
     with Machine(kernel.image(), Job(command, wire.BOTH, folder=ROOT), tally) as machine:
         return machine.wait(GUEST_SECONDS)
 
 
 def two(tally: Tally) -> int:
-    """Tests that boot two machines."""
-    return _here(tally, "two guests, one cable", "tests/rdma/two")
+    """The tests in ``two``, in the first of two machines; they end with it."""
+    tests = [*PYTEST, "-s", "tests/rdma/two"]
+    agent = [sys.executable, "-m", "tests.rdma.two.agent"]
+    say(f"two guests on one cable: {' '.join(tests)}, and {' '.join(agent)}")
+    jobs = [
+        Job(command, wire.one_of_two(number), name=f"vm{number + 1}", folder=ROOT, cpus=1)
+        for number, command in enumerate((tests, agent))
+    ]
+
+    def line(name: str, text: str) -> None:
+        tally("out", f"{name} | {text}\n".encode())
+
+    with pair.started(kernel.image(), jobs, line) as machines:
+        return machines[0].wait(GUEST_SECONDS)
 
 
 def harness(tally: Tally) -> int:
     """Tests of the harness itself."""
-    return _here(tally, "the harness itself", "tests/rdma/test_harness.py")
-
-
-def _here(tally: Output, what: str, path: str) -> int:
-    command = [*PYTEST, "-s", path]
-    say(f"{what}: {' '.join(command)}")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    with process:
-        for line in process.stdout:
-            tally("out", line)
+    command = [*PYTEST, "tests/rdma/test_harness.py"]
+    say(f"the harness itself: {' '.join(command)}")
+    # setpriv: it ends with us, however we end.
+    with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                tally("out", line)
+        except BaseException:
+            process.kill()
+            raise
     return process.returncode
 
 
@@ -91,4 +106,4 @@ class Tally:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     if SUMMARY.search(line.decode(errors="replace")):
-                        self.summary = line.decode(errors="replace").strip("= ")
+                        self.summary = line.decode(errors="replace").rpartition("|")[2].strip("= ")

@@ -19,7 +19,7 @@ HANG_SECONDS = 200.0  # only a guard
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tests.rdma", *words]
+    return ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.rdma", *words]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

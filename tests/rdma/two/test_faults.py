@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tensorwire.device import Channel, VerbsDevice
+from tensorwire.device import Channel, Region, RemoteRegion, VerbsDevice
 from tensorwire.errors import PeerLost, RemoteAccessError
 from tensorwire.testing.patterns import array
 from tests.rdma.devices import own
@@ -38,7 +39,7 @@ def channel(far: Far, device: VerbsDevice) -> Iterator[Channel]:
 def test_a_wrong_key_is_refused_and_the_channel_lives_on(far: Far, device: VerbsDevice, channel: Channel) -> None:
     source = device.allocate(SIZE)
     array(source)[:] = 7
-    remote = far.call("call_peer", "allocate", SIZE)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
     for wrong in (dataclasses.replace(remote, key=remote.key ^ 0x5A), dataclasses.replace(remote, length=1 << 30)):
         start = time.monotonic()
         with pytest.raises(RemoteAccessError):
@@ -50,7 +51,7 @@ def test_a_wrong_key_is_refused_and_the_channel_lives_on(far: Far, device: Verbs
 
 def test_a_killed_peer_is_lost(far: Far, device: VerbsDevice, channel: Channel) -> None:
     mine = device.allocate(64)
-    remote = far.call("call_peer", "allocate", SIZE)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
     far.call("kill_peer")
     start = time.monotonic()
     with pytest.raises(PeerLost):
@@ -60,22 +61,38 @@ def test_a_killed_peer_is_lost(far: Far, device: VerbsDevice, channel: Channel) 
         channel.write(mine.view(), remote.view(0, 64)).wait(SECONDS)
 
 
-@pytest.fixture
-def cable() -> Iterator[list[str]]:
-    """The command that cuts it; it is whole again afterwards."""
-    yield ["ip", "link", "set", "eth0", "down"]
-    subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+CUTS = {
+    "link down here": (["ip", "link", "set", "eth0", "down"], ["ip", "link", "set", "eth0", "up"]),
+    "nothing gets through": (
+        ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "loss", "100%"],
+        ["tc", "qdisc", "delete", "dev", "eth0", "root"],
+    ),
+}
 
 
-@pytest.mark.parametrize("idle", [False, True])
+@pytest.fixture(params=list(CUTS))
+def cut(request: pytest.FixtureRequest) -> Iterator[Callable[[], object]]:
+    """Cuts the cable; it is whole again afterwards."""
+    now, later = CUTS[request.param]
+    yield functools.partial(subprocess.run, now, check=True)
+    subprocess.run(later, check=True)
+
+
+WAYS: dict[str, Callable[[Channel, Region, RemoteRegion], None]] = {
+    "writing": lambda channel, mine, remote: channel.write(mine.view(), remote.view(0, 64)).wait(SECONDS),
+    "waiting for a signal": lambda channel, mine, _: mine.wait(0, 1, SECONDS, channel),
+}
+
+
+@pytest.mark.parametrize("doing", list(WAYS))
 def test_a_peer_behind_a_cut_cable_is_lost(
-    far: Far, device: VerbsDevice, channel: Channel, cable: list[str], idle: bool
+    far: Far, device: VerbsDevice, channel: Channel, cut: Callable[[], object], doing: str
 ) -> None:
     mine = device.allocate(64)
-    remote = far.call("call_peer", "allocate", SIZE)
-    subprocess.run(cable, check=True)
+    remote = far.call("call_peer", "allocate", SIZE, "write", True)
+    channel.write(mine.view(), remote.view(0, 64)).wait(SECONDS)
+    cut()
     start = time.monotonic()
     with pytest.raises(PeerLost):
-        mine.wait(0, 1, SECONDS, channel) if idle else channel.write(mine.view(), remote.view(0, 64)).wait(SECONDS)
-    doing = "waiting for a signal" if idle else "writing"
-    print(f"\nlink down, {doing}: PeerLost {time.monotonic() - start:.2f} s later")
+        WAYS[doing](channel, mine, remote)
+    print(f"\n{doing}: PeerLost {time.monotonic() - start:.2f} s later")

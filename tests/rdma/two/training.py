@@ -6,11 +6,14 @@ import hashlib
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 BATCH = 64
 STEPS = 24
+CUT_AT = Path("/run/tmp/cut-at")  # when worker 0 cut the cable, on its guest's clock
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ def train(job: Any, cut: int = 0, die: int = 0) -> Trained:
     for step in range(1, STEPS + 1):
         if step == cut and job.rank == 0:
             subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            CUT_AT.write_text(str(time.monotonic()))
         if step == die and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         rows = mine[(step - 1) * BATCH % len(mine) :][:BATCH]
