@@ -41,7 +41,11 @@ _REFUSED = {
     10: "no open region has that key, or out of its range, or it is read-only",
     11: "it failed there",
 }
-_OURS = {1: "length", 2: "queue pair operation", 4: "protection of the local memory", 8: "access"}
+_OURS = {1: "length", 4: "protection of the local memory", 8: "access"}
+_GONE = {
+    2: "this machine's own port sends nothing: is it down?",
+    _RETRIES: "its NIC does not answer: it, its machine or the link is gone",
+}
 _RECEIVE = 0  # the number of every receive; operations are counted from 1
 
 
@@ -464,8 +468,7 @@ class Queue:
 
     def _fail(self, number: int, status: int) -> None:
         if status not in _REFUSED and status not in _OURS:
-            words = "its NIC does not answer" if status == _RETRIES else f"its queue pair failed with status {status}"
-            self.lost(f"{words}: it, its machine or the link is gone")
+            self.lost(_GONE.get(status, f"the queue pair failed with status {status} (IBV_WC_*)"))
             return
         with self.lock:
             if self._pair is None or not self._pending or number < self._pending[0].number:
