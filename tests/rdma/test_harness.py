@@ -56,7 +56,7 @@ def test_a_guest_that_breaks_off_ends_with_its_console() -> None:
     done = run("--", "bash", "-c", "echo c >/proc/sysrq-trigger")
     assert done.returncode == 124
     assert "the guest rdma broke off" in done.stderr
-    assert "sysrq_handle_crash" in done.stderr
+    assert "Kernel Offset" in done.stderr  # the last line of a panic
 
 
 def test_two_guests_reach_each_other_and_both_statuses_count() -> None:

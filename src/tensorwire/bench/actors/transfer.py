@@ -1,14 +1,16 @@
 """Writes by the public API with prepared views: ``target|initiator DEVICE NBYTES MODE HOST [LIBRARY]``.
 
 ``ping-pong``: both ends write and wait for the other's signal. ``waiting-target``: the target waits for the last
-signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes are always
-outstanding, the target waits. ``both-ways``: the same from both ends at once. A run with a word is one of the copies
-and flags in the library instead (``bench/peers/memory.c``), between the same memory.
+signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes (verbs: 4) are always
+outstanding, the target waits. ``one-signal``: the same, with a signal behind the last one only. ``both-ways``: from
+both ends at once. A run with a word is one of the copies and flags in the library instead (``bench/peers/memory.c``),
+between the same memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 
 SECONDS = 120.0  # only a guard against hangs
+DEPTHS = {"verbs": 4}  # writes outstanding in a stream; perftest, beside which verbs is measured, has 128
 
 
 def make_device(kind: str, host: str = "127.0.0.1", **options: Any) -> Device:
@@ -71,6 +74,7 @@ class End:
         self.sent, self.there = self.source.view(), there.view(0, nbytes)
         self.there_word = there.view(self.word, 8)
         self.at = 0
+        self.depth = DEPTHS.get(device.name, 2)
 
     def fill(self, round: int) -> None:
         """Puts the round's bytes into the source."""
@@ -146,12 +150,16 @@ class End:
 
         return repeat
 
-    def stream(self, count: int) -> None:
-        """Writes with two always on their way."""
+    def stream(self, count: int, *, signals: bool = True) -> None:
+        """Writes with some always on their way."""
         outstanding: deque[Completion] = deque()
-        for _ in range(count):
-            outstanding.append(self.step())
-            if len(outstanding) > 1:
+        for left in range(count, 0, -1):
+            if signals or left == 1:
+                outstanding.append(self.step())
+            else:
+                self.at += 1
+                outstanding.append(self.channel.write(self.sent, self.there))
+            if len(outstanding) >= self.depth:
                 outstanding.popleft().wait(SECONDS)
         while outstanding:
             outstanding.popleft().wait(SECONDS)
@@ -177,9 +185,12 @@ def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
         return (end.ping, end.warm_ping) if role == "initiator" else (end.pong, end.warm_pong)
     if mode == "both-ways" or (mode == "one-way" and role == "initiator"):
         return end.stream, end.stream
+    if mode == "one-signal" and role == "initiator":
+        silent = functools.partial(end.stream, signals=False)
+        return silent, silent
     if role == "initiator":
         return end.write, end.warm_write
-    return end.receive, end.receive if mode == "passive-target" else end.warm_receive
+    return end.receive, end.receive if mode in ("passive-target", "one-signal") else end.warm_receive
 
 
 def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str = "") -> None:
