@@ -14,7 +14,7 @@ import pytest
 
 from tensorwire.device import Channel, Region, VerbsDevice
 from tensorwire.device.verbs.device import VerbsChannel
-from tensorwire.device.verbs.queue import RECEIVES, SENDS
+from tensorwire.device.verbs.pair import RECEIVES, SENDS
 from tensorwire.errors import ArgumentError, PeerLost, RemoteAccessError
 from tensorwire.observe import counters
 from tensorwire.observe.counting import Counters

@@ -35,8 +35,9 @@ from tensorwire.device.verbs import cuda
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
 from tensorwire.device.verbs.nic import Nic
+from tensorwire.device.verbs.pair import Operation, Signals
 from tensorwire.device.verbs.ports import look
-from tensorwire.device.verbs.queue import Operation, Queue, Signals
+from tensorwire.device.verbs.queue import Queue
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
 
 _PURPOSE = b"verbs"

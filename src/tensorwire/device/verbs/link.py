@@ -18,7 +18,8 @@ from tensorwire._native import Life
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import close_socket
 from tensorwire.device.verbs.nic import Nic
-from tensorwire.device.verbs.queue import Queue, Signals
+from tensorwire.device.verbs.pair import Pair, Signals
+from tensorwire.device.verbs.queue import Queue
 from tensorwire.errors import PeerLost, ProtocolError
 
 MOST_LANES = 64
@@ -78,18 +79,18 @@ class Link:
             raise ProtocolError("verbs: the other side answers something else")
         return theirs, receives
 
-    def _connect(self, lanes: Sequence[Queue], answer: tuple[list[Any], int]) -> None:
+    def _connect(self, lanes: Sequence[Pair], answer: tuple[list[Any], int]) -> None:
         theirs, receives = answer
         for queue, end in zip(lanes, theirs, strict=True):
             queue.connect(end, receives, timeout=self._settings.timeout, retries=self._settings.retries)
 
-    def _broken(self, queue: Queue) -> None:
+    def _broken(self, queue: Pair) -> None:
         """A refusal has ended a queue pair; the target waits to hear of it from the initiator."""
         if not self.inbound:
             threading.Thread(target=self._again, args=(queue,), name="tensorwire-verbs", daemon=True).start()
 
-    def _again(self, queue: Queue) -> None:
-        lane = self.lanes.index(queue)
+    def _again(self, queue: Pair) -> None:
+        lane = next(at for at, each in enumerate(self.lanes) if each is queue)
         with self._setup:
             try:
                 queue.discard()

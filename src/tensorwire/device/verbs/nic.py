@@ -23,7 +23,7 @@ from tensorwire.device.verbs.memory import Registrar
 from tensorwire.errors import VerbsUnavailable
 
 if TYPE_CHECKING:
-    from tensorwire.device.verbs.queue import Queue
+    from tensorwire.device.verbs.pair import Pair
 
 _COMPLETIONS = 16384  # of one completion queue: about thirty channels
 _BATCH = 64
@@ -51,7 +51,7 @@ class Nic:
         self.port, self.gid = choice.port, choice.gid
         self.life = life
         self._heartbeat, self._tick = heartbeat, tick
-        self._queues: dict[int, Queue] = {}
+        self._queues: dict[int, Pair] = {}
         self._lock = threading.Lock()  # whoever drains
         self._closed = False
         try:
@@ -107,7 +107,7 @@ class Nic:
             self._free[at] -= sends + receives
             return pair, at
 
-    def enter(self, number: int, queue: Queue) -> None:
+    def enter(self, number: int, queue: Pair) -> None:
         """From now on what completes on queue pair ``number`` goes to ``queue``."""
         self._queues[number] = queue
 
@@ -144,7 +144,7 @@ class Nic:
             self.sleepers.told()
         return found
 
-    def _poll(self) -> tuple[int, set[Queue]]:
+    def _poll(self) -> tuple[int, set[Pair]]:
         found, touched = 0, set()
         for completions in self._completions:
             while batch := completions.poll(_BATCH):

@@ -1,199 +1,27 @@
-"""One reliable-connected queue pair: what is posted on it, what is outstanding, and what its completions say.
+"""What is posted on a queue pair: writes with their signals, reads, atomics, in pieces that the port can carry.
 
 A signal is an inlined 8-byte write behind its payload, on the same queue pair and posted with it: what arrives in order
-is seen in order. It is a write with immediate data, which takes an empty receive at the target and so wakes who sleeps
-there. The target posts the receives again and returns them as credits, by a write of nothing whose immediate data is
-their number: nobody sends what finds no receive.
+is seen in order. With immediate data it wakes who sleeps at the target.
 """
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
-from array import array
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from tensorwire._native import Life, Memory
 from tensorwire.device.contract import Completion
-from tensorwire.errors import DeviceError, PeerLost, RemoteAccessError, WaitTimeout
+from tensorwire.device.verbs.pair import MOST_PIECES, SIGNALED, WRITE, WRITE_IMM, Operation, Pair
 from tensorwire.observe import counters
 
-if TYPE_CHECKING:
-    from tensorwire.device.verbs.nic import Nic
-
-Signals = Literal["immediate", "write", "tail"]
-
-POST_SECONDS = 60.0  # how long a full queue may take to drain before a new operation gives up
-SENDS, RECEIVES = 512, 512  # work requests of an initiator, signals that a target can take without looking
-FEW = 32  # of each for the way back
-_MOST_PIECES = 64  # work requests of one operation
-_POLL_SECONDS = 20e-6  # a completion usually comes within this; a sleep costs more
-
-_WRITE, _WRITE_IMM, _READ, _SWAP, _ADD = 0, 1, 4, 5, 6  # IBV_WR_*
-_FENCE, _SIGNALED, _INLINE = 1, 2, 8  # IBV_SEND_*
-_INLINE_SIGNALED = _INLINE | _SIGNALED
-_SUCCESS, _FLUSHED, _RETRIES = 0, 5, 12  # IBV_WC_*
-_REFUSED = {
-    9: "an invalid request",
-    10: "no open region has that key, or out of its range, or it is read-only",
-    11: "it failed there",
-}
-_OURS = {1: "length", 4: "protection of the local memory", 8: "access"}
-_GONE = {
-    2: "this machine's own port sends nothing: is it down?",
-    _RETRIES: "its NIC does not answer: it, its machine or the link is gone",
-}
-_RECEIVE = 0  # the number of every receive; operations are counted from 1
+_READ, _SWAP, _ADD = 4, 5, 6  # IBV_WR_*
+_FENCE, _INLINE = 1, 8  # IBV_SEND_*
+_INLINE_SIGNALED = _INLINE | SIGNALED
 
 
-class Operation(Completion):
-    """What was posted at once, under one number. It holds its memory until it is done."""
+class Queue(Pair):
+    """``local`` is (address, bytes, key), ``remote`` (address, key), ``signal`` (address, key, value).
 
-    number = 0
-    error: Exception | None = None
-    atomic = -1  # the place of what the word was
-    result = 0
-    tokens: tuple[int, ...] = ()
-    whole: Operation | None = None  # the first part, of an operation in several
-
-    def __init__(self, queue: Queue, requests: list[Any], kept: object, credits: int = 0) -> None:
-        self._queue = queue
-        self.requests = requests
-        self.kept = kept
-        self.credits = credits
-
-    @property
-    def done(self) -> bool:
-        queue = self._queue
-        if queue.done < self.number:
-            queue.nic.drain()
-        return queue.done >= self.number or queue.bury_if_lost()
-
-    def wait(self, timeout: float = 60.0) -> None:
-        queue = self._queue
-        if queue.done < self.number:
-            outcome = queue.wait(self.number, timeout)
-            if outcome == 1:
-                raise WaitTimeout(
-                    f"verbs: no acknowledgement within {timeout:g} s; the transfer goes on: do not reuse its memory"
-                )
-            if outcome == 2 and queue.done < self.number:
-                queue.bury_if_lost()
-                raise PeerLost(queue.why_lost())
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
-        self._queue.tell(self, lambda: call(self))
-
-
-class Queue:
-    """``inbound``: the peer posts here, and we return credits. Posting is safe from several threads."""
-
-    def __init__(
-        self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[Queue], None]
-    ) -> None:
-        self.nic, self.life, self.inbound = nic, life, inbound
-        self.sends = min(FEW if inbound else SENDS, nic.most_requests)
-        self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
-        self._signals, self._broken = signals, broken
-        self._unusual = signals != "immediate"
-        self._largest = nic.port.max_message
-        self._request, self._sge = nic.ib.SendWR, nic.ib.SGE
-        self.lock = threading.Lock()
-        self.done = 0  # every operation up to this number is
-        self.number = 0  # of the operation posted last
-        self.lost: Callable[[str], None] = life.lose
-        self.why_lost: Callable[[], str] = lambda: life.reason
-        self.callbacks: Any = None
-        self._pending: deque[Operation] = deque()
-        self._room = 0  # for work requests
-        self._credits = 0
-        self._taken = self._owed = 0  # receives that are not posted again; that the peer does not know of
-        self._paused = True  # until it is connected, and while it is made anew
-        self._fresh = True  # the peer may not be ready yet
-        self._held: list[Any] | None = None
-        self._batches = 0
-        self._turns = self._crowd = 0  # whenever room may have come; who waits for it
-        self._pair: Any = None
-        self._at = 0
-        self._make_words()
-
-    def _make_words(self) -> None:
-        """Words that waiters look at, and one 8-byte place an operation: for its signal, or an atomic's old value."""
-        self._words = Memory.wrap(array("Q", bytes(16)))
-        self._words.bind(self.nic.life, self.nic.sleepers)
-        places = self.nic.registrar.allocate(16 * self.sends, True)
-        self._values: memoryview = memoryview(places).cast("B").cast("Q")
-        key = self.nic.registrar.cover(places).lkey
-        sge, base = self.nic.ib.SGE, places.address
-        self._count = len(self._values)
-        self._flags = [[sge(base + 8 * i, 8, key)] for i in range(self._count)]
-
-    # ---- the queue pair itself
-
-    def prepare(self) -> Any:
-        """A fresh queue pair in state INIT; what the peer must know of it."""
-        ib, nic = self.nic.ib, self.nic
-        self._pair, self._at = nic.create(self.sends, self.receives)
-        self._start = secrets.randbits(24)
-        access = ib.AccessFlags
-        self._pair.to_init(
-            nic.port.number, access.REMOTE_WRITE | access.REMOTE_READ | access.REMOTE_ATOMIC | access.LOCAL_WRITE
-        )
-        nic.enter(self._pair.qp_num, self)
-        return ib.QPInfo(self._pair.qp_num, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
-
-    def connect(self, peer: Any, credits: int, *, timeout: int, retries: int) -> None:
-        """To the peer's queue pair, which has posted ``credits`` receives."""
-        nic, pair = self.nic, self._pair
-        self._receive = nic.ib.RecvWR(_RECEIVE, [])
-        pair.to_rtr(
-            peer,
-            sgid_index=nic.gid.index,
-            mtu=min(int(peer.mtu), _mtu(nic.port.mtu)),
-            hop_limit=64,
-            max_dest_rd_atomic=nic.most_reads,
-        )
-        pair.post_recv([self._receive] * self.receives)
-        pair.to_rts(self._start, timeout=timeout, retry_cnt=retries, rnr_retry=7, max_rd_atomic=nic.most_reads)
-        with self.lock:
-            self._credits, self._taken, self._owed = credits, 0, 0
-            self._room = self.sends
-            self._post_again()
-            self._paused, self._fresh = False, True
-            self._turn()
-
-    def discard(self) -> None:
-        """Destroys the queue pair: nothing of it touches memory any more."""
-        with self.lock:
-            self._paused = True
-            pair, self._pair, self._held = self._pair, None, None
-        if pair is not None:
-            self.nic.destroy(pair, self._at, self.sends + self.receives)
-
-    def bury(self) -> None:
-        """For good: what is outstanding will never be done, and lets go of its memory. Idempotent."""
-        self.discard()
-        with self.lock:
-            pending, self._pending = self._pending, deque()
-            self._flags.clear()
-            self._values = memoryview(b"")
-        for operation in pending:
-            operation.kept = None
-
-    def bury_if_lost(self) -> bool:
-        """Whether the channel is lost; then nothing of it touches memory any more."""
-        if not self.life.lost and not self.nic.life.lost:
-            return False
-        if (self._pair is not None or self._pending) and not self.life.forked:
-            self.bury()
-        return True
-
-    # ---- posting
+    What is posted holds ``kept`` until it is done.
+    """
 
     def write(
         self,
@@ -203,7 +31,7 @@ class Queue:
         fence: bool,
         kept: object,
     ) -> Completion:
-        """``local``: address, bytes, key; ``remote``: address, key; ``signal``: address, key, value."""
+        """The payload, if there is any, and the signal, if there is one."""
         address, nbytes, key = local
         if signal is None or fence or not 0 < nbytes <= self._largest or self._unusual:
             return self._write(local, remote, signal, fence, kept)
@@ -216,8 +44,8 @@ class Queue:
             self._values[place] = signal[2]
             request = self._request
             requests = [
-                request(number, [self._sge(address, nbytes, key)], _WRITE, 0, *remote),
-                request(number, self._flags[place], _WRITE_IMM, _INLINE_SIGNALED, signal[0], signal[1]),
+                request(number, [self._sge(address, nbytes, key)], WRITE, 0, *remote),
+                request(number, self._flags[place], WRITE_IMM, _INLINE_SIGNALED, signal[0], signal[1]),
             ]
             if self._held is None:
                 self._send(requests)
@@ -236,13 +64,13 @@ class Queue:
         kept: object,
     ) -> Completion:
         nbytes = local[1]
-        if nbytes > self._largest * _MOST_PIECES:
-            return self._in_parts(_WRITE, local, remote, signal, fence, kept)
+        if nbytes > self._largest * MOST_PIECES:
+            return self._in_parts(WRITE, local, remote, signal, fence, kept)
         pieces = -(-nbytes // self._largest)
         tail = signal is not None and self._signals == "tail" and signal[:2] == (remote[0] + nbytes, remote[1])
         with self.lock:
             number = self._enter(pieces + 1, 0 if signal is None or self._signals != "immediate" else 1)
-            requests = self._pieces(_WRITE, local, remote, number) if nbytes or signal is None else []
+            requests = self._pieces(WRITE, local, remote, number) if nbytes or signal is None else []
             credits = 0
             if signal is not None and tail and requests:
                 self._append_flag(requests[-1], number, signal[2])
@@ -257,7 +85,7 @@ class Queue:
     def read(self, local: tuple[int, int, int], remote: tuple[int, int], kept: object) -> Completion:
         """As ``write``, the other way."""
         nbytes = local[1]
-        if nbytes > self._largest * _MOST_PIECES:
+        if nbytes > self._largest * MOST_PIECES:
             return self._in_parts(_READ, local, remote, None, False, kept)
         with self.lock:
             number = self._enter(-(-nbytes // self._largest) + 1, 0)
@@ -275,19 +103,12 @@ class Queue:
             kind = _ADD if second is None else _SWAP
             requests = [request(number, self._flags[place], kind, 0, *remote, 0, first, second or 0)]
             if immediate:
-                requests.append(request(number, [], _WRITE_IMM, 0, 0, 0))
+                requests.append(request(number, [], WRITE_IMM, 0, 0, 0))
             operation = Operation(self, requests, None, int(immediate))
             operation.atomic = place
             self._post(operation)
         counters.add(messages=1)
         return operation
-
-    def beat(self) -> None:
-        """Shows whether the peer's NIC answers, if nothing that is outstanding does so anyhow."""
-        with self.lock:
-            if not self._pending and not self._paused and not self._fresh:
-                self._nothing(_WRITE, 0)
-            self._fresh = False
 
     def _in_parts(
         self,
@@ -302,9 +123,9 @@ class Queue:
         (address, left, key), (there, remote_key) = local, remote
         first: Operation | None = None
         while left:
-            nbytes = min(left, self._largest * _MOST_PIECES)
+            nbytes = min(left, self._largest * MOST_PIECES)
             with self.lock:
-                number = self._enter(_MOST_PIECES + 1, 1)
+                number = self._enter(MOST_PIECES + 1, 1)
                 requests = self._pieces(kind, (address, nbytes, key), (there, remote_key), number)
                 credits = 0
                 if signal is not None and nbytes == left:
@@ -314,7 +135,7 @@ class Queue:
                 part = Operation(self, requests, kept, credits)
                 part.whole = first
                 if first is not None and first.error is not None:
-                    part.error, part.requests = first.error, [self._empty(number)]
+                    part.fail(first.error, number)
                 self._post(part)
             first = first or part
             address, there, left = address + nbytes, there + nbytes, left - nbytes
@@ -337,7 +158,7 @@ class Queue:
         place = number % self._count
         self._values[place] = signal[2]
         immediate = self._signals == "immediate"
-        kind = _WRITE_IMM if immediate else _WRITE
+        kind = WRITE_IMM if immediate else WRITE
         requests.append(self._request(number, self._flags[place], kind, _INLINE, signal[0], signal[1]))
         return int(immediate)
 
@@ -346,216 +167,3 @@ class Queue:
         place = number % self._count
         self._values[place] = value
         request.sg_list = [*request.sg_list, *self._flags[place]]
-
-    def _empty(self, number: int) -> Any:
-        return self._request(number, [], _WRITE, 0, 0, 0)
-
-    def _nothing(self, kind: int, immediate: int) -> None:
-        number = self.number + 1
-        self._post(Operation(self, [self._request(number, [], kind, 0, 0, 0, immediate)], None))
-
-    def _enter(self, requests: int, credits: int) -> int:
-        """With the lock: waits for room; the number of the next operation."""
-        if self._room < requests or self._credits < credits or self._paused:
-            self._await_room(requests, credits)
-        return self.number + 1
-
-    def _await_room(self, requests: int, credits: int) -> None:
-        end = time.monotonic() + POST_SECONDS
-        while True:
-            if self.life.lost or self.nic.life.lost:
-                raise PeerLost(self.why_lost())
-            if self._held:
-                self._flush()
-            if not self._paused and self._room >= requests and self._credits >= credits:
-                return
-            seen = self._turns
-            self._crowd += 1
-            self.lock.release()
-            try:
-                if not self.nic.drain():
-                    outcome = self.nic.wait(self._words, 8, seen + 1, end - time.monotonic(), self.life)
-                    if outcome == 1:
-                        raise WaitTimeout(
-                            f"verbs: the channel stayed full for {POST_SECONDS:g} s; the operation was not started"
-                        )
-            finally:
-                self.lock.acquire()
-                self._crowd -= 1
-
-    def _post(self, operation: Operation) -> Operation:
-        """With the lock, and room."""
-        requests = operation.requests
-        if self._held is None:
-            requests[-1].send_flags |= _SIGNALED
-            self._send(requests)
-            return self._note(operation)
-        requests[-1].send_flags &= ~_SIGNALED
-        self._held.extend(requests)
-        self._note(operation)
-        if len(self._held) >= _MOST_PIECES:
-            self._flush()
-        return operation
-
-    def _note(self, operation: Operation) -> Operation:
-        """It is on its way. Whoever reaps completions has to wait for the lock until then."""
-        operation.number = self.number = self.number + 1
-        self._room -= len(operation.requests)
-        self._credits -= operation.credits
-        self._pending.append(operation)
-        return operation
-
-    def _send(self, requests: list[Any]) -> None:
-        if self._pair is None:
-            raise PeerLost(self.why_lost())
-        try:
-            self._pair.post_send(requests)
-        except self.nic.ib.VerbsError as error:
-            self.lost(f"its queue pair takes no work: {error}")
-            raise PeerLost(self.why_lost()) from None
-
-    # ---- batches
-
-    def begin_batch(self) -> None:
-        """What is posted from now on goes to the NIC together, with one completion."""
-        with self.lock:
-            self._batches += 1
-            if self._held is None:
-                self._held = []
-
-    def end_batch(self) -> None:
-        """Ends what ``begin_batch`` began."""
-        with self.lock:
-            self._batches -= 1
-            if self._held:
-                self._flush()
-            if not self._batches:
-                self._held = None
-
-    def _flush(self) -> None:
-        held, self._held = self._held, []
-        if held:
-            held[-1].send_flags |= _SIGNALED
-            self._send(held)
-
-    # ---- completions
-
-    def reap(self, completion: Any) -> None:
-        """What the NIC says of one work request. Called by whoever drains, one at a time."""
-        number, status = completion.wr_id, completion.status
-        if status == _SUCCESS:
-            with self.lock:
-                if number != _RECEIVE:
-                    self._complete(number)
-                    return
-                self._taken += 1
-                if not self.inbound:
-                    self._credits += completion.imm_data
-        elif status != _FLUSHED and number != _RECEIVE:
-            self._fail(number, status)
-
-    def _complete(self, number: int) -> None:
-        pending = self._pending
-        while pending and pending[0].number <= number:
-            operation = pending.popleft()
-            self._room += len(operation.requests)
-            if operation.atomic >= 0:
-                operation.result = self._values[operation.atomic]
-            operation.kept = None
-            self.done = operation.number
-            for token in operation.tokens:
-                self.callbacks.notices.post(token)
-
-    def _fail(self, number: int, status: int) -> None:
-        if status not in _REFUSED and status not in _OURS:
-            self.lost(_GONE.get(status, f"the queue pair failed with status {status} (IBV_WC_*)"))
-            return
-        with self.lock:
-            if self._pair is None or not self._pending or number < self._pending[0].number:
-                return  # of a queue pair that was given up meanwhile
-            self._complete(number - 1)
-            refused = self._pending[0]
-            if status in _REFUSED:
-                refused.error = RemoteAccessError(f"verbs: the target refused: {_REFUSED[status]}")
-            else:
-                refused.error = DeviceError(f"verbs: this NIC refused its own memory ({_OURS[status]}): was it freed?")
-            if refused.whole is not None:
-                refused.whole.error = refused.whole.error or refused.error
-            self._complete(number)
-            self._paused = True
-        self._broken(self)
-
-    def _post_again(self) -> None:
-        """What was behind a refused operation: the peer has executed none of it."""
-        for operation in self._pending:
-            first = operation.whole
-            if first is not None and first.error is not None:
-                operation.error = first.error
-                operation.requests = [self._empty(operation.number)]
-            operation.requests[-1].send_flags |= _SIGNALED
-            self._room -= len(operation.requests)
-            self._credits -= operation.credits
-            self._send(operation.requests)
-
-    def drained(self) -> None:
-        """After a round of completions: waiters are told, and receives posted again."""
-        with self.lock:
-            if self._words.load(0) != self.done:
-                self._words.store(0, self.done)
-            if self._taken:
-                self._restock()
-            if self._crowd:
-                self._turn()
-
-    def _turn(self) -> None:
-        self._turns += 1
-        self._words.store(8, self._turns)
-
-    def _restock(self) -> None:
-        taken, self._taken = self._taken, 0
-        if self._pair is None or self._paused:
-            return
-        self._owed += taken
-        try:
-            self._pair.post_recv([self._receive] * taken)
-            if self.inbound and self._owed >= self.receives // 4:
-                owed, self._owed = self._owed, 0
-                self._nothing(_WRITE_IMM, owed)
-        except (self.nic.ib.VerbsError, PeerLost) as error:
-            self.lost(f"its queue pair takes no work: {error}")
-
-    # ---- waiting
-
-    def wait(self, number: int, seconds: float) -> int:
-        """Until that operation is done: 0; 1 timed out, 2 lost."""
-        if self._held:
-            with self.lock:
-                self._flush()
-        nic = self.nic
-        until = time.monotonic() + min(seconds, _POLL_SECONDS)
-        while True:
-            nic.drain()
-            if self.done >= number:
-                return 0
-            if time.monotonic() >= until:
-                break
-        return nic.wait(self._words, 0, number, max(0.0, seconds), self.life)
-
-    def tell(self, operation: Operation, call: Callable[[], object]) -> None:
-        """Calls once that operation is done, or the channel lost."""
-        token = self.callbacks.add(call)
-        with self.lock:
-            late = self.done >= operation.number
-            if not late:
-                operation.tokens += (token,)
-        if late:
-            self.callbacks.notices.post(token)
-        else:
-            self.life.notify(self.callbacks.notices, token)
-            self.nic.life.notify(self.callbacks.notices, token)
-        self.callbacks.rescue(token)
-
-
-def _mtu(nbytes: int) -> int:
-    """As the wire has it: 1 for 256 bytes to 5 for 4096."""
-    return max(1, min(5, nbytes.bit_length() - 8))
