@@ -42,15 +42,20 @@ bool park(Door& door, u32 seen, double seconds) {
     return futex(door.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
-Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
-    if (target.reached(at_least)) return Outcome::reached;
+bool spin(const Target& target, u64 at_least) {
     const double start = now();
     do {
         for (int i = 0; i < 16; i++) {
-            if (target.reached(at_least)) return Outcome::reached;
+            if (target.reached(at_least)) return true;
             relax();
         }
     } while (now() - start < spin_seconds);
+    return false;
+}
+
+Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
+    const double start = now();
+    if (spin(target, at_least)) return Outcome::reached;
     Door& door = *target.door;
     const double end = start + std::min(seconds, slice_seconds);
     Outcome outcome = Outcome::interrupted;

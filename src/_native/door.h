@@ -121,7 +121,9 @@ class Progress {
 void enlist(Progress* progress);
 void dismiss(Progress* progress);
 
-// Spins about 5 us by the clock, then parks. Returns `interrupted` now and then so that the caller may look for signals.
+// Looks again and again for about 5 us by the clock.
+bool spin(const Target& target, u64 at_least);
+// The same, then parks. Returns `interrupted` now and then so that the caller may look for signals.
 Outcome wait_parked(const Target& target, u64 at_least, double seconds);
 
 constexpr double spin_seconds = 5e-6;

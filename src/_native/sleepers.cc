@@ -104,12 +104,7 @@ Outcome Sleepers::rest(double seconds) {
 
 Outcome Sleepers::wait(const Target& target, u64 at_least, double seconds) {
     const double start = now();
-    do {
-        for (int i = 0; i < 16; i++) {
-            if (target.reached(at_least)) return Outcome::reached;
-            relax();
-        }
-    } while (now() - start < spin_seconds);
+    if (spin(target, at_least)) return Outcome::reached;
     const double end = start + std::min(seconds, slice_seconds);
     for (;;) {
         if (target.reached(at_least)) return Outcome::reached;
