@@ -137,6 +137,16 @@ def test_the_last_words_win_over_the_exit_status(jobs: Jobs) -> None:
     assert coordinator.cause == Cause("worker 0", "raised ValueError: x", "Traceback")
 
 
+def test_a_failure_after_an_orderly_leave_does_not_overtake_the_goodbyes_of_others(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator()
+    first, second = jobs.client(coordinator), jobs.client(coordinator, "worker", 1)
+    second.close(goodbye=True)
+    coordinator.left("worker", 1, 1)
+    first.bye()
+    assert coordinator.ended.wait()
+    assert coordinator.cause is None
+
+
 @pytest.mark.parametrize(
     ("status", "how"),
     [

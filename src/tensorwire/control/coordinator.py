@@ -286,7 +286,12 @@ class Coordinator:
         """The process of ``name`` is gone; was that all right?"""
         status = self._exits[name]
         if status:
-            self._fail(Cause(name, describe_exit(status)))
+            cause = Cause(name, describe_exit(status))
+            if name in self._done and self._second_hand is None:
+                # It had said goodbye. If nobody misses it, the others are about to say theirs, and all is well.
+                self._loop.call_later(SETTLE_SECONDS, self._fail, cause)
+            else:
+                self._fail(cause)
         elif name not in self._joined:
             self._fail(Cause(name, "exited without joining the job: its script has to call tensorwire.init()"))
         elif name not in self._done:
