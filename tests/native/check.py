@@ -27,8 +27,9 @@ TESTS = [
     "tests/device",
     "tests/edge",
 ]
-# Shadow memory takes more address space than any limit would leave, and freed memory is kept back for a while.
-IMPOSSIBLE = "not RLIMIT_AS and not flat and not hundred_dead_peers"
+# Shadow memory takes more address space than any limit would leave, freed memory is kept back for a while, and SIGSEGV
+# is caught and told.
+IMPOSSIBLE = "not RLIMIT_AS and not flat and not hundred_dead_peers and not freed_memory and not has_no_page"
 OVERFLOW = "import ctypes; ctypes.memset(ctypes.create_string_buffer(64), 0, 65)"
 
 
