@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tensorwire.device.verbs.ports import has_active_port
 from tests.sandbox import WAITS, Sandbox, wait_for_end
 
 RAISES = """
@@ -119,6 +120,14 @@ def test_an_exception_after_the_job_is_told_by_python(sandbox: Sandbox) -> None:
     assert result.status == 1
     assert result.err.count("ValueError: late") == 1
     assert result.err.splitlines()[-1] == "tensorwire: worker 1 exited with status 1 after it had left the job"
+
+
+@pytest.mark.skipif(has_active_port(), reason="there is RDMA here")
+def test_verbs_where_there_is_no_rdma_is_refused_before_anything_starts(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("print('started')"), "--device", "verbs").finish()
+    assert (result.status, result.out) == (1, "")
+    assert "RDMA" in result.one_line()
+    sandbox.nothing_left()
 
 
 def test_a_script_that_never_joins(sandbox: Sandbox) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.client import split_address
 from tensorwire.control.names import describe_exit, member_name
+from tensorwire.device.verbs.choice import choose
+from tensorwire.device.verbs.ports import look
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
@@ -49,7 +51,7 @@ class RunOptions:
     device: str = "auto"
 
     def check(self) -> None:
-        """Raises `ArgumentError`."""
+        """Raises `ArgumentError`, or `VerbsUnavailable` where every process would."""
         if not self.command:
             raise ArgumentError("say what to run: tensorwire run --workers 2 -- python train.py")
         if shutil.which(self.command[0]) is None:
@@ -60,6 +62,8 @@ class RunOptions:
             raise ArgumentError("several nodes need --rendezvous HOST:PORT, the address of node 0")
         if self.rendezvous is not None and split_address(self.rendezvous)[1] == 0 and self.nodes > 1:
             raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
+        if self.device == "verbs":
+            choose(look())
 
 
 class Run:
