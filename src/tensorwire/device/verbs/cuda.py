@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tensorwire.device.contract import check_plain
 from tensorwire.device.region import Access, RemoteRegion, View, check_range
-from tensorwire.device.verbs.pins import LOCAL_WRITE, REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE
+from tensorwire.device.verbs.pins import LOCAL_WRITE, SHOWN
 from tensorwire.errors import ArgumentError, OutOfMemory, RegionClosed, Unsupported
 from tensorwire.observe import counters
 
 if TYPE_CHECKING:
     from tensorwire.device.verbs.device import VerbsDevice
-
-_SHOWN = {"read": REMOTE_READ, "write": LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC}
 
 
 @dataclass(frozen=True)
@@ -123,10 +121,10 @@ class DirectRegion(CudaRegion):
     def remote(self, access: Access = "write") -> RemoteRegion:
         if self._closed:
             raise RegionClosed("this region was closed: register the tensor again")
-        if access not in _SHOWN:
+        if access not in SHOWN:
             raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
         if access not in self.keys:
-            self._shown.append(self._register(_SHOWN[access]))
+            self._shown.append(self._register(SHOWN[access]))
             self.keys[access] = self._shown[-1].rkey
         return RemoteRegion("verbs", self.keys[access], self.nbytes, access, self.address)
 

@@ -22,22 +22,12 @@ from typing import Any
 
 from tensorwire._native import Memory
 from tensorwire.device.region import Access
-from tensorwire.device.verbs.pins import (
-    LOCAL_WRITE,
-    MR,
-    REMOTE_ATOMIC,
-    REMOTE_READ,
-    REMOTE_WRITE,
-    Domain,
-    Pins,
-)
+from tensorwire.device.verbs.pins import LOCAL_WRITE, MR, SHOWN, Domain, Pins
 from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB, Slab, new_memory, rounded
 from tensorwire.errors import OutOfMemory
 
 KEPT = 256  # registrations of memory that nothing uses now
 KEPT_BYTES = 1 << 30
-
-_SHOWN = {"read": REMOTE_READ, "write": LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC}
 
 _Key = tuple[int, int, bool]  # address, bytes, writable
 
@@ -96,7 +86,7 @@ class Registrar:
         ``memory`` must live until `withdraw`: the caller keeps it. Raises `OutOfMemory` or `ArgumentError`.
         """
         with self._alone():
-            return self._pin(self._place_of(memory).address, memory.nbytes or 1, _SHOWN[access])
+            return self._pin(self._place_of(memory).address, memory.nbytes or 1, SHOWN[access])
 
     def withdraw(self, mr: MR) -> None:
         """The NIC refuses peers from now on. Idempotent."""

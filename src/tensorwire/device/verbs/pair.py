@@ -102,7 +102,7 @@ class Pair:
         self.sends = min(FEW if inbound else SENDS, nic.most_requests)
         self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
         self._signals, self._broken = signals, broken
-        self._unusual = signals != "immediate"
+        self._immediate = signals == "immediate"
         self._largest = nic.port.max_message
         self._request, self._sge = nic.ib.SendWR, nic.ib.SGE
         self.lock = threading.Lock()

@@ -20,6 +20,8 @@ LOCAL_WRITE = 1
 REMOTE_WRITE = 1 << 1
 REMOTE_READ = 1 << 2
 REMOTE_ATOMIC = 1 << 3
+# What a peer may do who holds a capability of that access.
+SHOWN = {"read": REMOTE_READ, "write": LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC}
 
 _SCARCE = (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
 

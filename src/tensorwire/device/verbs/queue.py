@@ -33,7 +33,7 @@ class Queue(Pair):
     ) -> Completion:
         """The payload, if there is any, and the signal, if there is one."""
         address, nbytes, key = local
-        if signal is None or fence or not 0 < nbytes <= self._largest or self._unusual:
+        if signal is None or fence or not 0 < nbytes <= self._largest or not self._immediate:
             return self._write(local, remote, signal, fence, kept)
         # The same for what is usual, with few calls: whatever comes before the NIC has it delays every transfer.
         with self.lock:
@@ -69,7 +69,7 @@ class Queue(Pair):
         pieces = -(-nbytes // self._largest)
         tail = signal is not None and self._signals == "tail" and signal[:2] == (remote[0] + nbytes, remote[1])
         with self.lock:
-            number = self._enter(pieces + 1, 0 if signal is None or self._signals != "immediate" else 1)
+            number = self._enter(pieces + 1, int(signal is not None and self._immediate))
             requests = self._pieces(WRITE, local, remote, number) if nbytes or signal is None else []
             credits = 0
             if signal is not None and tail and requests:
@@ -95,16 +95,14 @@ class Queue(Pair):
 
     def atomic(self, remote: tuple[int, int], first: int, second: int | None) -> Operation:
         """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken behind it."""
-        request = self._request
         with self.lock:
-            immediate = self._signals == "immediate"
-            number = self._enter(2, int(immediate))
+            number = self._enter(2, int(self._immediate))
             place = number % self._count
             kind = _ADD if second is None else _SWAP
-            requests = [request(number, self._flags[place], kind, 0, *remote, 0, first, second or 0)]
-            if immediate:
-                requests.append(request(number, [], WRITE_IMM, 0, 0, 0))
-            operation = Operation(self, requests, None, int(immediate))
+            requests = [self._request(number, self._flags[place], kind, 0, *remote, 0, first, second or 0)]
+            if self._immediate:
+                requests.append(self.nothing(number, WRITE_IMM))
+            operation = Operation(self, requests, None, int(self._immediate))
             operation.atomic = place
             self._post(operation)
         counters.add(messages=1)
@@ -157,10 +155,9 @@ class Queue(Pair):
     def _append_signal(self, requests: list[Any], number: int, signal: tuple[int, int, int]) -> int:
         place = number % self._count
         self._values[place] = signal[2]
-        immediate = self._signals == "immediate"
-        kind = WRITE_IMM if immediate else WRITE
+        kind = WRITE_IMM if self._immediate else WRITE
         requests.append(self._request(number, self._flags[place], kind, _INLINE, signal[0], signal[1]))
-        return int(immediate)
+        return int(self._immediate)
 
     def _append_flag(self, request: Any, number: int, value: int) -> None:
         """The paper's single write: the flag is its last 8 bytes."""
