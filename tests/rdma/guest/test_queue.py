@@ -230,6 +230,35 @@ def uses(channel: Channel, mine: Region, remote: Any) -> list[Callable[[], objec
     ]
 
 
+@pytest.mark.parametrize("step", ["create", "enter"])
+def test_a_pair_made_anew_while_its_channel_is_lost(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits may find the loss, and bury the pair, at any moment of its making."""
+    with cable() as (a, _, channel):
+        nic, queue = a._nic, channel._queue
+        free, really = sum(nic._free), getattr(nic, step)
+        buried = threading.Thread(target=queue.bury_if_lost)
+
+        def meanwhile(*arguments: Any) -> Any:
+            made = really(*arguments)
+            channel.life.lose("the test says so")
+            buried.start()
+            buried.join(0.2)  # it may have to wait for us
+            return made
+
+        queue.discard()
+        monkeypatch.setattr(nic, step, meanwhile)
+        end = queue.prepare()
+        with pytest.raises(PeerLost, match="the test says so"):
+            queue.connect(end, RECEIVES, timeout=14, retries=6)
+        buried.join(SECONDS)
+        assert not buried.is_alive()
+        with pytest.raises(PeerLost, match="the test says so"):
+            queue.prepare()
+        queue.bury()  # as its link does whatever came of it
+        assert not nic._queues
+        assert sum(nic._free) > free
+
+
 def test_a_peer_killed_in_the_middle_of_transfers() -> None:
     spec = Spec("tests.rdma.devices:either")
     with spec.make() as device, Peer(spec) as peer, device.connect(peer.address) as channel:

@@ -106,6 +106,7 @@ class Pair:
         self._largest = nic.port.max_message
         self._request, self._sge = nic.ib.SendWR, nic.ib.SGE
         self.lock = threading.Lock()
+        self._making = threading.Lock()  # held while the queue pair is made, connected or destroyed
         self.done = 0  # every operation up to this number is
         self.number = 0  # of the operation posted last
         self.lost: Callable[[str], None] = life.lose
@@ -138,19 +139,32 @@ class Pair:
     # ---- the queue pair itself
 
     def prepare(self) -> Any:
-        """A fresh queue pair in state INIT; what the peer must know of it."""
+        """A fresh queue pair in state INIT; what the peer must know of it. Raises `PeerLost`."""
         ib, nic = self.nic.ib, self.nic
-        self._pair, self._at = nic.create(self.sends, self.receives)
-        self._start = secrets.randbits(24)
-        access = ib.AccessFlags
-        self._pair.to_init(
-            nic.port.number, access.REMOTE_WRITE | access.REMOTE_READ | access.REMOTE_ATOMIC | access.LOCAL_WRITE
-        )
-        nic.enter(self._pair.qp_num, self)
-        return ib.QPInfo(self._pair.qp_num, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
+        with self._making:
+            self._check_alive()
+            self._pair, self._at = nic.create(self.sends, self.receives)
+            self._start = secrets.randbits(24)
+            access = ib.AccessFlags
+            self._pair.to_init(
+                nic.port.number, access.REMOTE_WRITE | access.REMOTE_READ | access.REMOTE_ATOMIC | access.LOCAL_WRITE
+            )
+            number = self._pair.qp_num
+            nic.enter(number, self)
+        return ib.QPInfo(number, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
 
     def connect(self, peer: Any, credits: int, *, timeout: int, retries: int) -> None:
-        """To the peer's queue pair, which has posted ``credits`` receives."""
+        """To the peer's queue pair, which has posted ``credits`` receives. Raises `PeerLost`."""
+        with self._making:
+            self._check_alive()
+            self._connect(peer, credits, timeout, retries)
+
+    def _check_alive(self) -> None:
+        """While the queue pair is made: whoever finds the channel lost may bury it at any moment."""
+        if self.life.lost or self.nic.life.lost:
+            raise PeerLost(self.why_lost())
+
+    def _connect(self, peer: Any, credits: int, timeout: int, retries: int) -> None:
         nic, pair = self.nic, self._pair
         self._receive = nic.ib.RecvWR(_RECEIVE, [])
         pair.to_rtr(
@@ -171,11 +185,12 @@ class Pair:
 
     def discard(self) -> None:
         """Destroys the queue pair: nothing of it touches memory any more."""
-        with self.lock:
-            self._paused = True
-            pair, self._pair, self._held = self._pair, None, None
-        if pair is not None:
-            self.nic.destroy(pair, self._at, self.sends + self.receives)
+        with self._making:
+            with self.lock:
+                self._paused = True
+                pair, self._pair, self._held = self._pair, None, None
+            if pair is not None:
+                self.nic.destroy(pair, self._at, self.sends + self.receives)
 
     def bury(self) -> None:
         """For good: what is outstanding will never be done, and lets go of its memory. Idempotent."""
@@ -217,8 +232,7 @@ class Pair:
     def _await_room(self, requests: int, credits: int) -> None:
         end = time.monotonic() + POST_SECONDS
         while True:
-            if self.life.lost or self.nic.life.lost:
-                raise PeerLost(self.why_lost())
+            self._check_alive()
             if self._held:
                 self._flush()
             if not self._paused and self._room >= requests and self._credits >= credits:
