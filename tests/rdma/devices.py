@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
+from dataclasses import replace
 
 from tensorwire.device import VerbsDevice
 from tests.rdma.machine import INSIDE
@@ -15,7 +17,14 @@ _ports = itertools.cycle(zip(("rxa", "rxb"), ADDRESSES, strict=True))
 def either() -> VerbsDevice:
     """A device on rxa, the next on rxb, and so on: what two of them send each other crosses the cable."""
     port, host = next(_ports)
-    return VerbsDevice(port, host=host)
+    device = VerbsDevice(port, host=host)
+    if _kernel() < (6, 2):
+        device.capabilities = replace(device.capabilities, refuses_midway=False)
+    return device
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in platform.release().split(".")[:2])
 
 
 def own() -> VerbsDevice:

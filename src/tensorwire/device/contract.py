@@ -34,6 +34,7 @@ class Capabilities:
     one_sided: bool = True  # the memory of a process that was stopped can be written and read all the same
     sparse: bool = True  # allocate(reserve=False) takes no memory before it is used
     refuses_whole: bool = True  # a write whose signal is refused keeps its payload out, too
+    refuses_midway: bool = True  # a read that has begun when its region is closed is refused, and nothing worse
 
 
 class Completion(ABC):
