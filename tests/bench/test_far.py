@@ -131,3 +131,8 @@ def test_perftests_figures_are_read() -> None:
     work = Work("ib_write_bw", 1 << 20, 8 << 20)
     assert seconds(work, BANDWIDTH) == pytest.approx(8 / 150)
     assert seconds(Work("ib_write_lat", 64, 64), LATENCY) == pytest.approx(50e-6)
+
+
+def test_a_round_in_which_perftest_measured_nothing_is_said() -> None:
+    with pytest.raises(SystemExit, match=r"ib_write_bw: it reports a rate of 0\.00"):
+        seconds(Work("ib_write_bw", 1 << 20, 8 << 20), BANDWIDTH.replace("150.00", "0.00"))

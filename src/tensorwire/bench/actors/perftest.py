@@ -63,6 +63,8 @@ def seconds(work: Work, text: str) -> float:
     rows = [line.split() for line in text.splitlines()]
     (*_, row) = [row for row in rows if row[:1] == [str(work.nbytes)]]
     if work.tool == "ib_write_bw":
+        if not float(row[3]):  # it counts cycles of the processor; seen where an emulator's went astray
+            raise SystemExit(f"{work.tool}: it reports a rate of {row[3]}; run it again")
         return work.whole / (float(row[3]) * 2**20)  # the average, in MiB a second
     return 2 * float(row[4]) * 1e-6  # microseconds of half a round trip, the typical one
 
