@@ -94,8 +94,7 @@ class Link:
         with self._setup:
             try:
                 queue.discard()
-                if not self.life.lost:
-                    self._connect([queue], self._ask(_AGAIN, lane, [queue.prepare()]))
+                self._connect([queue], self._ask(_AGAIN, lane, [queue.prepare()]))
             except (OSError, PeerLost, ProtocolError, self.nic.ib.VerbsError) as error:
                 self.lose(f"its queue pair could not be made again: {error}")
             if self.life.lost or self.nic.life.lost:
@@ -120,8 +119,6 @@ class Link:
 
     def _answer(self, kind: int, lane: int, queues: Sequence[Queue], theirs: list[Any], receives: int) -> None:
         with self._setup:
-            if self.life.lost or self.nic.life.lost:
-                raise PeerLost("verbs: closed meanwhile")
             ends = [queue.prepare() for queue in queues]
             self._connect(queues, (theirs, receives))
             self._send(kind, lane, ends)
