@@ -81,6 +81,7 @@ class StoreClient:
             member.client.publish(name, encoded)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
+        self.asks = 0  # for the optimizer's state, that are known to have been published
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
         self.window = Window(self.plan.space_bytes)
@@ -109,6 +110,11 @@ class StoreClient:
             door = WorkerDoor(server.versions.remote("write").pack(), parameters)
             key = f"{self.name}/{self.member.name}/server {server.index}"
             self.member.client.publish(key, msgspec.msgpack.encode(door), to=[f"server {server.index}"])
+
+    @property
+    def channels(self) -> list[Channel]:
+        """To each server."""
+        return [server.channel for server in self._servers]
 
     # ---- one round
 

@@ -23,6 +23,7 @@ class Operation(IntEnum):
     UPDATE = 1  # gradients: reduce, apply the rule
     ASSIGN = 2  # values of worker 0: they become the parameters
     FINISH = 3  # this worker is done
+    LOAD = 4  # worker 0's state becomes the optimizers'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def pack_head(operation: Operation, step: int, options: Sequence[float], present
 def unpack_head(block: memoryview, options: int, tensors: int) -> Head:
     """Raises `ProtocolError` for anything but what ``pack_head`` made for these counts."""
     magic, version, operation, step, n, m = _HEAD.unpack_from(block)
-    if magic != _MAGIC or version != _VERSION or n != options or m != tensors or operation not in (1, 2, 3):
+    if magic != _MAGIC or version != _VERSION or n != options or m != tensors or operation not in list(Operation):
         raise ProtocolError("a worker's round has a malformed head")
     values = struct.unpack_from(f"<{n}d", block, _HEAD.size)
     start = _HEAD.size + 8 * n

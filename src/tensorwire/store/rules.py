@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tensorwire.errors import Unsupported
 from tensorwire.store.plan import Bucket, Piece, Plan
+from tensorwire.store.rule_state import Held, entries, load_entries
+from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 
 # Update each element from its own history alone: a cut tensor gives the same bits (tested one by one).
@@ -101,6 +103,14 @@ class OptimizerRule:
         """One step from the workers' gradients. ``present[w][t]``: worker ``w`` has a gradient for tensor ``t``."""
         self._buckets[bucket].update(slots, present, self._workers)
 
+    def state(self) -> Iterator[Item]:
+        """All that the optimizers here keep, to be saved."""
+        return entries(h for bucket in self._buckets for h in bucket.held(self._spec.whole))
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """Replaces all that the optimizers here keep. Raises `ProtocolError`."""
+        load_entries([h for bucket in self._buckets for h in bucket.held(self._spec.whole)], items)
+
 
 class _BucketRule:
     def __init__(self, rule: OptimizerRule, bucket: Bucket, parameters: memoryview) -> None:
@@ -177,6 +187,12 @@ class _BucketRule:
         for own, master in zip(self._own, self._masters, strict=False):
             if master is not None and master.data_ptr() != own.data_ptr():
                 own.copy_(master.view(own.shape))
+
+    def held(self, whole: bool) -> Iterator[Held]:
+        """The pieces that are updated here."""
+        for piece, own, master in zip(self._bucket.pieces, self._own, self._masters, strict=True):
+            if master is not None and self._optimizer is not None:
+                yield Held(piece, self._tensors[piece.tensor], own, master, self._optimizer, whole)
 
 
 def _mean(gradients: list[torch.Tensor], total: torch.Tensor, workers: int) -> torch.Tensor | None:

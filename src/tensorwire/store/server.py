@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
 from tensorwire.store.rules import OptimizerRule, versions
+from tensorwire.store.state import answer_asks, take_state
 from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
@@ -106,6 +108,7 @@ class StoreServer:
 
     def run(self) -> None:
         """Round after round, until every worker has finished."""
+        threading.Thread(target=answer_asks, args=(self,), name=f"{self.name} asks", daemon=True).start()
         while True:
             self.step += 1
             heads = [self._head(worker) for worker in self.workers]
@@ -114,6 +117,8 @@ class StoreServer:
                 return
             if operation is Operation.ASSIGN:
                 self._assign()
+            elif operation is Operation.LOAD:
+                self._load()
             else:
                 self._update(heads)
                 self.updates += 1
@@ -146,6 +151,11 @@ class StoreServer:
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[0].pushes):
             self.rule.assign(bucket, self._receive(push))
+            self._publish(bucket)
+
+    def _load(self) -> None:
+        take_state(self)
+        for bucket in range(len(self.plan.buckets[self.index])):
             self._publish(bucket)
 
     def _update(self, heads: Sequence[Head]) -> None:
@@ -183,9 +193,10 @@ def disagreement(first: Operation, other: Operation, worker: int, step: int) -> 
             f"worker {done} finished while worker {going} goes on with step {step}: "
             "give every worker the same number of steps"
         )
-    loaded, not_loaded = (0, worker) if first is Operation.ASSIGN else (worker, 0)
+    kind, what = (Operation.ASSIGN, "parameters") if Operation.ASSIGN in (first, other) else (Operation.LOAD, "state")
+    loaded, not_loaded = (0, worker) if first is kind else (worker, 0)
     return (
-        f"worker {loaded} loaded parameters before step {step} and worker {not_loaded} did not: "
+        f"worker {loaded} loaded {what} before step {step} and worker {not_loaded} did not: "
         "call load_state_dict on every worker"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,8 +26,10 @@ from tensorwire.store.rules import (
     versions,
     with_implementation,
 )
+from tensorwire.store.state import load_state
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch.loading import watch_loading
+from tensorwire.torch.state import Loader, detached, fetched
 
 Params = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 _log = logging.getLogger("tensorwire")
@@ -83,6 +86,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._pid = os.getpid()
         self._assign()
         self._move_in()
+        self._optimizer_class = optimizer_class
+        self._state_loaded = False  # whether ``self.state`` is what the next step is to begin from
         self._left = clock()
         watch_loading(self._params, self._note_loaded)
 
@@ -118,8 +123,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         A parameter without a gradient here counts as zero; without one anywhere it stays as it is.
         Raises `ParameterModified`, `JobEnded`, `WaitTimeout`, `Unsupported` (sparse gradients) or `ArgumentError`.
         """
-        if os.getpid() != self._pid:
-            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
+        self._check_process()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,6 +137,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._client.window.refresh(0, self._client.window.nbytes)
             self._written = set()
             self._remember()
+        if self._state_loaded:
+            self._load_state(options)
         step = self._client.step + 1
         spans.add("compute", step, self._left, start)
         try:
@@ -261,23 +267,79 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Where every parameter lies; ``plan.summary(job.num_workers)`` says it in a line."""
         return self._client.plan
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Raises `Unsupported`: copying and pickling it are not there yet."""
-        raise Unsupported("a StoreOptimizer is one worker's end of a store: copying and pickling it are not there yet")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only during construction: the plan of a store is made once. Raises `Unsupported` later."""
         if hasattr(self, "_client"):
             raise Unsupported("a store's plan is made once: give StoreOptimizer all parameter groups at construction")
         super().add_param_group(param_group)
 
+    # ---- the optimizer's state
+
     def state_dict(self) -> dict[str, Any]:
-        """Raises `Unsupported`: the optimizer's state lives on the servers, and saving it is not there yet."""
-        raise Unsupported("the optimizer's state lives on the servers; saving it is not there yet (the model's works)")
+        """Torch's own layout, with whole tensors. Any worker alone may call it, between two steps.
+
+        State is in float32 for 16-bit parameters, whose ``master`` says more than the parameter where it is there.
+        Raises `ArgumentError` (a forked child), `JobEnded` or `WaitTimeout`.
+        """
+        self._check_process()
+        try:
+            if not self._state_loaded:
+                self.state = defaultdict(dict, fetched(self._client, self._params))
+            return super().state_dict()
+        except TensorwireError as error:
+            raise self._job.member.explain(error) from None
+        finally:
+            if not self._state_loaded:
+                self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises `Unsupported`, see ``state_dict``."""
-        raise Unsupported("the optimizer's state lives on the servers; loading it is not there yet (the model's works)")
+        """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.
+
+        Options count at once, the state with the next ``step()``, before its update. Raises `ArgumentError` for a
+        state of other parameters, sizes, types or keys: then nothing has changed.
+        """
+        self._check_process()
+        found: dict[torch.Tensor, Any] = {}
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            groups, state = self._loader().checked(given)
+            found.update(state)
+            return {"state": {}, "param_groups": groups}
+
+        def keep(_: torch.optim.Optimizer) -> None:
+            self.state, self._state_loaded = defaultdict(dict, found), True
+
+        # After the user's hooks before loading, and before those after it.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(keep, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _loader(self) -> Loader:
+        return Loader(self._optimizer_class, self.param_groups, self._fixed, self._client.plan)
+
+    def _load_state(self, options: list[float]) -> None:
+        """A round in which worker 0's loaded state becomes the servers'."""
+        loader = self._loader()
+        try:
+            load_state(self._client, options, lambda server: loader.items(server, self._params, self.state))
+        except TensorwireError as error:
+            raise self._job.member.explain(error) from None
+        self.state, self._state_loaded = defaultdict(dict), False
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy or a pickle is a stock optimizer: a store has one end in each worker."""
+        groups = [{**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self.param_groups]
+        return detached, (self._optimizer_class, groups, self.state_dict())
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
 
 
 def _named_groups(named_parameters: Params) -> list[dict[str, Any]]:
