@@ -121,6 +121,7 @@ class Client:
             raise errors.WaitTimeout(f"the coordinator did not answer within {timeout:g} s") from None
         finally:
             self._pending.pop(message.id, None)
+            del future  # the traceback of its error leads here: a cycle, that would keep what callers hold
 
     # ---- news
 

@@ -42,6 +42,8 @@ def fetch_state(client: StoreClient) -> Iterator[Item]:
 
     Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
+    if client.step < 0:
+        raise JobEnded(f"this worker has left the job, and {client.name} is on its servers: save before job.close()")
     receivers: list[Receiver] = []
     try:
         for channel in client.channels:

@@ -16,22 +16,42 @@ def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterab
 
     An optimizer is given parameters, not modules; the modules that own them are found once, among all live ones.
     """
-    ours = {id(p) for p in params}
-
-    def hook(module: torch.nn.Module, keys: Any) -> None:
+    watch = _Watch(params, loaded)
+    for module in _modules():
         mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) not in ours for p in mine if id(p) not in others):
+        if any(id(p) in watch.ours for p in mine):
+            watch.others.update(id(p) for p in mine if id(p) not in watch.ours)
+            module.register_load_state_dict_post_hook(watch)  # type: ignore[no-untyped-call]
+
+
+class _Watch:
+    """The hook itself. A copy or a pickle of a module has parameters of its own, that nobody watches."""
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]
+    ) -> None:
+        self.ours = {id(p) for p in params}
+        self.others: set[int] = set()
+        self._loaded = loaded
+
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        mine = [p for p in module._parameters.values() if p is not None]
+        if any(id(p) not in self.ours and id(p) not in self.others for p in mine):
             raise Unsupported(
                 "load_state_dict(assign=True) replaces parameters that live in the store: load without assign"
             )
-        loaded(p for p in mine if id(p) in ours)
+        self._loaded(p for p in mine if id(p) in self.ours)
 
-    others: set[int] = set()
-    for module in _modules():
-        mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) in ours for p in mine):
-            others.update(id(p) for p in mine if id(p) not in ours)
-            module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobody, ()
+
+
+def _unwatched(module: torch.nn.Module, keys: Any) -> None:
+    """The hook of a copy."""
+
+
+def _nobody() -> Callable[[torch.nn.Module, Any], None]:
+    return _unwatched
 
 
 def _modules() -> list[torch.nn.Module]:
