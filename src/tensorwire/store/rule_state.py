@@ -19,14 +19,18 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Held:
-    """One piece of a tensor: the parameter's own elements, and what ``optimizer`` updates for it."""
+    """One piece of a tensor, and what ``optimizer`` updates for it: flat, or (``whole``) in the tensor's shape."""
 
     piece: Piece
     spec: TensorSpec
-    own: torch.Tensor
     master: torch.nn.Parameter
     optimizer: torch.optim.Optimizer
-    whole: bool  # the rule looks at tensors as a whole
+    whole: bool
+
+    def rounded(self, master: torch.Tensor) -> torch.Tensor:
+        """The values of the parameter that come from such a master."""
+        kind: torch.dtype = getattr(torch, self.spec.dtype)
+        return master.detach().to(kind)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -39,7 +43,7 @@ def entries(held: Iterable[Held]) -> Iterator[Item]:
     """All state, value by value. What a tensor has once comes with its first piece."""
     for h in held:
         values = dict(h.optimizer.state.get(h.master, {}))
-        if h.master.data_ptr() != h.own.data_ptr() and not torch.equal(h.own.float(), h.master.view(h.own.shape)):
+        if not torch.equal(h.rounded(h.master).to(h.master.dtype), h.master):
             values[MASTER] = h.master
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
@@ -96,9 +100,9 @@ def _within(piece: Piece, entry: Entry) -> bool:
 def _hold(held: Held, values: dict[str, torch.Tensor]) -> None:
     master = values.pop(MASTER, None)
     if master is not None:
-        # Loading an optimizer changes no parameter: a master counts where it is what the parameter was rounded from.
+        # Loading an optimizer changes no parameter: a master counts where the parameter is what it rounds to.
         master = master.view(held.master.shape)
-        same = master.to(held.own.dtype) == held.own.view(held.master.shape)
+        same = held.rounded(master) == held.rounded(held.master)
         held.master.copy_(torch.where(same, master, held.master))
     held.optimizer.state.pop(held.master, None)
     if values:

@@ -190,9 +190,9 @@ class _BucketRule:
 
     def held(self, whole: bool) -> Iterator[Held]:
         """The pieces that are updated here."""
-        for piece, own, master in zip(self._bucket.pieces, self._own, self._masters, strict=True):
+        for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
             if master is not None and self._optimizer is not None:
-                yield Held(piece, self._tensors[piece.tensor], own, master, self._optimizer, whole)
+                yield Held(piece, self._tensors[piece.tensor], master, self._optimizer, whole)
 
 
 def _mean(gradients: list[torch.Tensor], total: torch.Tensor, workers: int) -> torch.Tensor | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from tensorwire.store.rules import (
 from tensorwire.store.state import load_state
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch.loading import watch_loading
-from tensorwire.torch.state import Loader, detached, fetched
+from tensorwire.torch.state import SavedState, Share
 
 Params = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 _log = logging.getLogger("tensorwire")
@@ -86,8 +86,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._pid = os.getpid()
         self._assign()
         self._move_in()
-        self._optimizer_class = optimizer_class
-        self._state_loaded = False  # whether ``self.state`` is what the next step is to begin from
+        self._saved = SavedState(self, optimizer_class)
         self._left = clock()
         watch_loading(self._params, self._note_loaded)
 
@@ -137,7 +136,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._client.window.refresh(0, self._client.window.nbytes)
             self._written = set()
             self._remember()
-        if self._state_loaded:
+        if self._saved.pending:
             self._load_state(options)
         step = self._client.step + 1
         spans.add("compute", step, self._left, start)
@@ -283,14 +282,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         self._check_process()
         try:
-            if not self._state_loaded:
-                self.state = defaultdict(dict, fetched(self._client, self._params))
-            return super().state_dict()
+            with self._saved.shown([self._share]):
+                return super().state_dict()
         except TensorwireError as error:
             raise self._job.member.explain(error) from None
-        finally:
-            if not self._state_loaded:
-                self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.
@@ -299,43 +294,24 @@ class StoreOptimizer(torch.optim.Optimizer):
         state of other parameters, sizes, types or keys: then nothing has changed.
         """
         self._check_process()
-        found: dict[torch.Tensor, Any] = {}
-
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            groups, state = self._loader().checked(given)
-            found.update(state)
-            return {"state": {}, "param_groups": groups}
-
-        def keep(_: torch.optim.Optimizer) -> None:
-            self.state, self._state_loaded = defaultdict(dict, found), True
-
-        # After the user's hooks before loading, and before those after it.
-        handles = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(keep, prepend=True),
-        ]
-        try:
+        with self._saved.taken([self._share]):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _loader(self) -> Loader:
-        return Loader(self._optimizer_class, self.param_groups, self._fixed, self._client.plan)
+    @property
+    def _share(self) -> Share:
+        return Share(self._client, self._params, self.param_groups, self._fixed)
 
     def _load_state(self, options: list[float]) -> None:
         """A round in which worker 0's loaded state becomes the servers'."""
-        loader = self._loader()
         try:
-            load_state(self._client, options, lambda server: loader.items(server, self._params, self.state))
+            load_state(self._client, options, partial(self._saved.items, self._share))
         except TensorwireError as error:
             raise self._job.member.explain(error) from None
-        self.state, self._state_loaded = defaultdict(dict), False
+        self._saved.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy or a pickle is a stock optimizer: a store has one end in each worker."""
-        groups = [{**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self.param_groups]
-        return detached, (self._optimizer_class, groups, self.state_dict())
+        """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
+        return self._saved.copied(self.state_dict())
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

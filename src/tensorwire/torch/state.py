@@ -1,39 +1,130 @@
-"""The optimizer's state as torch's ``state_dict`` has it: put together from the servers' pieces, checked, cut again.
+"""The optimizer's state as torch's ``state_dict`` has it: put together from the servers' pieces, and cut again.
 
-Every function is about one store: ``params`` are the tensors of its plan, in the plan's order.
+``Optimizer.state`` itself is empty, but while torch's own ``state_dict`` reads it, and while a state that was loaded
+waits for the next step.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError
 from tensorwire.store import StoreClient
-from tensorwire.store.plan import Plan
 from tensorwire.store.rule_state import MASTER, tensor_bytes
-from tensorwire.store.rules import IMPLEMENTATION, is_whole
+from tensorwire.store.rules import is_whole
 from tensorwire.store.state import fetch_state
 from tensorwire.store.stream import Entry, Item
-
-OptimizerClass = type[torch.optim.Optimizer]
-Options = Mapping[str, Any]  # of one parameter group
-Values = dict[str, torch.Tensor]  # of one parameter, by key
-_HALF = (torch.bfloat16, torch.float16)
+from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 
 
-# ---- saving
+@dataclass(frozen=True)
+class Share:
+    """The parameters of one store, in the plan's order; ``groups`` and their options at construction, ``fixed``."""
+
+    client: StoreClient
+    params: Sequence[torch.nn.Parameter]
+    groups: Sequence[Options]
+    fixed: Sequence[Options]
 
 
-def fetched(client: StoreClient, params: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, Values]:
-    """What the servers keep for ``params``, in whole tensors. Raises `WaitTimeout`, `PeerLost` or `JobEnded`."""
+class SavedState:
+    """What ``state_dict`` and ``load_state_dict`` of ``optimizer`` are made of."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, optimizer_class: OptimizerClass) -> None:
+        self._optimizer, self._class = optimizer, optimizer_class
+        self.pending = False  # whether ``optimizer.state`` is what the next step is to begin from
+
+    @contextlib.contextmanager
+    def shown(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Inside it ``optimizer.state`` is what the servers keep, or what was loaded and waits."""
+        if self.pending:
+            yield
+            return
+        try:
+            for share in shares:
+                self._optimizer.state.update(_fetched(share))
+            yield
+        finally:
+            self._optimizer.state = defaultdict(dict)
+
+    @contextlib.contextmanager
+    def taken(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Inside it the stock ``load_state_dict`` checks first, and keeps the state as it is in float32.
+
+        It refuses by `ArgumentError`, before anything has changed. The dictionaries of ``param_groups`` stay the same.
+        """
+        optimizer, groups = self._optimizer, list(self._optimizer.param_groups)
+        checker = Checker(self._class, groups, [fixed for share in shares for fixed in share.fixed])
+        found: dict[torch.Tensor, Values] = {}
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            options, state = checker.checked(given)
+            found.update(state)
+            return {"state": {}, "param_groups": options}
+
+        def keep(_: torch.optim.Optimizer) -> None:
+            for old, new in zip(groups, optimizer.param_groups, strict=True):
+                old.clear()
+                old.update(new)
+            optimizer.param_groups = groups
+            optimizer.state, self.pending = defaultdict(dict, found), True
+
+        # After the user's hooks before loading, and before those after it.
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(check),
+            optimizer.register_load_state_dict_post_hook(keep, prepend=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def items(self, share: Share, server: int) -> Iterator[Item]:
+        """What ``server`` is to keep of the state that waits. What a tensor has once is sent once."""
+        plan = share.client.plan
+        rows = [self._rows(fixed, group) for fixed, group in zip(share.fixed, share.groups, strict=True)]
+        sent: set[tuple[int, str]] = set()
+        for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
+            for key, value in self._optimizer.state.get(share.params[piece.tensor], {}).items():
+                cut = key in rows[plan.tensors[piece.tensor].group]
+                if not cut and (piece.tensor, key) in sent:
+                    continue
+                sent.add((piece.tensor, key))
+                start, stop = (piece.start, piece.stop) if cut else (0, value.numel())
+                dtype = str(value.dtype).removeprefix("torch.")
+                entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
+                yield entry, tensor_bytes(value.reshape(-1)[start:stop])
+
+    def _rows(self, *options: Options) -> set[str]:
+        """The keys of values that are cut with their parameter."""
+        if is_whole(self._class.__name__):
+            return set()
+        kept = [layouts(self._class, o, (2,), torch.float32)[0] for o in options]
+        return {MASTER, *(key for found in kept for key, layout in found.items() if layout.rows)}
+
+    def loaded(self) -> None:
+        """The servers have the state that waited."""
+        self._optimizer.state, self.pending = defaultdict(dict), False
+
+    def copied(self, state_dict: dict[str, Any]) -> tuple[Any, ...]:
+        """How to make a copy, for ``__reduce_ex__``: a store has one end in each worker, so that it is a stock one."""
+        named = [
+            {**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self._optimizer.param_groups
+        ]
+        return _detached, (self._class, named, state_dict)
+
+
+def _fetched(share: Share) -> dict[torch.Tensor, Values]:
+    """In whole tensors."""
     state: dict[torch.Tensor, Values] = {}
-    for entry, data in fetch_state(client):
-        p = params[entry.tensor]
+    for entry, data in fetch_state(share.client):
+        p = share.params[entry.tensor]
         values = state.setdefault(p, {})
         if entry.key not in values:
             values[entry.key] = _room(entry, p)
@@ -47,194 +138,10 @@ def _room(entry: Entry, p: torch.nn.Parameter) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
 
 
-def detached(
+def _detached(
     optimizer_class: OptimizerClass, groups: list[dict[str, Any]], state_dict: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """A stock optimizer with these groups and this state: what a copy of a `StoreOptimizer` is."""
-    made = _build(optimizer_class, groups)
+    made = build(optimizer_class, groups)
     stock = {i: {k: v for k, v in values.items() if k != MASTER} for i, values in state_dict["state"].items()}
     made.load_state_dict({**state_dict, "state": stock})
     return made
-
-
-def _build(optimizer_class: OptimizerClass, groups: Sequence[Options]) -> torch.optim.Optimizer:
-    # A group may carry entries that the constructor derives itself, or that schedulers add.
-    known = inspect.signature(optimizer_class).parameters
-    options = {k: v for k, v in groups[0].items() if k in known and k != "params"}
-    return optimizer_class([dict(group) for group in groups], **options)
-
-
-# ---- what an optimizer keeps
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """One value of a parameter's state. ``rows``: it has an element for each of the parameter's, and is cut with it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows: bool
-
-
-def _layouts(
-    optimizer_class: OptimizerClass, options: Options, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[dict[str, _Layout], bool]:
-    """What the class keeps for such a parameter, and whether from its construction on: found on a small probe."""
-    whole = is_whole(optimizer_class.__name__)
-    small = tuple(min(n, 2) for n in shape) if whole else (2,)
-    probe = torch.nn.Parameter(torch.zeros(small, dtype=dtype))
-    made = _build(optimizer_class, [{**options, "params": [probe]}])
-    at_once = bool(made.state.get(probe))
-    probe.grad = torch.ones_like(probe)
-    made.step()
-    found = {}
-    for key, value in made.state.get(probe, {}).items():
-        rows = not whole and value.dim() > 0
-        full = tuple(shape) if rows else tuple(n if s > 1 else 1 for s, n in zip(value.shape, shape, strict=False))
-        found[key] = _Layout(full, value.dtype, rows)
-    return found, at_once
-
-
-# ---- loading
-
-
-class Loader:
-    """Checks states against one store's parameters, and cuts them for its servers.
-
-    ``groups``: the optimizer's present groups, with ``param_names``; ``fixed``: each group's options at construction.
-    """
-
-    def __init__(
-        self, optimizer_class: OptimizerClass, groups: Sequence[Options], fixed: Sequence[Options], plan: Plan
-    ) -> None:
-        self._class, self._groups, self._fixed, self._plan = optimizer_class, groups, fixed, plan
-        self._found: dict[Any, tuple[dict[str, _Layout], bool]] = {}  # layouts seen before
-
-    def checked(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Values]]:
-        """The groups and the state that loading ``state_dict`` would give. Raises `ArgumentError`; changes nothing."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ArgumentError("not the state_dict of an optimizer: it has no 'state' and 'param_groups'")
-        saved = state_dict["param_groups"]
-        self._check_groups(saved)
-        groups = self._options(saved)
-        state: dict[torch.Tensor, Values] = {}
-        known = set()
-        for g, (ours, theirs) in enumerate(zip(self._groups, saved, strict=True)):
-            for name, p, index in zip(ours["param_names"], ours["params"], theirs["params"], strict=True):
-                known.add(index)
-                values = self._values(g, name, p, groups[g], state_dict["state"].get(index, {}))
-                if values:
-                    state[p] = values
-        unknown = [k for k in state_dict["state"] if k not in known]
-        if unknown:
-            raise ArgumentError(f"the state is of a parameter {unknown[0]!r} that is in none of its groups")
-        return groups, state
-
-    def _check_groups(self, saved: Any) -> None:
-        if len(saved) != len(self._groups):
-            raise ArgumentError(f"the state has {len(saved)} parameter groups, this optimizer {len(self._groups)}")
-        for g, (ours, theirs) in enumerate(zip(self._groups, saved, strict=True)):
-            if len(theirs["params"]) != len(ours["params"]):
-                raise ArgumentError(
-                    f"group {g} of the state has {len(theirs['params'])} parameters, here it has {len(ours['params'])}"
-                )
-            names = theirs.get("param_names", ours["param_names"])
-            for name, other in zip(ours["param_names"], names, strict=False):
-                if name != other:
-                    raise ArgumentError(f"the state in the place of parameter {name!r} is that of {other!r}")
-
-    def _options(self, saved: Sequence[Options]) -> list[dict[str, Any]]:
-        """The saved groups as the class itself would take them, with our implementation."""
-        empty = [{**f, "params": [torch.nn.Parameter(torch.zeros(2, 2)) for _ in s["params"]]}
-                 for f, s in zip(self._fixed, saved, strict=True)]  # fmt: skip
-        made = _build(self._class, empty)
-        made.load_state_dict({"state": {}, "param_groups": list(saved)})  # fills in what older versions did not have
-        groups = []
-        for g, (found, theirs, fixed) in enumerate(zip(made.param_groups, saved, self._fixed, strict=True)):
-            group = {**found, "params": list(theirs["params"])}
-            for key, was in fixed.items():
-                if key in IMPLEMENTATION:
-                    group[key] = was  # how it is computed is the store's
-                elif key not in group:
-                    raise ArgumentError(f"group {g} of the state has no option {key!r}")
-                elif not _alike(group[key], was):
-                    raise ArgumentError(f"option {key!r} is {group[key]!r} in the state; here it was {was!r}")
-            try:
-                _build(self._class, [{**group, "params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
-            except (ValueError, TypeError, RuntimeError) as error:
-                raise ArgumentError(f"group {g} of the state: {error}") from None
-            groups.append(group)
-        return groups
-
-    def _layouts(self, group: int, options: Options, p: torch.nn.Parameter) -> tuple[dict[str, _Layout], bool]:
-        dtype = torch.float32 if p.dtype in _HALF else p.dtype
-        key = (group, options is self._fixed[group], p.shape, dtype)
-        if key not in self._found:
-            self._found[key] = _layouts(self._class, options, p.shape, dtype)
-        return self._found[key]
-
-    def _values(self, group: int, name: str, p: torch.nn.Parameter, options: Options, found: Any) -> Values:
-        """One parameter's state, in the types that the servers keep."""
-        if not p.is_floating_point() or p.numel() == 0:
-            return {}  # never updated
-        needed, at_once = self._layouts(group, options, p)
-        allowed = {**self._layouts(group, self._fixed[group], p)[0], **needed}
-        if p.dtype in _HALF:
-            allowed[MASTER] = _Layout(tuple(p.shape), torch.float32, True)
-        values = {}
-        for key, value in found.items():
-            if value is None:
-                continue
-            if key not in allowed:
-                raise ArgumentError(f"the state of {name!r} has {key!r}, which {self._class.__name__} does not keep")
-            values[key] = _converted(f"{key!r} of {name!r}", value, allowed[key])
-        missing = [k for k in needed if k not in values]
-        if missing and (at_once or values.keys() - {MASTER}):
-            raise ArgumentError(f"the state of {name!r} has no {missing[0]!r}, which {self._class.__name__} needs")
-        return values
-
-    def items(
-        self, server: int, params: Sequence[torch.nn.Parameter], state: Mapping[torch.Tensor, Values]
-    ) -> Iterator[Item]:
-        """What ``server`` is to keep of a state that `checked` returned. What a tensor has once is sent once."""
-        rows = [self._rows(fixed, group) for fixed, group in zip(self._fixed, self._groups, strict=True)]
-        sent: set[tuple[int, str]] = set()
-        for piece in (piece for bucket in self._plan.buckets[server] for piece in bucket.pieces):
-            for key, value in state.get(params[piece.tensor], {}).items():
-                cut = key in rows[self._plan.tensors[piece.tensor].group]
-                start, stop = (piece.start, piece.stop) if cut else (0, value.numel())
-                if not cut and (piece.tensor, key) in sent:
-                    continue
-                sent.add((piece.tensor, key))
-                dtype = str(value.dtype).removeprefix("torch.")
-                entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
-                yield entry, tensor_bytes(value.reshape(-1)[start:stop])
-
-    def _rows(self, *options: Options) -> set[str]:
-        """The keys of values that are cut with their parameter."""
-        if is_whole(self._class.__name__):
-            return set()
-        found = [_layouts(self._class, o, (2,), torch.float32)[0] for o in options]
-        return {MASTER, *(key for layouts in found for key, layout in layouts.items() if layout.rows)}
-
-
-def _converted(what: str, value: Any, layout: _Layout) -> torch.Tensor:
-    if isinstance(value, (bool, int, float)) and layout.shape == ():
-        return torch.tensor(float(value), dtype=layout.dtype)  # as older versions of torch kept ``step``
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ArgumentError(f"{what} is of {kind} in the state, and should be of {layout.dtype}")
-    if value.shape != layout.shape:
-        raise ArgumentError(f"{what} has the shape {list(value.shape)} in the state, here {list(layout.shape)}")
-    if value.dim() and torch.promote_types(value.dtype, layout.dtype) != layout.dtype:
-        raise ArgumentError(f"{what} is of {value.dtype} in the state; {layout.dtype} would lose some of it")
-    return value.detach().to("cpu", layout.dtype)
-
-
-def _alike(value: Any, was: Any) -> bool:
-    """Whether an option may become ``value``: numbers may become other numbers."""
-    if isinstance(was, (tuple, list)):
-        return isinstance(value, (tuple, list)) and len(value) == len(was) and all(map(_alike, value, was))
-    if isinstance(was, (bool, int, float)):
-        return isinstance(value, (bool, int, float))
-    return bool(value == was)
