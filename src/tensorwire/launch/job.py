@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from tensorwire.control import Cause, Member
@@ -38,6 +38,7 @@ class Job:
         self._place = place
         self._children = children
         self._closers: list[Callable[[], None]] = []
+        self._uneven: list[tuple[Callable[[], None], Callable[[], None]]] = []  # of each store
         self._stores = 0
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
@@ -67,6 +68,27 @@ class Job:
     def at_close(self, call: Callable[[], None]) -> None:
         """Calls ``call()`` before this worker leaves in good order."""
         self._closers.append(call)
+
+    def at_uneven(self, idle: Callable[[], None], rejoin: Callable[[], None]) -> None:
+        """At the end of ``uneven()``: ``idle()`` says of one store that this worker waits, ``rejoin()`` waits."""
+        self._uneven.append((idle, rejoin))
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Around the training loop of every worker: their numbers of steps may differ.
+
+        A worker whose loop has ended waits at the end of the block, and counts as gradients of zero in the steps of the
+        others. When all are there, all go on, with the same parameters and the same number of steps. An exception
+        inside ends the job as ever. Raises `JobEnded` or `WaitTimeout` (no other worker took a step in time).
+        """
+        yield
+        try:
+            for idle, _ in self._uneven:
+                idle()
+            for _, rejoin in self._uneven:
+                rejoin()
+        except TensorwireError as error:
+            raise self.member.explain(error) from None
 
     def close(self) -> None:
         """Leaves the job: this worker is done. Idempotent; runs by itself at the end of the script.

@@ -16,7 +16,7 @@ from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import Operation, head_bytes, pack_head
-from tensorwire.store.wiring import WORD, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.wiring import WORD, ServerDoor, StoreSpec, WorkerDoor, inbox, together_word
 
 
 def step_timeout() -> float:
@@ -40,7 +40,8 @@ class _Server:
         self.shown = RemoteRegion.unpack(door.parameters) if door.parameters else None
         self.layout = inbox(plan, index, len(spec.numeric))
         device = self.channel.device
-        self.versions: Region = device.allocate(WORD * max(1, len(self.buckets)))
+        self.versions: Region = device.allocate(together_word(len(self.buckets)) + WORD)
+        self.together = Word(self.versions, together_word(len(self.buckets)), self.channel)
         # Where the server's memory cannot be mapped, what it will receive is put together here.
         maps = device.capabilities.maps
         self.staging: Region | None = None if maps else device.allocate(self.layout.nbytes)
@@ -151,6 +152,39 @@ class StoreClient:
                     "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
                 ) from None
         spans.add("wait", self.step, start, clock())
+
+    # ---- uneven numbers of steps
+
+    def idle(self) -> None:
+        """Tells every server that this worker takes no part in rounds until all are idle; then call ``rejoin``."""
+        self.begin(Operation.IDLE, [0.0] * len(self.spec.numeric), bytes(len(self.spec.tensors)))
+
+    def rejoin(self) -> None:
+        """Waits until all workers are idle, and takes over how far the others came. Raises `WaitTimeout` as ``wait``.
+
+        The limit is for one step of the others, however many these are.
+        """
+        for server in self._servers:
+            step = self._together(server)
+        self.updates += step - self.step
+        self.step = step
+        self.wait()
+
+    def _together(self, server: _Server) -> int:
+        """The round in which all are idle."""
+        seen: list[int] = []
+        while True:
+            try:
+                server.together.wait(self.step, step_timeout())
+                return server.together.value
+            except WaitTimeout:
+                now = [s.version(b.index).value for s in self._servers for b in s.buckets]
+                if now == seen:
+                    raise WaitTimeout(
+                        f"at the end of job.uneven() no other worker took a step for {step_timeout():g} s "
+                        "(TENSORWIRE_TIMEOUT sets the limit)"
+                    ) from None
+                seen = now
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,20 +11,17 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.agreement import agreed
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
 from tensorwire.store.rules import OptimizerRule, versions
 from tensorwire.store.state import answer_asks, take_state
-from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox, together_word
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
-
-
-class Disagreement(TensorwireError):
-    """The workers do not do the same thing in one round. One of them may have failed: how it ended says more."""
 
 
 class _Worker:
@@ -44,6 +41,7 @@ class _Worker:
         self.head = Consumer(self._word(self.layout.head_word), slots=[head])
         self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
         self.pulls: list[Producer] = []
+        self.together: Producer
 
     def _word(self, offset: int) -> Word:
         return Word(self.inbox, offset, self.channel)
@@ -53,6 +51,7 @@ class _Worker:
         versions = RemoteRegion.unpack(door.versions)
         target = None if door.parameters is None else RemoteRegion.unpack(door.parameters)
         source = None if target is None else server.source_on(self.channel)
+        self.together = Producer(self.channel, versions.view(together_word(len(server.plan.buckets[server.index])), 8))
         for b in server.plan.buckets[server.index]:
             arrival = versions.view(WORD * b.index, 8)
             if target is None or source is None:
@@ -88,6 +87,7 @@ class StoreServer:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
         self.rule = OptimizerRule(spec, self.plan, self.index, memoryview(self.parameters), workers)
+        self._active = list(range(workers))  # who takes part in rounds
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
 
@@ -111,7 +111,10 @@ class StoreServer:
         threading.Thread(target=answer_asks, args=(self,), name=f"{self.name} asks", daemon=True).start()
         while True:
             self.step += 1
-            heads = [self._head(worker) for worker in self.workers]
+            heads = self._take_part()
+            if not heads:
+                self._rejoin()
+                continue
             operation = self._agree(heads)
             if operation is Operation.FINISH:
                 return
@@ -141,12 +144,23 @@ class StoreServer:
             assert slot is not None
             return slot
 
-    def _agree(self, heads: Sequence[Head]) -> Operation:
-        first = heads[0].operation
-        for index, head in enumerate(heads):
-            if head.operation is not first:
-                raise Disagreement(disagreement(first, head.operation, index, self.updates + 1))
-        return first
+    def _take_part(self) -> dict[int, Head]:
+        """The heads of the workers that take part in this round: those that are not idle."""
+        heads = {w: self._head(self.workers[w]) for w in self._active}
+        self._active = [w for w in self._active if heads[w].operation is not Operation.IDLE]
+        return {w: heads[w] for w in self._active}
+
+    def _agree(self, heads: Mapping[int, Head]) -> Operation:
+        idle = [w.index for w in self.workers if w.index not in heads]
+        return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
+
+    def _rejoin(self) -> None:
+        """All are idle: this round moves nothing, and from the next on all take part again."""
+        for bucket in range(len(self.plan.buckets[self.index])):
+            self._publish(bucket)
+        for worker in self.workers:
+            worker.together.send(self.step)
+        self._active = list(range(len(self.workers)))
 
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[0].pushes):
@@ -158,12 +172,13 @@ class StoreServer:
         for bucket in range(len(self.plan.buckets[self.index])):
             self._publish(bucket)
 
-    def _update(self, heads: Sequence[Head]) -> None:
-        self.rule.set_options(heads[0].options)
-        present = [head.present for head in heads]
+    def _update(self, heads: Mapping[int, Head]) -> None:
+        self.rule.set_options(heads[self._active[0]].options)
+        nothing = bytes(len(self.spec.tensors))
+        present = [heads[w.index].present if w.index in heads else nothing for w in self.workers]
         for bucket in range(len(self.plan.buckets[self.index])):
-            for worker in self.workers:
-                self._receive(worker.pushes[bucket])
+            for w in self._active:
+                self._receive(self.workers[w].pushes[bucket])
             ready = clock()
             self.rule.update(bucket, [w.slots[bucket] for w in self.workers], present)
             spans.add("update", self.step, ready, clock())
@@ -183,22 +198,6 @@ class StoreServer:
         for region in self._regions.values():
             region.close()
         self.parameters.close()
-
-
-def disagreement(first: Operation, other: Operation, worker: int, step: int) -> str:
-    """What to tell people whose workers do not do the same thing in one round."""
-    if Operation.FINISH in (first, other):
-        done, going = (0, worker) if first is Operation.FINISH else (worker, 0)
-        return (
-            f"worker {done} finished while worker {going} goes on with step {step}: "
-            "give every worker the same number of steps"
-        )
-    kind, what = (Operation.ASSIGN, "parameters") if Operation.ASSIGN in (first, other) else (Operation.LOAD, "state")
-    loaded, not_loaded = (0, worker) if first is kind else (worker, 0)
-    return (
-        f"worker {loaded} loaded {what} before step {step} and worker {not_loaded} did not: "
-        "call load_state_dict on every worker"
-    )
 
 
 def check_memory(nbytes: int, who: str) -> None:

@@ -58,6 +58,11 @@ def inbox(plan: Plan, server: int, options: int) -> Inbox:
     return Inbox(buckets, head, slots, slots + plan.shard_bytes[server])
 
 
+def together_word(buckets: int) -> int:
+    """Where, behind a worker's version words, a server says in which round all idle workers go on together."""
+    return WORD * max(1, buckets)
+
+
 class ServerDoor(msgspec.Struct, frozen=True):
     """What a server opens to one worker: its inbox there, and the parameters to look at."""
 

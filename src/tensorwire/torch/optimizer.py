@@ -80,6 +80,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._job.rank == 0:
             _log.info("%s: %s", self._client.name, self._client.plan.summary(self._job.num_workers))
         self._job.at_close(self._client.finish)
+        self._job.at_uneven(self._client.idle, self._client.rejoin)
         self._slots = {id(b): self._views(b) for b in self._client.order}
         self._written: set[str] = set()
         self._pages_seen = True  # whether the kernel tells which pages of the window were written to
