@@ -20,6 +20,7 @@
     ├── JobEnded                        the job ended; says who ended it and why
     │   └── WorkerFinished              a worker was done while this one went on with another step
     ├── ProgramFailed                   a program of a benchmark ended or was silent
+    ├── GradientModified                a gradient changed after it had been pushed
     └── ParameterModified               user code changed a parameter that lives in the store
 """
 
@@ -31,6 +32,7 @@ __all__ = [
     "ContentMismatch",
     "ControlError",
     "DeviceError",
+    "GradientModified",
     "JobEnded",
     "OutOfMemory",
     "ParameterModified",
@@ -118,6 +120,10 @@ class WorkerFinished(JobEnded):
 
 class ProgramFailed(TensorwireError):
     """A program of a benchmark ended or was silent. The message has its last words."""
+
+
+class GradientModified(TensorwireError):
+    """With overlap: a gradient changed, or came a second time, after it had been pushed."""
 
 
 class ParameterModified(TensorwireError):

@@ -54,7 +54,7 @@ def uneven(job: tw.Job) -> tuple[list[dict[str, torch.Tensor]], list[int], dict[
             train(store, params, job.rank, step)
         step += 1
     values = [{k: p.detach().clone() for k, p in m.items()} for m in models]
-    return values, [s._client.updates for s in stores], stores[0].state_dict()["state"]
+    return values, [s._parts[0].client.updates for s in stores], stores[0].state_dict()["state"]
 
 
 def reference() -> list[dict[str, torch.Tensor]]:

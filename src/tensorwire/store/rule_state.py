@@ -27,6 +27,11 @@ class Held:
     optimizer: torch.optim.Optimizer
     whole: bool
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameter is rounded from the master, and not the master itself."""
+        return self.spec.dtype in ("bfloat16", "float16")
+
     def rounded(self, master: torch.Tensor) -> torch.Tensor:
         """The values of the parameter that come from such a master."""
         kind: torch.dtype = getattr(torch, self.spec.dtype)
@@ -43,7 +48,7 @@ def entries(held: Iterable[Held]) -> Iterator[Item]:
     """All state, value by value. What a tensor has once comes with its first piece."""
     for h in held:
         values = dict(h.optimizer.state.get(h.master, {}))
-        if not torch.equal(h.rounded(h.master).to(h.master.dtype), h.master):
+        if h.is_rounded and not torch.equal(h.rounded(h.master).float(), h.master):
             values[MASTER] = h.master
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):

@@ -109,7 +109,7 @@ def load_state(client: StoreClient, options: Sequence[float], items: Callable[[i
 
     Every worker calls it in the same round. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    client.begin(Operation.LOAD, options, bytes(len(client.spec.tensors)))
+    client.begin(Operation.LOAD, options)
     if client.member.index == 0:
         for index, channel in enumerate(client.channels):
             with Sender(channel, _door(client, index)) as sender:

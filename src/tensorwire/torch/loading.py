@@ -1,4 +1,4 @@
-"""Noticing ``load_state_dict`` on modules that own parameters of the store."""
+"""Hooks on the modules that own parameters of the store."""
 
 from __future__ import annotations
 
@@ -11,48 +11,42 @@ import torch
 from tensorwire.errors import Unsupported
 
 
+class Hook:
+    """``call(*bound, *arguments)``, that stays behind when its module is copied or pickled."""
+
+    def __init__(self, call: Callable[..., Any], *bound: Any) -> None:
+        self._call, self._bound = call, bound
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*self._bound, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def owners(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:
+    """The live modules that have some of ``params`` as their own: an optimizer is given parameters, not modules."""
+    ours = {id(p) for p in params}
+    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    return [m for m in modules if any(id(p) in ours for p in m._parameters.values() if p is not None)]
+
+
 def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
-    """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``.
+    """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``."""
+    ours = {id(p) for p in params}
 
-    An optimizer is given parameters, not modules; the modules that own them are found once, among all live ones.
-    """
-    watch = _Watch(params, loaded)
-    for module in _modules():
+    def hook(others: set[int], module: torch.nn.Module, keys: Any) -> None:
         mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) in watch.ours for p in mine):
-            watch.others.update(id(p) for p in mine if id(p) not in watch.ours)
-            module.register_load_state_dict_post_hook(watch)  # type: ignore[no-untyped-call]
-
-
-class _Watch:
-    """The hook itself. A copy or a pickle of a module has parameters of its own, that nobody watches."""
-
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]
-    ) -> None:
-        self.ours = {id(p) for p in params}
-        self.others: set[int] = set()
-        self._loaded = loaded
-
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) not in self.ours and id(p) not in self.others for p in mine):
+        if any(id(p) not in ours and id(p) not in others for p in mine):
             raise Unsupported(
                 "load_state_dict(assign=True) replaces parameters that live in the store: load without assign"
             )
-        self._loaded(p for p in mine if id(p) in self.ours)
+        loaded(p for p in mine if id(p) in ours)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nobody, ()
-
-
-def _unwatched(module: torch.nn.Module, keys: Any) -> None:
-    """The hook of a copy."""
-
-
-def _nobody() -> Callable[[torch.nn.Module, Any], None]:
-    return _unwatched
-
-
-def _modules() -> list[torch.nn.Module]:
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    for module in owners(params):
+        others = {id(p) for p in module._parameters.values() if p is not None and id(p) not in ours}
+        module.register_load_state_dict_post_hook(Hook(hook, others))  # type: ignore[no-untyped-call]
