@@ -393,6 +393,57 @@ def test_loading_an_optimizer_moves_no_parameter() -> None:
     assert run_job(masters, workers=1).ok() == [[True, True]]
 
 
+# ---- overlap, and parameters added later
+
+
+def several_stores(net: Net) -> tw.torch.StoreOptimizer:
+    """With overlap; the second layer came later, to a store of its own."""
+    first, second = net.first.named_parameters("first"), net.second.named_parameters("second")
+    optimizer = tw.torch.StoreOptimizer(first, torch.optim.AdamW, lr=0.01, overlap=True)
+    optimizer.add_param_group({"params": list(second), "lr": 0.02})
+    return optimizer
+
+
+def steps(net: Net, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        net.backward(step)
+        optimizer.step()
+
+
+def overlapping(job: tw.Job, dtype: torch.dtype) -> list[bool]:
+    net = Net(dtype)
+    optimizer = several_stores(net)
+    steps(net, optimizer, 0, 3)
+    state = optimizer.state_dict()
+    model = {k: v.clone() for k, v in net.state_dict().items()}
+    net.backward(3)
+    for refused in (optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+        with pytest.raises(errors.ArgumentError, match="between two steps"):
+            refused()
+    optimizer.step()
+    steps(net, optimizer, 4, 5)
+    optimizer.wait()
+    end = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    net.load_state_dict(model)
+    optimizer.load_state_dict(state)
+    steps(net, optimizer, 3, 5)
+    optimizer.wait()
+    twin = Net(dtype)
+    other = several_stores(twin)
+    twin.load_state_dict(model)
+    other.load_state_dict(state)
+    steps(twin, other, 3, 5)
+    other.wait()
+    again = [(n.state_dict(), o.state_dict()) for n, o in ((net, optimizer), (twin, other))]
+    found = [len(end[1]["state"]) == 4, end[1]["param_groups"][1]["params"] == [2, 3]]
+    return [*found, *(same(a, end) for a in again)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("shm", torch.bfloat16), ("tcp", torch.float32)])
+def test_with_overlap_and_several_stores(device: str, dtype: torch.dtype) -> None:
+    assert run_job(overlapping, dtype, servers=2, device=device).ok() == [[True] * 4] * 2
+
+
 # ---- who asks, and when
 
 

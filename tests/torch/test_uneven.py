@@ -97,6 +97,38 @@ def test_a_worker_whose_loop_ended_counts_as_zero(device: str, servers: int) -> 
         assert sorted(state) == [0, 1, 2]  # ``never`` was not touched
 
 
+def with_overlap(job: tw.Job, max_norm: float | None) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    store = tw.torch.StoreOptimizer(
+        net.named_parameters(), torch.optim.SGD, lr=0.1, overlap=True, max_grad_norm=max_norm
+    )
+
+    def backward(step: int) -> None:
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * job.rank + step))
+        store.zero_grad()
+        net(x).square().sum().backward()
+
+    with job.uneven():
+        for step in range(4 if job.rank else 1):
+            backward(step)
+            store.step()
+    backward(5)
+    with pytest.raises(errors.ArgumentError, match="between backward"), job.uneven():
+        pass
+    store.step()
+    store.wait()
+    return [p.detach().clone() for p in net.parameters()], store._parts[0].client.updates
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_with_overlap(max_norm: float | None) -> None:
+    (first, steps), (second, others) = run_job(with_overlap, max_norm).ok()
+    assert steps == others == 5
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(bool(p.isfinite().all()) for p in first)
+
+
 def finishes_early(job: tw.Job) -> str:
     params = parameters(0)
     store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1)

@@ -51,7 +51,7 @@ class Part:
         if job.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         job.at_close(self.finish)
-        job.at_uneven(self.idle, self.rejoin)
+        job.at_uneven(self)
         self._slots = {id(b): self._pieces(b) for b in self.client.order}
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
         for bucket in self.client.order:
@@ -317,10 +317,13 @@ class Part:
         self.close_round()
         self.show(range(len(self.params)))
 
-    def idle(self) -> None:
-        """This worker's loop has ended; others may go on. Raises `ArgumentError` in the middle of a step."""
+    def check_pausing(self) -> None:
+        """Raises `ArgumentError` in the middle of a step."""
         if self.is_open:
             raise ArgumentError("job.uneven() ended between backward() and step(): gradients are on their way")
+
+    def idle(self) -> None:
+        """This worker's loop has ended; others may go on."""
         self.client.idle()
 
     def rejoin(self) -> None:
