@@ -1,0 +1,255 @@
+"""The Trainer of transformers, accelerate and Lightning with a StoreOptimizer, as they are.
+
+Both workers see the same data, so that a loop of one process with the stock optimizer is the reference: the mean of two
+equal gradients is exactly one of them. Every worker runs that, too, in the same process. One job a library, because
+importing one takes seconds; its cases run one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+import tensorwire as tw
+from tests.jobs import run_job
+
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+State = dict[str, torch.Tensor]
+Outcome = tuple[State, Any]  # what a case ends with, and what else it saw
+
+
+def store(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def stock(net: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)  # as the servers choose
+    optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip in mixed precision; ours has no such
+    return optimizer
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+
+
+def batches(examples: int = 64) -> Any:
+    rows = torch.randn(examples, 32, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=8)
+
+
+def state(net: torch.nn.Module) -> State:
+    return {k: v.clone() for k, v in net.state_dict().items()}
+
+
+def check(result: list[tuple[Outcome, Outcome]]) -> Any:
+    """Every worker's two runs ended with the same bits, and saw the same; returns what they saw."""
+    for (mine, seen), (alone, expected) in result:
+        assert mine.keys() == alone.keys()
+        assert [k for k in mine if not torch.equal(mine[k], alone[k])] == []
+        assert seen == expected
+    return result[0][0][1]
+
+
+def part(results: list[dict[str, Any]], case: str) -> list[tuple[Outcome, Outcome]]:
+    return [found[case] for found in results]
+
+
+# ---- Lightning
+
+
+def lightning_trainer(**options: Any) -> Any:
+    import lightning.pytorch as lightning
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(accelerator="cpu", devices=1, **quiet, **options)
+
+
+def lightning_module(make: Make, manual: bool) -> Any:
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+            self.automatic_optimization = not manual
+            self.rates: list[float] = []
+
+        def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch[0]).square().mean()
+            return loss
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor | None:
+            optimizer: Any = self.optimizers()
+            self.rates.append(optimizer.param_groups[0]["lr"])
+            if not manual:
+                return self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            optimizer = make(self)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": StepLR(optimizer, 2), "interval": "step"},
+            }
+
+    return Module()
+
+
+def lightning_automatic(make: Make, _: Path) -> Outcome:
+    """Steps with closures, mixed precision, clipping, accumulation, a scheduler; the last step is one batch short."""
+    module = lightning_module(make, manual=False)
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    trainer = lightning_trainer(max_epochs=2, enable_checkpointing=False, **options)
+    trainer.fit(module, batches(56))
+    return state(module), (trainer.world_size, trainer.global_step, module.rates)
+
+
+def lightning_manual(make: Make, _: Path) -> Outcome:
+    module = lightning_module(make, manual=True)
+    trainer = lightning_trainer(max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, batches())
+    return state(module), (trainer.world_size, trainer.global_step, module.rates)
+
+
+# ---- accelerate
+
+
+def accelerate_loop(make: Make, _: Path) -> Outcome:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, device_placement=False)
+    net = model()
+    optimizer = make(net)
+    scheduler: Any
+    net, optimizer, scheduler, data = accelerator.prepare(net, optimizer, StepLR(optimizer, 2), batches())
+    seen = []
+    for (x,) in data:
+        with accelerator.accumulate(net):
+            loss = net(x).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.1)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return state(net), (accelerator.num_processes, seen)
+
+
+# ---- the Trainer of transformers
+
+
+def trainer(make: Make, folder: Path, **options: Any) -> Any:
+    import transformers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    transformers.set_seed(0)
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        logging_steps=2,
+        disable_tqdm=True,
+        report_to=[],
+        **options,
+    )
+    rows = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
+    made = transformers.Trainer(
+        model=net,
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        optimizers=(make(net), None),
+    )
+    made.accelerator.device_placement = False
+    return made
+
+
+def logged(made: Any) -> tuple[Any, ...]:
+    """What the log shows of the training, without times."""
+    history = [
+        {k: e[k] for k in ("loss", "grad_norm", "learning_rate", "step") if k in e} for e in made.state.log_history
+    ]
+    return made.args.world_size, history
+
+
+def transformers_training(make: Make, folder: Path) -> Outcome:
+    made = trainer(make, folder, save_strategy="no")
+    made.train()
+    return state(made.model), logged(made)
+
+
+# ---- jobs
+
+LIBRARIES: dict[str, list[Callable[[Make, Path], Outcome]]] = {
+    "lightning": [lightning_automatic, lightning_manual],
+    "accelerate": [accelerate_loop],
+    "transformers": [transformers_training],
+}
+
+
+def run_cases(job: tw.Job, library: str, folder: Path) -> dict[str, tuple[Outcome, Outcome]]:
+    found = {}
+    for case in LIBRARIES[library]:
+        mine, alone = (folder / f"{case.__name__}-{job.rank}-{make.__name__}" for make in (store, stock))
+        found[case.__name__] = case(store, mine), case(stock, alone)
+    return found
+
+
+def results(library: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_job(run_cases, library, tmp_path_factory.mktemp(library)).ok()
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results("lightning", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results("accelerate", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results("transformers", tmp_path_factory)
+
+
+def test_lightnings_automatic_optimization(lightning: list[dict[str, Any]]) -> None:
+    world, steps, rates = check(part(lightning, "lightning_automatic"))
+    assert (world, steps, len(set(rates))) == (1, 8, 4)
+
+
+def test_lightnings_manual_optimization(lightning: list[dict[str, Any]]) -> None:
+    world, steps, rates = check(part(lightning, "lightning_manual"))
+    assert (world, steps, len(set(rates))) == (1, 8, 4)
+
+
+def test_accelerate(accelerate: list[dict[str, Any]]) -> None:
+    world, seen = check(part(accelerate, "accelerate_loop"))
+    assert world == 1
+    assert seen[1] > 0.1  # there was something to clip
+    assert len(seen) == 12
+
+
+def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None:
+    world, history = check(part(transformers, "transformers_training"))
+    assert world == 1
+    assert [entry["step"] for entry in history] == [2, 4, 6, 6]
+    assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
