@@ -8,8 +8,10 @@ importing one takes seconds; its cases run one after the other.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import tensorwire as tw
 from tests.jobs import run_job
+from tests.sandbox import Sandbox
+from tests.torch.recipes import recipe
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 State = dict[str, torch.Tensor]
@@ -253,3 +257,17 @@ def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None
     assert world == 1
     assert [entry["step"] for entry in history] == [2, 4, 6, 6]
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
+
+
+def test_accelerate_stays_alone_under_torchrun(sandbox: Sandbox) -> None:
+    body = f"""
+        import tensorwire as tw
+        {indent(recipe("Under torchrun"), " " * 8).strip()}
+        from accelerate import Accelerator
+        print(job.rank, "of", job.num_workers, "has", Accelerator(cpu=True).num_processes)
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = sandbox.start(*command, sandbox.script(body, init=False), OMP_NUM_THREADS="1").finish()
+    assert result.status == 0, result.err
+    assert sorted(result.out.splitlines()) == ["0 of 2 has 1", "1 of 2 has 1"]
+    sandbox.nothing_left()
