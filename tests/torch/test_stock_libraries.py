@@ -8,6 +8,7 @@ importing one takes seconds; its cases run one after the other.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,13 @@ def check(result: list[tuple[Outcome, Outcome]]) -> Any:
         assert [k for k in mine if not torch.equal(mine[k], alone[k])] == []
         assert seen == expected
     return result[0][0][1]
+
+
+def check_recipe(results: list[dict[str, Any]]) -> None:
+    """The workers had their own data, and share one model, which has changed."""
+    (before, first), (_, second) = (found["recipe"] for found in results)
+    assert [k for k in first if not torch.equal(first[k], second[k])] == []
+    assert [k for k in first if torch.equal(first[k], before[k])] == []
 
 
 def part(results: list[dict[str, Any]], case: str) -> list[tuple[Outcome, Outcome]]:
@@ -121,6 +129,17 @@ def lightning_automatic(make: Make, _: Path) -> Outcome:
     return state(module), (trainer.world_size, trainer.global_step, module.rates)
 
 
+def lightning_resumed(make: Make, folder: Path) -> Outcome:
+    """An epoch, a checkpoint, and another epoch of a new module from it."""
+    trainer = lightning_trainer(max_epochs=1, enable_checkpointing=False)
+    trainer.fit(lightning_module(make, manual=False), batches())
+    trainer.save_checkpoint(folder / "first")
+    module = lightning_module(make, manual=False)
+    trainer = lightning_trainer(max_epochs=2, enable_checkpointing=False)
+    trainer.fit(module, batches(), ckpt_path=folder / "first", weights_only=True)
+    return state(module), (trainer.global_step, module.rates)
+
+
 def lightning_manual(make: Make, _: Path) -> Outcome:
     module = lightning_module(make, manual=True)
     trainer = lightning_trainer(max_epochs=1, enable_checkpointing=False)
@@ -134,7 +153,7 @@ def lightning_manual(make: Make, _: Path) -> Outcome:
 def accelerate_loop(make: Make, _: Path) -> Outcome:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, device_placement=False)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     net = model()
     optimizer = make(net)
     scheduler: Any
@@ -153,15 +172,46 @@ def accelerate_loop(make: Make, _: Path) -> Outcome:
     return state(net), (accelerator.num_processes, seen)
 
 
+def accelerate_resumed(make: Make, folder: Path) -> Outcome:
+    """Saved after a step, and loaded into the same loop after two more."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net = model()
+    optimizer: Any
+    net, optimizer = accelerator.prepare(net, make(net))
+    seen = []
+    for number, (x,) in enumerate(batches()):
+        if number == 1:
+            accelerator.save_state(str(folder))
+        if number == 3:
+            accelerator.load_state(str(folder))
+        accelerator.backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(state(net)["0.bias"].sum().item())
+    return state(net), seen
+
+
 # ---- the Trainer of transformers
+
+
+def words_model() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+    set_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+
+
+def words() -> Any:
+    rows = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def trainer(make: Make, folder: Path, **options: Any) -> Any:
     import transformers
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    transformers.set_seed(0)
-    net = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2))
+    net = words_model()
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -174,15 +224,12 @@ def trainer(make: Make, folder: Path, **options: Any) -> Any:
         report_to=[],
         **options,
     )
-    rows = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(1))
-    made = transformers.Trainer(
+    return transformers.Trainer(
         model=net,
         args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=words(),
         optimizers=(make(net), None),
     )
-    made.accelerator.device_placement = False
-    return made
 
 
 def logged(made: Any) -> tuple[Any, ...]:
@@ -199,20 +246,56 @@ def transformers_training(make: Make, folder: Path) -> Outcome:
     return state(made.model), logged(made)
 
 
+def transformers_resumed(make: Make, folder: Path) -> Outcome:
+    """Six steps, and the last two of them again, from the checkpoint after four."""
+    straight = trainer(make, folder, save_strategy="steps", save_steps=4)
+    straight.train()
+    resumed = trainer(make, folder, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    again = [torch.equal(v, state(resumed.model)[k]) for k, v in state(straight.model).items()]
+    return state(resumed.model), (all(again), logged(resumed))
+
+
 # ---- jobs
 
+HEADINGS = {
+    "lightning": "Lightning",
+    "accelerate": "accelerate",
+    "transformers": "The Trainer of transformers",
+}
 LIBRARIES: dict[str, list[Callable[[Make, Path], Outcome]]] = {
-    "lightning": [lightning_automatic, lightning_manual],
-    "accelerate": [accelerate_loop],
-    "transformers": [transformers_training],
+    "lightning": [lightning_automatic, lightning_manual, lightning_resumed],
+    "accelerate": [accelerate_loop, accelerate_resumed],
+    "transformers": [transformers_training, transformers_resumed],
 }
 
 
-def run_cases(job: tw.Job, library: str, folder: Path) -> dict[str, tuple[Outcome, Outcome]]:
-    found = {}
+def pupil() -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    return net, torch.utils.data.TensorDataset(torch.randn(64, 32), torch.arange(64) % 4)
+
+
+def run_recipe(job: tw.Job, library: str, folder: Path) -> tuple[State, State]:
+    """What the documentation shows, each worker with its own share of the data: the model before and after."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    net, data = pupil() if library != "transformers" else (words_model(), words())
+    known = {"job": job, "model": net, "data": data, "tw": tw, "torch": torch, "DataLoader": DataLoader}
+    known |= {"DistributedSampler": DistributedSampler, "cross_entropy": torch.nn.functional.cross_entropy}
+    before = state(net)
+    folder.mkdir()
+    os.chdir(folder)
+    exec(recipe(HEADINGS[library]), known)
+    return before, state(net)
+
+
+def run_cases(job: tw.Job, library: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for case in LIBRARIES[library]:
         mine, alone = (folder / f"{case.__name__}-{job.rank}-{make.__name__}" for make in (store, stock))
         found[case.__name__] = case(store, mine), case(stock, alone)
+    found["recipe"] = run_recipe(job, library, folder / f"recipe-{job.rank}")
     return found
 
 
@@ -245,6 +328,15 @@ def test_lightnings_manual_optimization(lightning: list[dict[str, Any]]) -> None
     assert (world, steps, len(set(rates))) == (1, 8, 4)
 
 
+def test_lightning_goes_on_from_its_checkpoint(lightning: list[dict[str, Any]]) -> None:
+    steps, rates = check(part(lightning, "lightning_resumed"))
+    assert (steps, len(rates)) == (16, 8)
+
+
+def test_lightning_as_documented(lightning: list[dict[str, Any]]) -> None:
+    check_recipe(lightning)
+
+
 def test_accelerate(accelerate: list[dict[str, Any]]) -> None:
     world, seen = check(part(accelerate, "accelerate_loop"))
     assert world == 1
@@ -252,11 +344,28 @@ def test_accelerate(accelerate: list[dict[str, Any]]) -> None:
     assert len(seen) == 12
 
 
+def test_accelerate_loads_what_it_saved(accelerate: list[dict[str, Any]]) -> None:
+    assert len(check(part(accelerate, "accelerate_resumed"))) == 8
+
+
+def test_accelerate_as_documented(accelerate: list[dict[str, Any]]) -> None:
+    check_recipe(accelerate)
+
+
 def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None:
     world, history = check(part(transformers, "transformers_training"))
     assert world == 1
     assert [entry["step"] for entry in history] == [2, 4, 6, 6]
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
+
+
+def test_the_trainer_goes_on_from_its_checkpoint(transformers: list[dict[str, Any]]) -> None:
+    again, _ = check(part(transformers, "transformers_resumed"))
+    assert again
+
+
+def test_transformers_as_documented(transformers: list[dict[str, Any]]) -> None:
+    check_recipe(transformers)
 
 
 def test_accelerate_stays_alone_under_torchrun(sandbox: Sandbox) -> None:
