@@ -96,6 +96,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     # ---- a step
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled loop leaves its graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients, waits for the new version of every parameter.

@@ -90,6 +90,7 @@ class _Watched:
                 p.register_post_accumulate_grad_hook(Hook(self._ready, i))  # type: ignore[no-untyped-call]
                 self._hooked.add(i)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loop, backward runs this
     def _ready(self, i: int, p: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient."""
         part = self.part
