@@ -28,7 +28,7 @@ _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_S
 
 @dataclass
 class Result:
-    """How a program ended. ``out`` and ``err`` without the names of processes; ``raw``: the rest of ``out`` as it was."""
+    """How a program ended. ``out`` and ``err`` without the names before lines; ``raw``: ``out`` with them."""
 
     status: int
     out: str

@@ -141,6 +141,7 @@ class Job:
         def leave() -> None:
             if not self._closed:
                 self.tell(cause)
+                spans.write(f"worker-{self.rank}")
                 flush = threading.Thread(target=_flush, daemon=True)  # a full pipe must not keep us
                 flush.start()
                 flush.join(1.0)
