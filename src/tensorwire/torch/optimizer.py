@@ -12,7 +12,7 @@ import torch
 
 from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
 from tensorwire.launch import Job, current
-from tensorwire.observe import counters, spans
+from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import BUCKET_BYTES, PAGE, Bucket, Plan
@@ -138,10 +138,12 @@ class StoreOptimizer(torch.optim.Optimizer):
         try:
             present = bytes(g is not None for g in gradients)
             self._client.begin(Operation.UPDATE, options, present)
-            for bucket in self._client.order:
-                self._push(bucket, gradients)
+            with ranges.named(ranges.PUSH):
+                for bucket in self._client.order:
+                    self._push(bucket, gradients)
             spans.add("push", step, start, clock())
-            self._client.wait()
+            with ranges.named(ranges.WAIT):
+                self._client.wait()
         except TensorwireError as error:
             raise self._job.member.explain(error) from None
         self._left = clock()
