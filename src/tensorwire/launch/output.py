@@ -114,11 +114,6 @@ class Output:
             self._thread.start()
 
     @property
-    def prefixed(self) -> bool:
-        """Whether processes print through us."""
-        return self._thread is not None
-
-    @property
     def watched(self) -> bool:
         """Whether there is a terminal that a picture can be shown on."""
         return self._picture is not None and self._console is not None and not self._console.is_dumb_terminal

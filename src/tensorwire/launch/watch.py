@@ -58,8 +58,7 @@ class Watch:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` for the job's processes."""
         added = {} if self._trace is None else {"TENSORWIRE_TRACE": self._trace.folder(base)}
-        # Into a pipe, Python would keep lines back until they fill a buffer, and lose them when it is killed.
-        return {"PYTHONUNBUFFERED": "1", **base, **added} if self._output.prefixed else {**base, **added}
+        return {**base, **added}
 
     def open(self, name: str) -> tuple[int, int] | tuple[None, None]:
         """Standard output and error for a process; ours to close once it has been started. None: it keeps ours."""
