@@ -49,6 +49,7 @@ class _Stream:
     target: int  # 1 or 2
     prefix: bytes
     rest: bytes = b""  # of a line that is not finished
+    told: bytes = b""  # of it, what has been shown already
     shown: float = field(default_factory=time.monotonic)
 
     def take(self, data: bytes) -> bytes:
@@ -63,16 +64,16 @@ class _Stream:
         return self._lines(whole) if newline else b""
 
     def flush(self) -> bytes:
-        """The unfinished line, as a line."""
+        """The unfinished line, as a line, unless it has been shown."""
         rest, self.rest = self.rest, b""
-        return self._lines(rest) if rest else b""
+        return self._lines(rest) if rest and rest != self.told else b""
 
     def progress(self, now: float) -> bytes:
         """The present state of a line that is rewritten again and again, if it is time to show it."""
         if not self.rest.startswith(b"\r") or now - self.shown < PROGRESS_SECONDS:
             return b""
-        self.shown = now
-        return self._lines(self.rest)
+        self.shown, told, self.told = now, self.told, self.rest
+        return self._lines(self.rest) if self.rest != told else b""
 
     def _lines(self, whole: bytes) -> bytes:
         if b"\r" in whole:

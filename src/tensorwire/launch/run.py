@@ -103,8 +103,8 @@ class Run:
             self._patient = True
             self._start(address, secret)
             cause = self._watch()
-            self._view.ended()
             if cause is not None:
+                self._view.ended()
                 self._tell(cause)
             self._clear(cause)
         except KeyboardInterrupt:  # before there was a job, or for a second time
@@ -114,6 +114,7 @@ class Run:
             for s in handlers:
                 signal.signal(s, signal.SIG_IGN)
             status = self._status(cause)
+            self._view.ended()
             self._end()
             for s, handler in handlers.items():
                 signal.signal(s, handler)

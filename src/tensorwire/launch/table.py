@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tensorwire.control.coordinator import Report
+from tensorwire.control.frames import Stats
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 # Rates are those of the last reports; one comes every second.
 HISTORY = 10
 STATS_SECONDS = 1.0
 COLUMNS = ("step", "steps/s", "compute", "push", "wait", "update", "sent")
+# What a narrow terminal does without, from the first.
+DISPENSABLE = ("push", "sent", "update", "steps/s", "compute", "wait")
+NOTE_WIDTH = 4
 
 
 class Rates:
@@ -27,7 +31,8 @@ class Rates:
 
     def add(self, report: Report) -> None:
         """A report, once or more often."""
-        self._first = self._first or report
+        # Nothing was done when it joined, and that was one report before its first.
+        self._first = self._first or Report(Stats(0, {}, {}), report.at - STATS_SECONDS)
         if not self._history or report.at > self._history[-1].at:
             self._history.append(report)
 
@@ -38,7 +43,7 @@ class Rates:
         assert self._first is not None
         last, before = self._history[-1], self._history[0]
         if last.stats.steps == before.stats.steps:
-            before = self._first  # steps that last longer than the history
+            before = self._first  # few steps, or such that last longer than the history
         seconds = last.at - before.at
         steps = last.stats.steps - before.stats.steps
         rate = f"{steps / seconds:.3g}" if steps and seconds > 0 else "-"
@@ -85,23 +90,43 @@ class JobTable:
         """The process ``name`` has ended, and how."""
         self._gone[name] = how
 
-    def __call__(self, unfinished: Mapping[str, str]) -> RichTable:
+    def __call__(self, unfinished: Mapping[str, str]) -> Picture:
         """The table as it is now. ``unfinished``: the line each process is still writing."""
-        from rich.table import Table
-        from rich.text import Text
-
         for name, report in self._stats().items():
             if name in self._rates:
                 self._rates[name].add(report)
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-        table.add_column(_passed(time.monotonic() - self._began), no_wrap=True)
-        for column in COLUMNS:
-            table.add_column(column, justify="right", no_wrap=True)
+        rows = [[name, *self._rates[name].cells()] for name in self._names]
+        notes = [self._gone.get(name) or unfinished.get(name, "") for name in self._names]
+        return Picture([_passed(time.monotonic() - self._began), *COLUMNS], rows, notes)
+
+
+class Picture:
+    """A table that fits the terminal: where that is narrow, some columns are left out."""
+
+    def __init__(self, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+        self._head, self._rows, self._notes = head, rows, notes
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=False)
+        kept = self._kept(options.max_width)
+        for at in kept:
+            table.add_column(self._head[at], justify="right" if at else "left", no_wrap=True)
         table.add_column("", no_wrap=True, overflow="ellipsis")
-        for name in self._names:
-            note = self._gone.get(name) or unfinished.get(name, "")
-            table.add_row(name, *self._rates[name].cells(), Text.from_ansi(note))
-        return table
+        for row, note in zip(self._rows, self._notes, strict=True):
+            table.add_row(*(row[at] for at in kept), Text.from_ansi(note))
+        yield table
+
+    def _kept(self, width: int) -> list[int]:
+        """The columns that there is room for, and for a little of the notes."""
+        widths = [2 + max(len(row[at]) for row in [self._head, *self._rows]) for at in range(len(self._head))]
+        kept = list(range(len(self._head)))
+        for column in DISPENSABLE:
+            if sum(widths[at] for at in kept) + NOTE_WIDTH > width:
+                kept.remove(1 + COLUMNS.index(column))
+        return kept
 
 
 def _passed(seconds: float) -> str:

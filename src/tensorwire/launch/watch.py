@@ -70,10 +70,11 @@ class Watch:
 
     def left(self, name: str, status: int) -> None:
         """How a process ended."""
-        self._table.leave(name, describe_exit(status) if status else "has left")
+        if status:
+            self._table.leave(name, describe_exit(status))
 
     def ended(self) -> None:
-        """The job is over: the table stays as it is."""
+        """The job is over: the table stays as it is. Idempotent."""
         self._output.freeze()
 
     def settle(self) -> None:
