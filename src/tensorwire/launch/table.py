@@ -19,7 +19,7 @@ STATS_SECONDS = 1.0
 COLUMNS = ("step", "steps/s", "compute", "push", "wait", "update", "sent")
 # What a narrow terminal does without, from the first.
 DISPENSABLE = ("push", "sent", "update", "steps/s", "compute", "wait")
-NOTE_WIDTH = 4
+NOTE_WIDTH = 8
 
 
 class Rates:
@@ -111,22 +111,24 @@ class Picture:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", expand=False)
-        kept = self._kept(options.max_width)
+        kept, room = self._fit(options.max_width)
         for at in kept:
             table.add_column(self._head[at], justify="right" if at else "left", no_wrap=True)
-        table.add_column("", no_wrap=True, overflow="ellipsis")
+        table.add_column("", no_wrap=True)
         for row, note in zip(self._rows, self._notes, strict=True):
-            table.add_row(*(row[at] for at in kept), Text.from_ansi(note))
+            text = Text.from_ansi(note)
+            text.truncate(room, overflow="ellipsis")
+            table.add_row(*(row[at] for at in kept), text)
         yield table
 
-    def _kept(self, width: int) -> list[int]:
-        """The columns that there is room for, and for a little of the notes."""
+    def _fit(self, width: int) -> tuple[list[int], int]:
+        """The columns that there is room for, and how much of it they leave for notes."""
         widths = [2 + max(len(row[at]) for row in [self._head, *self._rows]) for at in range(len(self._head))]
         kept = list(range(len(self._head)))
         for column in DISPENSABLE:
             if sum(widths[at] for at in kept) + NOTE_WIDTH > width:
                 kept.remove(1 + COLUMNS.index(column))
-        return kept
+        return kept, max(0, width - sum(widths[at] for at in kept) - 2)
 
 
 def _passed(seconds: float) -> str:
