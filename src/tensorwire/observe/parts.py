@@ -135,7 +135,7 @@ def steps_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[A
     found = []
     for worker, timeline in timelines.items():
         peers = [other for w, other in timelines.items() if w != worker]
-        found += [timeline.step(worker, window, updates, peers) for window in timeline.windows]
+        found += [timeline.step(worker, at, updates, peers) for at in range(len(timeline.windows))]
     return found
 
 
@@ -161,10 +161,10 @@ class _Timeline:
         self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name == "transfer")
         self._busy = union([*self._pushing, *((w.start, w.stop) for w in self._waits)])
         self.windows = self._cut(sorted((s for s in spans if s.name == "compute"), key=lambda s: s.stop))
-        self._computing: dict[int, dict[int, list[Interval]]] = {}
+        self._computing: dict[tuple[int, int], list[Interval]] = {}
         for window in self.windows:
             window.computing = without([(window.start, window.called)], within(self._busy, window.start, window.called))
-            self._computing.setdefault(window.step, {})[window.turn] = window.computing
+            self._computing[window.step, window.turn] = window.computing
 
     def _cut(self, computes: Sequence[Span]) -> list[_Window]:
         """A step begins where the one before has ended, whichever store's that was."""
@@ -196,15 +196,13 @@ class _Timeline:
             found.append(wait._replace(start=max(wait.start, window.start), stop=min(wait.stop, window.stop)))
         return found
 
-    def computed(self, step: int, turn: int | None) -> list[Interval]:
-        """When this worker computed for a step; ``turn`` None: for that of any store."""
-        turns = self._computing.get(step, {})
-        return turns.get(turn, []) if turn is not None else [i for intervals in turns.values() for i in intervals]
+    def computed(self, windows: Iterable[_Window]) -> list[Interval]:
+        """When this worker computed for the same steps as another one did in ``windows``."""
+        return [i for w in windows for i in self._computing.get((w.step, w.turn), [])]
 
-    def step(
-        self, worker: int, window: _Window, updates: Mapping[int, list[Interval]], peers: Sequence[_Timeline]
-    ) -> Step:
-        """What the window's time went to."""
+    def step(self, worker: int, at: int, updates: Mapping[int, list[Interval]], peers: Sequence[_Timeline]) -> Step:
+        """What the time of a window went to."""
+        window = self.windows[at]
         pushing = within(self._pushing, window.start, window.stop)
         updating: list[Interval] = []
         idle: list[Interval] = []
@@ -213,8 +211,9 @@ class _Timeline:
             waiting = without([(wait.start, wait.stop)], pushing)
             update = common(waiting, within(updates.get(wait.step, []), wait.start, wait.stop))
             rest = without(waiting, update)
-            turn = window.turn if wait.step == window.step else None  # with overlap it is for the step before
-            idling = common(rest, [i for peer in peers for i in peer.computed(wait.step, turn)])
+            # Before step() is called, with overlap, one waits for the steps before.
+            awaited = self.windows[max(0, at - 2) : at + (wait.start >= window.called)]
+            idling = common(rest, [i for peer in peers for i in peer.computed(awaited)])
             updating += update
             idle += idling
             exposed += without(rest, idling)

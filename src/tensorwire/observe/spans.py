@@ -69,7 +69,7 @@ class Spans:
         seconds = stop - start
         with self._lock:
             if name == "compute":
-                seconds -= sum(s for began, s in self._inner if began >= start)
+                seconds -= sum(s for began, s in self._inner if start <= began < stop)
                 self._inner.clear()
             elif name in ("push", "wait"):
                 self._inner.append((start, seconds))
