@@ -52,9 +52,10 @@ def test_an_endless_line_is_cut_and_memory_bounded() -> None:
 
 def test_a_progress_bar_becomes_a_line_now_and_then_and_none_twice() -> None:
     one = stream()
-    one.shown = 0.0
+    assert one.progress(0.0) == b""
     assert one.take(b"\r1%") == b""
-    assert one.progress(9.0) == b""
+    assert one.progress(1.0) == b""
+    assert one.progress(10.0) == b""
     assert one.progress(11.0) == b"w | 1%\n"
     assert one.progress(30.0) == b""
     one.take(b"\r2%")

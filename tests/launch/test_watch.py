@@ -26,6 +26,17 @@ for step in (2, 3, 4):
 job.barrier()
 print("ready", job.rank)
 """
+BOTH = """
+other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+overlapping = tw.torch.StoreOptimizer(
+    other.named_parameters(), torch.optim.SGD, lr=0.1, overlap=True, max_grad_norm=1.0
+)
+for _ in range(20):
+    steps(1)
+    overlapping.zero_grad()
+    other(torch.ones(8, 64)).sum().backward()
+    overlapping.step()
+"""
 WAITS_FOR_A_FILE = "while not os.path.exists(sys.argv[1]): time.sleep(0.02)"
 
 
@@ -118,9 +129,10 @@ def test_mistakes_are_refused_before_anything_starts(sandbox: Sandbox, options: 
 
 
 def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
+    """Two stores take turns, one of them with overlap and clipping."""
     path, temporary = sandbox.folder / "trace.json", sandbox.folder / "temporary"
     temporary.mkdir()
-    script = sandbox.script(TRAINS + "steps(30)")
+    script = sandbox.script(TRAINS + BOTH)
     result = sandbox.run(script, "--trace", str(path), "--device", "tcp", TMPDIR=str(temporary)).finish()
     assert result.status == 0
     assert result.one_line().startswith(f"tensorwire: the trace is in {path}: ")
@@ -128,7 +140,7 @@ def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
     assert sorted(found) == ["server-0", "worker-0", "worker-1"]
     assert {name: found[name].clock.error for name in found} == dict.fromkeys(found, 0.0)
     parts = parts_of_trace(found)
-    assert len(parts) == 2 * 30
+    assert len(parts) == 2 * 2 * 20
     assert sum(p.accounted for p in parts) == pytest.approx(sum(p.seconds for p in parts), rel=0.05)
     names = {e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
     assert {"compute", "push", "wait", "update", "exposed"} <= names

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Stream:
     prefix: bytes
     rest: bytes = b""  # of a line that is not finished
     told: bytes = b""  # of it, what has been shown already
-    shown: float = field(default_factory=time.monotonic)
+    shown: float | None = None  # when that was, or when its first state came
 
     def take(self, data: bytes) -> bytes:
         """The lines that ``data`` completes, with the name before each."""
@@ -70,7 +70,10 @@ class _Stream:
 
     def progress(self, now: float) -> bytes:
         """The present state of a line that is rewritten again and again, if it is time to show it."""
-        if not self.rest.startswith(b"\r") or now - self.shown < PROGRESS_SECONDS:
+        if not self.rest.startswith(b"\r"):
+            return b""
+        self.shown = now if self.shown is None else self.shown
+        if now - self.shown < PROGRESS_SECONDS:
             return b""
         self.shown, told, self.told = now, self.told, self.rest
         return self._lines(self.rest) if self.rest != told else b""
