@@ -125,6 +125,13 @@ def test_a_reader_that_has_gone_is_gone_for_the_workers(sandbox: Sandbox) -> Non
     sandbox.nothing_left()
 
 
+def test_closed_streams_are_no_sockets(sandbox: Sandbox) -> None:
+    script = sandbox.script("job.barrier(); print('nobody reads this'); os.write(2, b'nor this')")
+    run = f"{sys.executable} -m tensorwire.cli run --workers 2 -- {sys.executable} {script}"
+    result = sandbox.start("bash", "-c", f"{run} >&- 2>&-").finish()
+    assert (result.status, result.raw, result.err) == (0, "", "")
+
+
 def test_a_process_that_lives_on_does_not_hold_the_end(sandbox: Sandbox) -> None:
     """A daemon that a worker started has its streams, and leaves the worker's process group."""
     body = """

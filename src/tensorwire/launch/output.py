@@ -87,8 +87,7 @@ class _Stream:
 class Output:
     """Reads what a job's processes print, from the moment it is made until `close`.
 
-    ``names``: all that will ever print. ``prefix`` False: the processes keep our own streams, and there is no thread; so
-    it is where we have none (``>&-``).
+    ``names``: all that will ever print. ``prefix`` False: the processes keep our own streams, and there is no thread.
     ``picture``: what to show below the lines, on a terminal: called with each process's unfinished line.
     """
 
@@ -99,7 +98,6 @@ class Output:
         prefix: bool = True,
         picture: Callable[[dict[str, str]], RenderableType] | None = None,
     ) -> None:
-        prefix = prefix and sys.stdout is not None and sys.stderr is not None
         self._names = list(names)
         self._width = max((len(name) for name in names), default=0)
         self._picture = picture
