@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, GradientModified
-from tensorwire.observe import spans
+from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.torch.loading import Hook, owners
 from tensorwire.torch.part import Part
@@ -114,7 +114,7 @@ class _Watched:
             self._missing[id(bucket)] -= 1
             if not self._missing[id(bucket)]:
                 start = clock()
-                with torch.no_grad():
+                with torch.no_grad(), ranges.named(ranges.PUSH):
                     part.push(bucket, part.gradient)
                 spans.add("push", part.client.step, start, clock())
 
