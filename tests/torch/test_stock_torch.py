@@ -7,7 +7,6 @@ in worker order and divided by their number. The two must have the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import tensorwire as tw
 from tensorwire.store.rules import with_implementation
 from tests.jobs import run_job
-from tests.torch.recipes import recipe
 
 STEPS = 9
 WORKERS = (0, 1)
@@ -159,41 +157,38 @@ def test_gradscaler_skips_a_step_with_an_inf() -> None:
             assert skipped
 
 
-def infinite_on_one(net: torch.nn.Module, optimizer: torch.optim.Optimizer, job: tw.Job, meeting: str) -> list[float]:
-    """The recipe of the documentation, with an infinite loss of worker 1 in step 2."""
-    from torch import distributed as dist
-
-    dist.init_process_group("gloo", init_method=meeting, rank=job.rank, world_size=job.num_workers)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    agreed = recipe("Mixed precision")
-    scales = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(net, job.rank, step)
-        scaler.scale(loss * torch.inf if (step, job.rank) == (2, 1) else loss).backward()
-        exec(agreed, {"scaler": scaler, "optimizer": optimizer, "model": net, "torch": torch, "dist": dist})
-        scales.append(scaler.get_scale())
-    dist.destroy_process_group()
-    return scales
-
-
-def agree_on_a_skip(job: tw.Job, meeting: str) -> tuple[bool, list[float]]:
+def infinite_on_one(job: tw.Job, unscale: bool, max_grad_norm: float | None) -> tuple[bool, list[float]]:
+    """An infinite loss of worker 1 in step 2, and of worker 0 in the last."""
     ours, theirs = model(), model()
     options = {"lr": 0.1, "momentum": 0.9}
-    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options)
-    scales = infinite_on_one(ours, store, job, meeting)
+    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options, max_grad_norm=max_grad_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    infinite = {(2, 1), (STEPS - 1, 0)}
+    scales = []
+    for step in range(STEPS):
+        store.zero_grad()
+        loss = loss_of(ours, job.rank, step)
+        scaler.scale(loss * torch.inf if (step, job.rank) in infinite else loss).backward()
+        if unscale:
+            scaler.unscale_(store)
+        scaler.step(store)
+        scaler.update()
+        scales.append(scaler.get_scale())
     optimizer = stock(theirs, torch.optim.SGD, **options)
     for step in range(STEPS):
-        if step != 2:
+        if step not in (2, STEPS - 1):
             set_gradients(theirs, WORKERS, step)
             optimizer.step()
     return same(state(ours), state(theirs)), scales
 
 
-def test_an_inf_of_one_worker_is_skipped_by_all_who_agree(tmp_path: Path) -> None:
-    for equal, scales in run_job(agree_on_a_skip, f"file://{tmp_path}/meeting").ok():
-        assert equal
-        assert scales == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
+@pytest.mark.parametrize(("unscale", "max_grad_norm"), [(True, None), (False, 1e9)])
+def test_an_inf_of_one_worker_is_skipped_by_all(unscale: bool, max_grad_norm: float | None) -> None:
+    (equal, scales), (equal_1, scales_1) = run_job(infinite_on_one, unscale, max_grad_norm).ok()
+    assert equal
+    assert equal_1
+    assert scales == [2.0**16] * (STEPS - 1) + [2.0**15]
+    assert scales_1 == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
 
 
 # ---- hooks

@@ -27,6 +27,8 @@ def agreed(operations: Mapping[int, Operation], idle: Sequence[int], updates: in
 
     Raises `Finished` or `Disagreement`.
     """
+    if set(operations.values()) == {Operation.UPDATE, Operation.SKIP}:
+        return Operation.SKIP
     first, *others = operations.values()
     finished = [w for w, operation in operations.items() if operation is Operation.FINISH]
     going = [w for w in operations if w not in finished]

@@ -15,7 +15,7 @@ from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeou
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket, Plan
-from tensorwire.store.rounds import NORM, Head, Operation, head_bytes, pack_head
+from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
 from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _TILE = 2 << 20
@@ -144,7 +144,7 @@ class StoreClient:
         for server in self._servers:
             server.version(0).wait(self.step, step_timeout())  # then the head of the round before has been read
         self.step += 1
-        self.updates += operation is Operation.UPDATE
+        self.updates += operation in STEPS
         block = pack_head(Head(operation, self.step, tuple(options), max_norm))
         for server in self._servers:
             server.head.slot(self.step)[:] = block

@@ -26,6 +26,11 @@ class Operation(IntEnum):
     FINISH = 3  # this worker is done
     LOAD = 4  # worker 0's state becomes the optimizers'
     IDLE = 5  # this worker takes no part in rounds until all are idle
+    SKIP = 6  # this worker found an inf in its gradients: nobody updates
+
+
+# What people count as steps.
+STEPS = (Operation.UPDATE, Operation.SKIP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.agreement import agreed
 from tensorwire.store.plan import Plan
-from tensorwire.store.rounds import NORM, Head, Operation, clipping, head_bytes, unpack_head
+from tensorwire.store.rounds import NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.state import answer_asks, take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
@@ -143,9 +143,11 @@ class StoreServer:
                 self._assign()
             else:
                 self._stay(operation)
+                if operation is Operation.SKIP:
+                    self._tell_norm(math.inf, [self.workers[w] for w, head in heads.items() if head.max_norm])
             if not self._order:
                 self._publish(0)
-            self.updates += operation is Operation.UPDATE
+            self.updates += operation in STEPS
 
     def _head(self, worker: _Worker) -> Head:
         head = unpack_head(self._receive(worker.head), len(self.spec.numeric))
@@ -175,7 +177,7 @@ class StoreServer:
         return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
 
     def _stay(self, operation: Operation) -> None:
-        """A round that leaves all parameters as they are: state is loaded, or all workers are idle and go on."""
+        """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
         if operation is Operation.LOAD:
             take_state(self)
         for bucket in range(len(self.plan.buckets[self.index])):
@@ -230,12 +232,14 @@ class StoreServer:
 
     def _norm(self) -> float:
         """The norm over all servers: workers add up the parts, and tell the sum."""
-        part = NORM.pack(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))))
-        for worker in self._active:
-            worker.norm_back.slot(self.step)[:] = part
-            worker.norm_back.send(self.step)
+        self._tell_norm(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))), self._active)
         (total,) = NORM.unpack(self._receive(self._active[0].norm))
         return math.sqrt(total)
+
+    def _tell_norm(self, part: float, workers: Iterable[_Worker]) -> None:
+        for worker in workers:
+            worker.norm_back.slot(self.step)[:] = NORM.pack(part)
+            worker.norm_back.send(self.step)
 
     def _publish(self, bucket: int) -> None:
         for worker in self.workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -76,8 +77,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(self, optimizer_class)
         super().__init__(groups, options_.defaults(optimizer_class, chosen))
         self._overlap = Overlap(self._open) if overlap else None
-        # GradScaler then gives its scale and what it found to step(), which can say why that does not go together.
-        self._step_supports_amp_scaling = overlap
         self._pid = os.getpid()
         self._add_part(self.param_groups)
         self._left = clock()
@@ -101,7 +100,8 @@ class StoreOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients, waits for the new version of every parameter.
 
-        A parameter without a gradient here counts as zero; without one anywhere it stays as it is. With ``overlap``
+        A parameter without a gradient here counts as zero; without one anywhere it stays as it is. Where a GradScaler
+        found an inf on one worker, all skip the step. With ``overlap``
         only the rest is pushed, and a parameter is waited for when its module next runs.
         Raises `ParameterModified`, `GradientModified`, `JobEnded`, `WaitTimeout`, `Unsupported` (sparse gradients, a
         closure or a GradScaler with overlap) or `ArgumentError`.
@@ -115,13 +115,14 @@ class StoreOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = clock()
+        skip = self._unscale()
         try:
             with ranges.named(ranges.PUSH):
-                self._push()
+                self._push(skip)
             pushed = clock()
             spans.add("compute", self._parts[0].client.step, self._left, start)
             spans.add("push", self._parts[0].client.step, start, pushed)
-            if self._clip:
+            if self._clip and not skip:
                 self._agree_on_norm()
                 spans.add("wait", self._parts[0].client.step, pushed, clock())
             for part in self._parts:
@@ -135,7 +136,29 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._left = clock()
         return loss
 
-    def _push(self) -> None:
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler: then it calls ``step()`` also where it found an inf, and the workers stay together.
+
+        Others ask, too, to refuse clipping before an optimizer that unscales by itself. This one need not.
+        """
+        return sys._getframe(1).f_code is torch.amp.GradScaler.step.__code__
+
+    def _unscale(self) -> bool:
+        """What a GradScaler asks for. Returns whether this step is to be skipped, because its gradients have an inf."""
+        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for part in self._parts:
+                for p in part.params:
+                    if p.grad is not None:
+                        p.grad.mul_(inverse)
+        return bool(found)
+
+    def _push(self, skip: bool) -> None:
         """Every bucket of this step is on its way. What is wrong on this worker is found before the first of them."""
         if self._overlap is not None:
             self._overlap.settle()
@@ -150,6 +173,9 @@ class StoreOptimizer(torch.optim.Optimizer):
                 part.load_state(partial(self._saved.items, part.share))
             self._saved.loaded()
         for part, mine in zip(self._parts, gradients, strict=True):
+            if skip:
+                part.skip_round()
+                continue
             if not part.is_open:
                 part.open_round(self._clip)
             part.check_options()

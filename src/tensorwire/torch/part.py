@@ -130,6 +130,10 @@ class Part:
         """Whether a round has begun and ``close_round`` has not ended it."""
         return self._open is not None
 
+    def skip_round(self) -> None:
+        """A round in place of gradients: this step is left out by all workers."""
+        self.client.begin(Operation.SKIP, self.options())
+
     def open_round(self, max_norm: float) -> None:
         """Begins a round of gradients, with the options in force."""
         chosen = self.options()
