@@ -201,6 +201,12 @@ class StoreClient:
             "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
         )
 
+    def flush(self, timeout: float) -> None:
+        """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
+        for server in self._servers:
+            for push in server.pushes:
+                push.flush(timeout)
+
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
         if self.step < 0:
