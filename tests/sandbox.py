@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import select
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 MARK = "TENSORWIRE_TEST_MARK"
 # A member that waits for something that never comes, and so leaves as soon as the job has ended.
 WAITS = "job.member.client.lookup('nothing', 600.0)"
+# What `tensorwire run` puts before the lines of a process.
+NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
 HANG_SECONDS = 40.0  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves.
 _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
@@ -25,11 +28,12 @@ _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_S
 
 @dataclass
 class Result:
-    """How a program ended."""
+    """How a program ended. ``out`` and ``err`` without the names before lines; ``raw``: ``out`` with them."""
 
     status: int
     out: str
     err: str
+    raw: str = ""
 
     def one_line(self) -> str:
         """Its message, which is one line."""
@@ -61,7 +65,7 @@ class Program:
         while not set(wanted) <= set(self.lines):
             line = self.process.stdout.readline()
             assert line, f"ended before {wanted}: {self.lines} {self._errors.read_text()}"
-            self.lines.append(line.strip())
+            self.lines.append(NAMES.sub("", line.strip()))
 
     def number(self, word: str) -> int:
         """Reads until a line ``word N``; returns N."""
@@ -72,7 +76,7 @@ class Program:
                     return int(line.split()[-1])
             line = self.process.stdout.readline()
             assert line, f"ended before {word!r}: {self.lines} {self._errors.read_text()}"
-            self.lines.append(line.strip())
+            self.lines.append(NAMES.sub("", line.strip()))
 
     def signal(self, number: int) -> None:
         """Sends a signal to the program itself."""
@@ -81,8 +85,8 @@ class Program:
     def finish(self) -> Result:
         """Waits for its end."""
         out, _ = self.process.communicate(timeout=HANG_SECONDS)
-        text = "\n".join([*self.lines, out])
-        return Result(self.process.returncode, text, self._errors.read_text())
+        text = "\n".join([*self.lines, NAMES.sub("", out)])
+        return Result(self.process.returncode, text, NAMES.sub("", self._errors.read_text()), out)
 
 
 class Sandbox:

@@ -21,11 +21,13 @@ MESSAGES: list[frames.Message] = [
     frames.Lookup(2, "key", 1.5),
     frames.Barrier(3, "b", 2, 60),
     frames.Compare(4, "plan", b"d", "text", 2, 60.0),
+    frames.Clock(6),
     frames.Answer(5, b"value"),
     frames.Fail(Cause("worker 0", "raised ValueError: x", "Traceback ...", 0.5)),
     frames.Left("worker", 1, -9),
     frames.Bye(),
     frames.Beat(),
+    frames.Stats(3, {"bytes": 1 << 40, "rpcs": 0}, {"compute": 1.5}),
     frames.End(None),
     frames.End(Cause("worker 0", "died")),
     frames.End(Cause("worker 1", "finished after step 3", settle=3.0, kind="WorkerFinished")),
@@ -78,6 +80,12 @@ WRONG: dict[str, bytes] = {
     "endless time": body({"kind": "barrier", "id": 1, "name": "b", "parties": 1, "timeout": math.inf}),
     "no parties": body({"kind": "barrier", "id": 1, "name": "b", "parties": 0, "timeout": 1.0}),
     "an endless key": body({"kind": "lookup", "id": 1, "key": "k" * 1000, "timeout": 1.0}),
+    "fewer than no steps": body({"kind": "stats", "steps": -1, "counters": {}, "seconds": {}}),
+    "a count that falls below 0": body({"kind": "stats", "steps": 1, "counters": {"bytes": -1}, "seconds": {}}),
+    "no seconds at all": body({"kind": "stats", "steps": 1, "counters": {}, "seconds": {"compute": math.nan}}),
+    "too many counters": body(
+        {"kind": "stats", "steps": 1, "counters": dict.fromkeys(map(str, range(65)), 0), "seconds": {}}
+    ),
     "an endless settling": body({"kind": "fail", "cause": {"who": "a", "what": "b", "settle": math.inf}}),
 }
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sandbox import NAMES
+
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"
 PYTHON = [sys.executable, "-W", "error"]
@@ -41,7 +43,7 @@ def launchers() -> dict[str, tuple[list[str], int, int]]:
 @pytest.mark.parametrize("name", launchers())
 def test_minimal_learns(name: str, tmp_path: Path) -> None:
     launcher, workers, servers = launchers()[name]
-    said = run([*launcher, *PYTHON, str(MINIMAL)], tmp_path)
+    said = NAMES.sub("", run([*launcher, *PYTHON, str(MINIMAL)], tmp_path))
     found = re.fullmatch(r"workers (\d+), servers (\d+): test accuracy ([\d.]+)\n", said)
     assert found is not None, said
     assert (int(found[1]), int(found[2])) == (workers, servers)

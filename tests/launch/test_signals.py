@@ -14,9 +14,9 @@ READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
 STAYS = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"
 
 
-def ready(sandbox: Sandbox, body: str = READY, **environment: str) -> Program:
+def ready(sandbox: Sandbox, body: str = READY, *options: str, **environment: str) -> Program:
     """A job whose two workers are there."""
-    program = sandbox.run(sandbox.script(body), **environment)
+    program = sandbox.run(sandbox.script(body), *options, **environment)
     program.expect("ready 0", "ready 1")
     return program
 
@@ -96,8 +96,11 @@ def test_nothing_outlives_a_killed_launcher(sandbox: Sandbox) -> None:
 
 
 def test_the_guard_may_be_killed_too(sandbox: Sandbox) -> None:
-    """Without it members still notice that the coordinator is gone, and servers that their parent is."""
-    program = ready(sandbox)
+    """Without it members still notice that the coordinator is gone, and servers that their parent is.
+
+    They say so where they still can: what they printed through the launcher is gone with it.
+    """
+    program = ready(sandbox, READY, "--no-prefix")
     os.kill(sandbox.find("guard.py"), signal.SIGKILL)
     program.signal(signal.SIGKILL)
     program.process.wait()
@@ -119,11 +122,12 @@ def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:
     for pid in workers:
         # A zombie until its stopped parent reads its status: its end is what pidfd shows.
         wait_for_end(pid)
-    errors = program._errors.read_text().splitlines()
-    told = "the job ended: the coordinator is gone: the other side of a connection fell silent"
-    assert [any(line.startswith(f"tensorwire: worker {r}: {told}") for line in errors) for r in (0, 1)] == [True, True]
     program.signal(signal.SIGCONT)
-    assert program.finish().status == 1
+    result = program.finish()
+    told = "the job ended: the coordinator is gone: the other side of a connection fell silent"
+    errors = result.err.splitlines()
+    assert [any(line.startswith(f"tensorwire: worker {r}: {told}") for line in errors) for r in (0, 1)] == [True, True]
+    assert result.status == 1
     sandbox.nothing_left()
 
 

@@ -6,23 +6,15 @@ import itertools
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.parts import (
-    Parts,
-    Span,
-    common,
-    length,
-    parts_of_spans,
-    parts_of_trace,
-    read_trace,
-    typical,
-    union,
-    without,
-)
+from tensorwire.observe.intervals import common, length, union, within, without
+from tensorwire.observe.parts import Parts, parts_of_spans, parts_of_trace, read_trace, steps_of_spans, typical
+from tensorwire.observe.spans import Clock, Span
 
 # Points on a grid of whole seconds, so that sums are exact.
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (float(min(p)), float(max(p)))))
@@ -30,7 +22,7 @@ intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambd
 
 def step(number: int, compute: float, push: float, wait: float, end: float) -> list[Span]:
     """One worker's step: compute, push and wait begin at these moments."""
-    return [("compute", number, compute, push), ("push", number, push, wait), ("wait", number, wait, end)]
+    return [Span("compute", number, compute, push), Span("push", number, push, wait), Span("wait", number, wait, end)]
 
 
 def test_every_cause_of_waiting_is_told_apart() -> None:
@@ -75,6 +67,55 @@ def test_rounds_without_compute_are_no_steps() -> None:
     assert [p.step for p in parts_of_spans({0: [("wait", 1, 0.0, 1.0), *step(2, 1, 2, 3, 4)]}, [])] == [2]
 
 
+def test_communication_beside_compute_is_hidden_and_keeps_what_it_takes_of_the_thread() -> None:
+    """With overlap: pushes inside backward, waits inside the next forward, transfers beside both."""
+    own: list[Span] = [
+        *(Span("compute", 2, 0, 10), Span("push", 2, 4, 5), Span("push", 2, 7, 8), Span("transfer", 2, 5, 11)),
+        Span("push", 2, 10, 11),
+        *(Span("compute", 3, 11, 20), Span("wait", 2, 12, 16), Span("transfer", 3, 18, 19, "server 0, bucket 1")),
+        *(Span("push", 3, 20, 21), Span("wait", 3, 21, 22)),
+    ]
+    back = [("transfer", 2, 11.0, 14.0, "worker 0, bucket 0"), ("transfer", 2, 16.0, 17.0, "worker 1, bucket 0")]
+    peer = step(2, 0, 13, 13.5, 14)
+    first, second = parts_of_spans({0: own, 1: peer}, [("update", 2, 14.0, 15.0), *back])[:2]
+    assert first == Parts(0, 2, seconds=11, compute=8, update=0, exposed=3, idle=0, hidden=5 - 1)
+    # Of the wait for version 2, worker 1 still computed for it until 13; one second was the update.
+    assert second == Parts(0, 3, seconds=11, compute=5, update=1, exposed=1 + 1 + 2, idle=1, hidden=1 + 1)
+    assert first.accounted == first.seconds
+    assert second.accounted == second.seconds
+
+
+def test_two_stores_in_one_process_take_turns() -> None:
+    """A discriminator and a generator: each store numbers its rounds, and computes from its last step to its next."""
+    first = [*step(2, 0, 2, 3, 4), *step(3, 4, 14, 15, 16)]
+    second = [*step(2, 0, 8, 9, 10), *step(3, 10, 20, 21, 22)]
+    found = parts_of_spans({0: [*first, *second], 1: []}, [("update", 2, 3.0, 3.5), ("update", 3, 21.5, 22.0)])
+    assert [(p.step, p.seconds, p.compute, p.update, p.exposed) for p in found] == [
+        (2, 4, 2, 0.5, 1.5),
+        (2, 6, 4, 0, 2),
+        (3, 6, 4, 0, 2),
+        (3, 6, 4, 0.5, 1.5),
+    ]
+    assert sum(p.accounted for p in found) == 22
+
+
+def test_a_step_that_the_job_ended_in_is_left_out() -> None:
+    (part,) = parts_of_spans({0: [*step(2, 0, 5, 6, 8), Span("compute", 3, 8, 9)]}, [])
+    assert (part.step, part.seconds) == (2, 8)
+
+
+def test_parts_are_told_with_their_times() -> None:
+    (found,) = steps_of_spans({0: step(2, 0, 1, 2, 10)}, [("update", 2, 3.0, 7.0)])
+    assert (found.start, found.stop) == (0, 10)
+    assert found.when == {
+        "compute": [(0, 1)],
+        "update": [(3, 7)],
+        "exposed": [(1, 3), (7, 10)],
+        "idle": [],
+        "hidden": [],
+    }
+
+
 def test_the_typical_step_adds_up_where_workers_take_turns_in_waiting() -> None:
     odd = [Parts(0, n, 100, 100, 0, 0, 0) for n in range(3)]  # left out
     parts = [Parts(w, n, 10, 6, 1, 1, 2 if (n + w) % 2 else 0) for w in (0, 1) for n in range(3, 11)]
@@ -102,6 +143,7 @@ def test_intervals_are_cut_without_loss(first: list[tuple[float, float]], second
     assert length(first) == len(points)
     assert length(common(first, second)) == len(points & others)
     assert length(without(first, second)) == len(points - others)
+    assert length(within(union(first), 5, 20)) == len(points & set(range(5, 20)))
     merged = union(first)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
 
@@ -116,6 +158,22 @@ def test_a_trace_is_read_by_role(tmp_path: Path) -> None:
     write("server-1", [("update", 2, 6.0, 7.0)])
     (part,) = parts_of_trace(read_trace(tmp_path))
     assert part == Parts(0, 2, seconds=10, compute=1, update=3, exposed=1 + 5, idle=0)
+
+
+def test_records_of_several_machines_come_onto_one_clock(tmp_path: Path) -> None:
+    def write(process: str, spans: list[Span], offset: float) -> None:
+        record = {"process": process, "facts": {}, "counters": {}, "spans": spans, "clock": Clock(offset, 1e-4)}
+        (tmp_path / f"{process}.json").write_bytes(msgspec.json.encode(record))
+
+    write("worker-0", step(2, 0, 1, 2, 10), 0.0)
+    write("server-0", [Span("update", 2, 1003.0, 1005.0)], -1000.0)
+    (part,) = parts_of_trace(read_trace(tmp_path))
+    assert part.update == 2
+
+
+def test_a_torn_trace_can_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.json").write_text("[1, 2")
+    assert read_trace(tmp_path, torn=True) == {}
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:

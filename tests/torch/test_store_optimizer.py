@@ -422,3 +422,21 @@ def test_workers_with_other_software_end_the_job() -> None:
     ended = run_job(other_software)
     assert ended.cause is not None
     assert "tensorwire 9.9, torch 1.0" in str(ended.cause)
+
+
+def reload(job: tw.Job, again: bool) -> dict[str, torch.Tensor]:
+    net = model().bfloat16()
+    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-4)
+    for step in range(6):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        net.zero_grad()
+        net(x).square().mean().backward()
+        if again and step == 3:
+            net.load_state_dict(net.state_dict())
+        optimizer.step()
+    return state(net)
+
+
+def test_loading_the_values_that_are_there_changes_nothing() -> None:
+    with_loading, without = (run_job(reload, again).ok()[0] for again in (True, False))
+    assert same(with_loading, without)

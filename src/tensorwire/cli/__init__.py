@@ -11,6 +11,7 @@ import click
 from tensorwire.cli.bench import bench
 from tensorwire.cli.doctor import doctor
 from tensorwire.cli.run import run
+from tensorwire.cli.trace import trace
 from tensorwire.errors import ArgumentError, TensorwireError
 
 
@@ -29,10 +30,12 @@ def group() -> None:
 group.add_command(run)
 group.add_command(bench)
 group.add_command(doctor)
+group.add_command(trace)
 
 
 def main() -> None:
     """Entry point: errors are one line."""
+    _open_streams()
     try:
         status = group(prog_name="tensorwire", standalone_mode=False)
         sys.stdout.flush()
@@ -56,6 +59,15 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _open_streams() -> None:
+    """Where a shell closed them (``>&-``), sockets would take the numbers of standard output and error."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w")  # noqa: SIM115 (it lives as long as the process)
+            os.dup2(nowhere.fileno(), number)
+            setattr(sys, name, nowhere)
 
 
 def _complain(what: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from tensorwire.control.member import DEVICES
@@ -24,10 +26,11 @@ from tensorwire.control.member import DEVICES
     envvar="TENSORWIRE_DEVICE",
     help="The transport.",
 )
+@click.option("--no-prefix", is_flag=True, help="Processes keep this terminal: no names before lines, no table.")
+@click.option("--metrics", metavar="[HOST:]PORT", help="Serve OpenMetrics of all processes there; port 0: any.")
+@click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(
-    workers: int, servers: int, rendezvous: str | None, nodes: int, node: int, device: str, command: tuple[str, ...]
-) -> int:
+def run(no_prefix: bool, **options: Any) -> int:
     """Run COMMAND as the workers of a job, with parameter servers beside them.
 
     \b
@@ -38,7 +41,8 @@ def run(
       tensorwire run --rendezvous HOST:PORT --nodes 2 --node 0 --workers 1 --servers 1 -- python train.py
 
     The job ends with the first process that fails; what went wrong is said once, and the exit status is that process's.
-    Ctrl-C ends the job; a second one does not wait for it.
+    Ctrl-C ends the job; a second one does not wait for it. On a terminal a table shows every process's steps, and where
+    their time goes.
 
     \b
     Environment: TENSORWIRE_DEVICE for --device, and in seconds:
@@ -49,4 +53,4 @@ def run(
     """
     from tensorwire.launch.run import Run, RunOptions
 
-    return Run(RunOptions(command, workers, servers, rendezvous, nodes, node, device))()
+    return Run(RunOptions(prefix=not no_prefix, **options))()

@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
 
 from tensorwire import errors
 from tensorwire._native import Pulse, close_on_fork, forget_fd
 from tensorwire.control import frames
+from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError, WorkerFinished
-from tensorwire.observe import counters
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import Clock
 
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
@@ -55,6 +58,11 @@ class Client:
         self._pulse = Pulse(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
         self._thread = threading.Thread(target=self._listen, name="tensorwire-control", daemon=True)
         self._thread.start()
+        self._quiet = threading.Event()
+        self._reporter: threading.Thread | None = None
+        if self.welcome.stats and role != "launcher":
+            self._reporter = threading.Thread(target=self._report, name="tensorwire-stats", daemon=True)
+            self._reporter.start()
 
     def _join(self, secret: bytes, role: str, index: int) -> frames.Welcome:
         handshake.initiate(self._sock, secret, PURPOSE)
@@ -101,9 +109,11 @@ class Client:
         text = frames.bounded(text, frames.PART_BYTES)
         self._request(frames.Compare(next(self._ids), name, digest, text, parties, _seconds(timeout)), timeout)
 
-    def _request(
-        self, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare, timeout: float
-    ) -> frames.Answer:
+    def clock(self) -> Clock:
+        """How far this process's clock is from the coordinator's."""
+        return distance(lambda: self._request(frames.Clock(next(self._ids)), 60.0).value)
+
+    def _request(self, message: frames.Request, timeout: float) -> frames.Answer:
         data = frames.encode(message)
         counters.add(rpcs=1)
         future: Future[frames.Answer] = Future()
@@ -158,13 +168,17 @@ class Client:
             if self._closed:
                 return
             self._closed = True
+        self._quiet.set()
         if goodbye:
-            self._pulse.send(frames.encode(frames.Bye()), 5.0)
+            last = [] if self._reporter is None else [_stats()]
+            for message in (*last, frames.Bye()):
+                self._pulse.send(frames.encode(message), 5.0)
         self._pulse.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        for thread in (self._thread, self._reporter):
+            if thread is not None and threading.current_thread() is not thread:
+                thread.join(5.0)
         if self._sock.fileno() >= 0:
             forget_fd(self._sock.fileno())
         self._sock.close()
@@ -192,6 +206,12 @@ class Client:
         except (PeerLost, ProtocolError, OSError) as error:
             if not self._closed:
                 self._lose(f"is gone: {error}")
+
+    def _report(self) -> None:
+        """Tells the coordinator now and then what this process has done, because it asked for that."""
+        while not (self._quiet.wait(self.welcome.stats) or self.ended.is_set()):
+            if self._pulse.send(frames.encode(_stats()), self.welcome.lost_after):
+                return  # who listens says how the connection ended
 
     def _settle(self, answer: frames.Answer) -> None:
         with self._lock:
@@ -224,6 +244,13 @@ class Client:
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(self.error())
+
+
+def _stats() -> frames.Stats:
+    totals = spans.totals()
+    steps = max((totals[name].steps for name in ("compute", "update") if name in totals), default=0)
+    seconds = {name: max(0.0, total.seconds) for name, total in totals.items()}
+    return frames.Stats(steps, asdict(counters.snapshot()), seconds)
 
 
 def _exception(answer: frames.Answer) -> errors.TensorwireError:

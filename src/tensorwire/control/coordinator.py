@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.control import frames
 from tensorwire.control.book import Book
+from tensorwire.control.clock import pack_time
 from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import GONE, describe_exit, member_name
@@ -29,6 +30,14 @@ class _Member:
     writer: asyncio.StreamWriter
     seen: float
     left: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member said of itself, and when it arrived here (`time.monotonic`)."""
+
+    stats: frames.Stats
+    at: float
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,7 +58,8 @@ class Coordinator:
     """Identity, address book, barriers, plan comparison, heartbeats and the end of one job.
 
     ``secret`` admits members. They show that they live every ``beat`` seconds, and are lost after ``lost_after``
-    seconds of silence. ``on_end`` is called once, from the coordinator's thread, with the cause or None.
+    seconds of silence. ``stats_every``: seconds between members' reports of themselves; 0: they make none. ``on_end``
+    is called once, from the coordinator's thread, with the cause or None.
     """
 
     def __init__(
@@ -62,10 +72,11 @@ class Coordinator:
         port: int = 0,
         beat: float = 1.0,
         lost_after: float = 10.0,
+        stats_every: float = 0.0,
         on_end: Callable[[Cause | None], None] | None = None,
     ) -> None:
         self.workers, self.servers = workers, servers
-        self.beat, self.lost_after = beat, lost_after
+        self.beat, self.lost_after, self.stats_every = beat, lost_after, stats_every
         self.job = secrets.token_hex(4)
         self.cause: Cause | None = None
         self.ended = threading.Event()
@@ -75,6 +86,7 @@ class Coordinator:
         self._joined: set[str] = set()
         self._done: set[str] = set()
         self._exits: dict[str, int] = {}
+        self._stats: dict[str, Report] = {}
         self._second_hand: Cause | None = None
         self._doorman = Doorman(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
@@ -89,6 +101,11 @@ class Coordinator:
     def members(self) -> list[str]:
         """Who is connected now."""
         return sorted(self._members)
+
+    @property
+    def stats(self) -> dict[str, Report]:
+        """Each member's latest report, also of those that have left."""
+        return self._stats.copy()
 
     # ---- what other threads call
 
@@ -220,7 +237,8 @@ class Coordinator:
         self._members[name] = member
         self._joined.add(name)
         self.empty.clear()
-        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, self.beat, self.lost_after))
+        times = (self.beat, self.lost_after, self.stats_every)
+        self._send(writer, frames.Welcome(self.job, 0, self.workers, self.servers, *times))
         return member
 
     def _send(self, writer: asyncio.StreamWriter, message: frames.Message) -> None:
@@ -230,7 +248,11 @@ class Coordinator:
     def _handle(self, member: _Member, message: frames.Any) -> None:
         if isinstance(message, frames.Beat):
             return
-        if isinstance(message, frames.Fail):
+        if isinstance(message, frames.Stats):
+            self._stats[member.name] = Report(message, member.seen)
+        elif isinstance(message, frames.Clock):  # at once: how long it takes is what the member measures
+            self._send(member.writer, frames.Answer(message.id, pack_time()))
+        elif isinstance(message, frames.Fail):
             self._fail(message.cause)
         elif isinstance(message, frames.Left):
             self._left(message.role, message.index, message.status)

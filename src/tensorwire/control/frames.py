@@ -21,6 +21,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Totals = Annotated[dict[Word, Total], msgspec.Meta(max_length=64)]
+Times = Annotated[dict[Word, Annotated[float, msgspec.Meta(ge=0, le=1e12)]], msgspec.Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, frozen=True):
@@ -38,7 +42,7 @@ class Join(Message, tag="join", frozen=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True):
-    """The coordinator's answer: the job as it is."""
+    """The coordinator's answer: the job as it is. ``stats``: seconds between a member's reports of itself; 0: none."""
 
     job: str
     incarnation: int
@@ -46,6 +50,7 @@ class Welcome(Message, tag="welcome", frozen=True):
     servers: int
     beat: float
     lost_after: float
+    stats: float = 0.0
 
 
 class Publish(Message, tag="publish", frozen=True):
@@ -86,6 +91,12 @@ class Compare(Message, tag="compare", frozen=True):
     text: str
     parties: Count
     timeout: Seconds
+
+
+class Clock(Message, tag="clock", frozen=True):
+    """Asks for the coordinator's clock: its machine's name and the time there."""
+
+    id: Id
 
 
 class Answer(Message, tag="answer", frozen=True):
@@ -147,13 +158,22 @@ class Beat(Message, tag="beat", frozen=True):
     """I live."""
 
 
+class Stats(Message, tag="stats", frozen=True):
+    """What a member has done so far: steps, counters by name, seconds by the names of spans."""
+
+    steps: Total
+    counters: Totals
+    seconds: Times
+
+
 class End(Message, tag="end", frozen=True):
     """The job is over; without a cause it ended well."""
 
     cause: Cause | None = None
 
 
-Any = Join | Welcome | Publish | Lookup | Barrier | Compare | Answer | Fail | Left | Bye | Beat | End
+Request = Publish | Lookup | Barrier | Compare | Clock
+Any = Join | Welcome | Request | Answer | Fail | Left | Bye | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)
 

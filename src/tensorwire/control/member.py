@@ -24,6 +24,7 @@ from tensorwire.errors import (
     VerbsUnavailable,
     WaitTimeout,
 )
+from tensorwire.observe import spans
 
 DEVICES = ("auto", "shm", "tcp", "verbs")
 FRAMEWORKS = ("torch",)
@@ -64,6 +65,8 @@ class Member:
         self._lock = threading.Lock()
         self._closed = False
         try:
+            if spans.enabled:
+                spans.clock = self.client.clock()
             card = self._open_devices(device, host)
             self.client.on_end(self._ended)
             self.client.publish(f"card/{self.name}", msgspec.msgpack.encode(card))

@@ -30,11 +30,12 @@ class Child:
         *arguments: object,
         environment: Mapping[str, str],
         stdout: int | None = None,
+        stderr: int | None = None,
         own: bool = False,
     ) -> None:
         command = [sys.executable, "-m", module, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=stdout, start_new_session=own
+            command, env=environment, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=own
         )
         assert self.process.stdin is not None
         close_on_fork(self.process.stdin.fileno())  # else a data loader would hold the leash when we are gone
@@ -68,13 +69,20 @@ def on_parent_death(call: Callable[[], None]) -> None:
 
 
 def start_server(
-    index: int, coordinator: str, secret: str, environment: Mapping[str, str] | None = None, *, own: bool = False
+    index: int,
+    coordinator: str,
+    secret: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    own: bool = False,
 ) -> Child:
     """Server ``index`` of the job at ``coordinator``; ``own``: in a process group of its own."""
     base = environment if environment is not None else os.environ
     values = worker_environment(base, coordinator=coordinator, secret=secret, index=index)
     values.setdefault("OMP_NUM_THREADS", "1")
-    return Child("tensorwire.launch.server", environment=values, own=own)
+    return Child("tensorwire.launch.server", environment=values, stdout=stdout, stderr=stderr, own=own)
 
 
 def start_coordinator(secret: str, workers: int, servers: int, host: str, port: int) -> tuple[Child, str]:

@@ -21,7 +21,8 @@ def main() -> None:
         groups.append(int(line))
     if groups:
         with contextlib.suppress(OSError):
-            print("tensorwire: the launcher was killed: its processes are ended", file=sys.stderr, flush=True)
+            cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the launcher's table may have hidden it
+            print(f"{cursor}tensorwire: the launcher was killed: its processes are ended", file=sys.stderr, flush=True)
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
+import stat
 import sys
 import threading
 import traceback
@@ -180,6 +182,7 @@ class Job:
         def leave() -> None:
             if not self._closed:
                 self.tell(cause)
+                spans.write(f"worker-{self.rank}")
                 flush = threading.Thread(target=_flush, daemon=True)  # a full pipe must not keep us
                 flush.start()
                 flush.join(1.0)
@@ -267,6 +270,8 @@ def init(
     if _current is not None:
         raise ArgumentError("init() was called before in this process; close() that job first")
     place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
+    if place.starter == "run":
+        _buffer_lines()
     grace_seconds(os.environ)
     children: list[Child] = []
     meeting: Rendezvous | None = None
@@ -291,6 +296,13 @@ def init(
     _jobs_before += 1
     _current = job
     return job
+
+
+def _buffer_lines() -> None:
+    """Standard output as on the terminal that the launcher keeps for itself: each line is out when it is printed."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or without a descriptor
+        if isinstance(sys.stdout, io.TextIOWrapper) and stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):
+            sys.stdout.reconfigure(line_buffering=True)
 
 
 def _meet(place: Place, children: list[Child]) -> Rendezvous:

@@ -8,10 +8,9 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,6 +25,7 @@ from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups
 from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, worker_environment
+from tensorwire.launch.watch import Watch, job_members
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
@@ -49,6 +49,9 @@ class RunOptions:
     nodes: int = 1
     node: int = 0
     device: str = "auto"
+    prefix: bool = True
+    metrics: str | None = None
+    trace: str | None = None
 
     def check(self) -> None:
         """Raises `ArgumentError`, or `VerbsUnavailable` where every process would."""
@@ -62,6 +65,8 @@ class RunOptions:
             raise ArgumentError("several nodes need --rendezvous HOST:PORT, the address of node 0")
         if self.rendezvous is not None and split_address(self.rendezvous)[1] == 0 and self.nodes > 1:
             raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
+        if self.metrics is not None and self.node != 0:
+            raise ArgumentError("--metrics belongs to node 0, which hears of all processes")
         if self.device == "verbs":
             choose(look())
 
@@ -83,6 +88,9 @@ class Run:
         self._guard: Guard | None = None
         self._coordinator: Coordinator | None = None
         self._client: Client | None = None
+        o = options
+        members = job_members(o.workers, o.servers, o.nodes)
+        self._view = Watch(members, o.node, prefix=o.prefix, metrics=o.metrics, trace=o.trace)
         self._signalled = 0
         self._patient = False  # whether a signal may wait for an orderly end
 
@@ -96,6 +104,7 @@ class Run:
             self._start(address, secret)
             cause = self._watch()
             if cause is not None:
+                self._view.ended()
                 self._tell(cause)
             self._clear(cause)
         except KeyboardInterrupt:  # before there was a job, or for a second time
@@ -105,9 +114,11 @@ class Run:
             for s in handlers:
                 signal.signal(s, signal.SIG_IGN)
             status = self._status(cause)
+            self._view.ended()
             self._end()
             for s, handler in handlers.items():
                 signal.signal(s, handler)
+            self._view.close(hurry=bool(self._signalled))
         return status
 
     # ---- start
@@ -127,8 +138,10 @@ class Run:
                 port=port,
                 beat=self._beat,
                 lost_after=self._lost_after,
+                stats_every=self._view.stats_every,
                 on_end=self._on_end,
             )
+            self._view.attend(self._coordinator)
             return self._coordinator.address, secret
         assert o.rendezvous is not None
         self._client = Client(o.rendezvous, secret.encode(), "launcher", o.node, patience=JOIN_SECONDS)
@@ -144,20 +157,36 @@ class Run:
     def _start(self, address: str, secret: str) -> None:
         o = self._options
         self._guard = Guard()
+        base = self._view.environment(os.environ)
         common = worker_environment(
-            os.environ, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
+            base, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
         )
         for index in range(o.node * o.servers, (o.node + 1) * o.servers):
-            server = start_server(index, address, secret, common, own=True)
+            with self._streams("server", index) as (out, err):
+                server = start_server(index, address, secret, common, stdout=out, stderr=err, own=True)
             self._servers.append(server)
             self._adopt("server", index, server.process)
         for rank in range(o.node * o.workers, (o.node + 1) * o.workers):
             environment = worker_environment(common, coordinator=address, secret=secret, rank=rank)
-            try:
-                process = subprocess.Popen([*o.command], env=environment, start_new_session=True)
-            except OSError as error:
-                raise ArgumentError(f"cannot start {o.command[0]!r}: {error.strerror}") from None
+            with self._streams("worker", rank) as (out, err):
+                try:
+                    process = subprocess.Popen(
+                        [*o.command], env=environment, stdout=out, stderr=err, start_new_session=True
+                    )
+                except OSError as error:
+                    raise ArgumentError(f"cannot start {o.command[0]!r}: {error.strerror}") from None
             self._adopt("worker", rank, process)
+
+    @contextlib.contextmanager
+    def _streams(self, role: str, index: int) -> Iterator[tuple[int | None, int | None]]:
+        """Where a process writes to; once it has been started, it alone holds them."""
+        streams = self._view.open(member_name(role, index))
+        try:
+            yield streams
+        finally:
+            for stream in streams:
+                if stream is not None:
+                    os.close(stream)
 
     def _adopt(self, role: str, index: int, process: subprocess.Popen[bytes]) -> None:
         name = member_name(role, index)
@@ -205,6 +234,7 @@ class Run:
     def _note(self, name: str, status: int) -> None:
         del self._running[name]
         self._statuses[name] = status
+        self._view.left(name, status)
 
     def _collect(self, role: str, seconds: float) -> None:
         """Waits for the processes of ``role`` to leave."""
@@ -240,12 +270,7 @@ class Run:
         return (failed[0] if failed[0] > 0 else 128 - failed[0]) if failed else 0
 
     def _tell(self, cause: Cause) -> None:
-        trace = f"\n{cause.traceback.rstrip()}" if cause.traceback else ""
-        try:
-            sys.stderr.write(f"tensorwire: {cause}{trace}\n")
-            sys.stderr.flush()
-        except OSError:  # nobody reads it any more; what is buffered must not fail once more at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        self._view.say(f"tensorwire: {cause}" + (f"\n{cause.traceback.rstrip()}" if cause.traceback else ""))
 
     def _end(self) -> None:
         """Nothing of this job is left on this machine."""
@@ -260,3 +285,4 @@ class Run:
         if self._coordinator is not None:
             self._coordinator.empty.wait(self._leave_seconds if self._coordinator.ended.is_set() else 0.0)
             self._coordinator.close()
+        self._view.settle()

@@ -1,32 +1,42 @@
 """The parts of a training step, from the spans that workers and servers recorded.
 
-A step of a synchronous worker is compute, then pushing, then waiting. Waiting has three causes, told apart by what the
-others did in those moments: a server applied the rule (**update**), else another worker was still computing (**idle**),
-else bytes or signals were on their way (**exposed** communication, to which all pushing belongs). Communication that
-is hidden behind compute is in no part. All processes share one clock, so this works on one machine; the trace must be
-that of one store.
+A worker's step lasts from the end of one ``step()`` to the end of the next. All pushing in it is **exposed**
+communication: it keeps the thread that computes. Waiting has three causes, told apart by what the others did in those
+moments: a server applied the rule (**update**), else another worker was still computing (**idle**), else bytes or
+signals were on their way (**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to
+the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute.
+
+Steps are found by time, not by number, so that a process may train with several stores at once. All processes must
+share one clock: `Record.clock` says what to add.
 """
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from tensorwire.errors import ArgumentError
+from tensorwire.observe.intervals import Interval, common, length, union, within, without
+from tensorwire.observe.spans import Clock, Span
 
-Interval = tuple[float, float]
-Span = tuple[str, int, float, float]
+# What a step consists of, in the order people are shown it.
+PARTS = ("compute", "update", "exposed", "idle", "hidden")
 # Steps left out of the typical one: caches, allocators and clocks of the machine settle.
 WARM_UP_STEPS = 3
+AnySpan = Span | tuple[str, int, float, float] | tuple[str, int, float, float, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One worker's step in seconds. ``seconds`` lasts until its next step begins; the four parts add up to it."""
+    """One worker's step in seconds. ``seconds`` lasts until its next step begins; four parts add up to it.
+
+    ``hidden`` lies beside ``compute`` and is no part of the sum.
+    """
 
     worker: int
     step: int
@@ -35,11 +45,28 @@ class Parts:
     update: float
     exposed: float
     idle: float
+    hidden: float = 0.0
 
     @property
     def accounted(self) -> float:
         """The sum of the parts: what of ``seconds`` they explain."""
         return self.compute + self.update + self.exposed + self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One worker's step from ``start`` to ``stop``: when each part of it was, by name."""
+
+    worker: int
+    step: int
+    start: float
+    stop: float
+    when: dict[str, list[Interval]]
+
+    def parts(self) -> Parts:
+        """How long each part was."""
+        seconds = {name: length(self.when[name]) for name in PARTS}
+        return Parts(self.worker, self.step, self.stop - self.start, **seconds)
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -49,73 +76,155 @@ class Record(msgspec.Struct, frozen=True):
     facts: dict[str, object]
     counters: dict[str, int]
     spans: list[Span]
+    clock: Clock = Clock()
+    host: str = ""
+
+    def on_one_clock(self) -> list[Span]:
+        """The spans on the clock of the job's coordinator."""
+        add = self.clock.offset
+        return [s._replace(start=s.start + add, stop=s.stop + add) for s in self.spans] if add else self.spans
 
 
-def read_trace(folder: str | Path) -> dict[str, Record]:
-    """The trace files of a folder by process: ``worker-0``, ``server-0``. Raises `ArgumentError` for other contents."""
+def read_trace(folder: str | Path, *, torn: bool = False) -> dict[str, Record]:
+    """The trace files of a folder by process: ``worker-0``, ``server-0``.
+
+    Raises `ArgumentError` for other contents, and for none; with ``torn`` it takes what is there.
+    """
     found = {}
     for path in sorted(Path(folder).glob("*.json")):
         try:
             record = msgspec.json.decode(path.read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError) as error:
+            if torn:
+                continue
             raise ArgumentError(f"{path} is not a trace: {error}") from None
         found[record.process] = record
-    if not found:
+    if not found and not torn:
         raise ArgumentError(f"{folder} holds no trace: was TENSORWIRE_TRACE set to it?")
     return found
 
 
 def parts_of_trace(trace: Mapping[str, Record]) -> list[Parts]:
     """The parts of every complete step of every worker, by worker and step."""
-    workers = {int(name.removeprefix("worker-")): r.spans for name, r in trace.items() if name.startswith("worker-")}
-    servers = [span for name, r in trace.items() if name.startswith("server-") for span in r.spans]
-    return parts_of_spans(workers, servers)
+    return [step.parts() for step in steps_of_trace(trace)]
 
 
-def parts_of_spans(workers: Mapping[int, Sequence[Span]], servers: Iterable[Span]) -> list[Parts]:
+def steps_of_trace(trace: Mapping[str, Record]) -> list[Step]:
+    """Every complete step of every worker, by worker and time."""
+    spans = {name: record.on_one_clock() for name, record in trace.items()}
+    workers = {int(name.removeprefix("worker-")): s for name, s in spans.items() if name.startswith("worker-")}
+    return steps_of_spans(workers, (span for name, s in spans.items() if name.startswith("server-") for span in s))
+
+
+def parts_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[AnySpan]) -> list[Parts]:
     """The same from spans: ``workers`` by rank, ``servers`` all together."""
+    return [step.parts() for step in steps_of_spans(workers, servers)]
+
+
+def steps_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[AnySpan]) -> list[Step]:
+    """The steps from spans: ``workers`` by rank, ``servers`` all together."""
     updates: dict[int, list[Interval]] = {}
-    for name, step, start, stop in servers:
-        if name == "update":
-            updates.setdefault(step, []).append((start, stop))
-    by_step = {worker: _by_step(spans) for worker, spans in workers.items()}
+    returns: list[Span] = []
+    for span in (Span(*s) for s in servers):
+        if span.name == "update":
+            updates.setdefault(span.step, []).append((span.start, span.stop))
+        elif span.name == "transfer":
+            returns.append(span)
+    updates = {step: union(intervals) for step, intervals in updates.items()}
+    timelines = {w: _Timeline([Span(*s) for s in spans], returns, w) for w, spans in sorted(workers.items())}
     found = []
-    for worker, steps in sorted(by_step.items()):
-        for step, own in sorted(steps.items()):
-            peers = [s[step]["compute"] for w, s in by_step.items() if w != worker and step in s]
-            following = steps.get(step + 1)
-            end = following["compute"][0] if following else own["wait"][1]
-            found.append(_parts(worker, step, own, updates.get(step, []), peers, end))
+    for worker, timeline in timelines.items():
+        peers = [other for w, other in timelines.items() if w != worker]
+        found += [timeline.step(worker, at, updates, peers) for at in range(len(timeline.windows))]
     return found
 
 
-def _by_step(spans: Sequence[Span]) -> dict[int, dict[str, Interval]]:
-    """A worker's intervals by step and name; steps that lack one (the first assignment, cut traces) are left out."""
-    steps: dict[int, dict[str, Interval]] = {}
-    for name, step, start, stop in spans:
-        if name in ("compute", "push", "wait"):
-            steps.setdefault(step, {})[name] = (start, stop)
-    return {step: own for step, own in steps.items() if len(own) == 3}
+@dataclass(slots=True)
+class _Window:
+    """One step's time: it begins, ``step()`` is called, and it ends. ``turn``: which store's, of those in turn."""
+
+    step: int
+    turn: int
+    start: float
+    called: float
+    stop: float
+    computing: list[Interval] = field(default_factory=list)
 
 
-def _parts(
-    worker: int, step: int, own: Mapping[str, Interval], updates: list[Interval], peers: list[Interval], end: float
-) -> Parts:
-    waiting = [own["wait"]]
-    updating = common(waiting, updates)
-    rest = without(waiting, updates)
-    idle = common(rest, peers)
-    start, stop = own["compute"]
-    pushing = own["push"][1] - own["push"][0]
-    return Parts(
-        worker,
-        step,
-        seconds=end - start,
-        compute=stop - start,
-        update=length(updating),
-        exposed=pushing + length(rest) - length(idle),
-        idle=length(idle),
-    )
+class _Timeline:
+    """One worker's spans, ready to be looked up by time."""
+
+    def __init__(self, spans: Sequence[Span], returns: Sequence[Span], worker: int) -> None:
+        self._waits = sorted((s for s in spans if s.name == "wait"), key=lambda s: s.start)
+        self._pushing = union((s.start, s.stop) for s in spans if s.name == "push")
+        mine = [s for s in returns if not s.what or s.what.split(",")[0] == f"worker {worker}"]
+        self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name == "transfer")
+        self._busy = union([*self._pushing, *((w.start, w.stop) for w in self._waits)])
+        self.windows = self._cut(sorted((s for s in spans if s.name == "compute"), key=lambda s: s.stop))
+        self._computing: dict[tuple[int, int], list[Interval]] = {}
+        for window in self.windows:
+            window.computing = without([(window.start, window.called)], within(self._busy, window.start, window.called))
+            self._computing[window.step, window.turn] = window.computing
+
+    def _cut(self, computes: Sequence[Span]) -> list[_Window]:
+        """A step begins where the one before has ended, whichever store's that was."""
+        ends = sorted(c.start for c in computes)
+        turns: dict[int, int] = {}
+        windows: list[_Window] = []
+        for at, c in enumerate(computes):
+            stop = self._end(c.stop, computes[at + 1].stop if at + 1 < len(computes) else float("inf"), ends)
+            if stop is not None:  # else the job ended in the middle of it
+                turn = turns[c.step] = turns.get(c.step, -1) + 1
+                start = max(c.start, windows[-1].stop) if windows else c.start
+                windows.append(_Window(c.step, turn, start, c.stop, stop))
+        return windows
+
+    def _end(self, called: float, next_called: float, ends: Sequence[float]) -> float | None:
+        """Where compute begins anew; a store's last step has ended when the last push or wait has."""
+        at = bisect_right(ends, called)
+        if at < len(ends) and ends[at] <= next_called:
+            return ends[at]
+        busy = within(self._busy, called, next_called)
+        return busy[-1][1] if busy else None
+
+    def _waited(self, window: _Window) -> list[Span]:
+        found = []
+        for at in range(bisect_right(self._waits, window.start, key=lambda w: w.stop), len(self._waits)):
+            wait = self._waits[at]
+            if wait.start >= window.stop:
+                break
+            found.append(wait._replace(start=max(wait.start, window.start), stop=min(wait.stop, window.stop)))
+        return found
+
+    def computed(self, windows: Iterable[_Window]) -> list[Interval]:
+        """When this worker computed for the same steps as another one did in ``windows``."""
+        return [i for w in windows for i in self._computing.get((w.step, w.turn), [])]
+
+    def step(self, worker: int, at: int, updates: Mapping[int, list[Interval]], peers: Sequence[_Timeline]) -> Step:
+        """What the time of a window went to."""
+        window = self.windows[at]
+        pushing = within(self._pushing, window.start, window.stop)
+        updating: list[Interval] = []
+        idle: list[Interval] = []
+        exposed = list(pushing)
+        for wait in self._waited(window):
+            waiting = without([(wait.start, wait.stop)], pushing)
+            update = common(waiting, within(updates.get(wait.step, []), wait.start, wait.stop))
+            rest = without(waiting, update)
+            # Before step() is called, with overlap, one waits for the steps before.
+            awaited = self.windows[max(0, at - 2) : at + (wait.start >= window.called)]
+            idling = common(rest, [i for peer in peers for i in peer.computed(awaited)])
+            updating += update
+            idle += idling
+            exposed += without(rest, idling)
+        when = {
+            "compute": window.computing,
+            "update": updating,
+            "exposed": union(exposed),
+            "idle": idle,
+            "hidden": common(window.computing, within(self._moving, window.start, window.called)),
+        }
+        return Step(worker, window.step, window.start, window.stop, when)
 
 
 def typical(parts: Iterable[Parts], *, skip: int = WARM_UP_STEPS) -> Parts:
@@ -125,49 +234,21 @@ def typical(parts: Iterable[Parts], *, skip: int = WARM_UP_STEPS) -> Parts:
     nothing. Each worker's first ``skip`` steps are left out. In the result ``worker`` is -1 and ``step`` the number of
     steps it stands for. Raises `ArgumentError` if none is left.
     """
+    kept = settled(parts, skip=skip)
+    if not kept:
+        raise ArgumentError(f"the trace holds no step after the first {skip}")
+    kept.sort(key=lambda p: p.seconds)
+    quarter = len(kept) // 4
+    middle = kept[quarter : len(kept) - quarter]
+    return Parts(-1, len(kept), *(statistics.fmean(getattr(p, name) for p in middle) for name in ("seconds", *PARTS)))
+
+
+def settled(parts: Iterable[Parts], *, skip: int = WARM_UP_STEPS) -> list[Parts]:
+    """All but each worker's first ``skip`` steps."""
     kept: list[Parts] = []
     seen: dict[int, int] = {}
     for part in sorted(parts, key=lambda p: (p.worker, p.step)):
         seen[part.worker] = seen.get(part.worker, 0) + 1
         if seen[part.worker] > skip:
             kept.append(part)
-    if not kept:
-        raise ArgumentError(f"the trace holds no step after the first {skip}")
-    kept.sort(key=lambda p: p.seconds)
-    quarter = len(kept) // 4
-    middle = kept[quarter : len(kept) - quarter]
-    names = ("seconds", "compute", "update", "exposed", "idle")
-    return Parts(-1, len(kept), *(statistics.fmean(getattr(p, name) for p in middle) for name in names))
-
-
-# ---- intervals
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as sorted intervals that do not touch."""
-    merged: list[Interval] = []
-    for start, stop in sorted(i for i in intervals if i[1] > i[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def common(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """The points that are in both."""
-    others = union(second)
-    return [(max(a, c), min(b, d)) for a, b in union(first) for c, d in others if max(a, c) < min(b, d)]
-
-
-def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """The points of ``first`` that are not in ``second``."""
-    left = union(first)
-    for c, d in union(second):
-        left = [(x, y) for a, b in left for x, y in ((a, min(b, c)), (max(a, d), b)) if x < y]
-    return left
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Seconds covered; overlaps count once."""
-    return sum(stop - start for start, stop in union(intervals))
+    return kept

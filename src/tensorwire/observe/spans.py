@@ -1,17 +1,20 @@
 """Spans of time: who did what in which step, on the machine's monotonic clock.
 
-Recording is on when ``TENSORWIRE_TRACE`` names a folder; each process writes ``ROLE-INDEX.json`` there when it leaves.
+Totals by name are always kept. The spans themselves are when ``TENSORWIRE_TRACE`` names a folder; each process writes
+``ROLE-INDEX.json`` there when it leaves.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,19 +23,71 @@ from tensorwire.observe.counting import counters
 clock = time.monotonic  # one clock for all processes of a machine
 
 
+class Span(NamedTuple):
+    """From ``start`` to ``stop`` in seconds; ``what``: with whom and which bucket, such as ``server 0, bucket 3``."""
+
+    name: str
+    step: int
+    start: float
+    stop: float
+    what: str = ""
+
+
+@dataclass(slots=True)
+class Total:
+    """All spans of one name so far. ``steps``: how often their step was another than that of the span before."""
+
+    spans: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    last: int = -1
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """What to add to this process's seconds to come to the coordinator's clock, and by how much that may be wrong."""
+
+    offset: float = 0.0
+    error: float = 0.0
+
+
 class Spans:
-    """The latest spans of this process, as ``(name, step, start, stop)`` in seconds; old ones are dropped."""
+    """The latest spans of this process; old ones are dropped. Any thread may add."""
 
     def __init__(self, folder: str | None = None, limit: int = 400_000) -> None:
         self.folder = folder
         self.enabled = folder is not None
-        self._spans: deque[tuple[str, int, float, float]] = deque(maxlen=limit)
+        self.clock = Clock()
         self.facts: dict[str, Any] = {}
+        self._spans: deque[tuple[str, int, float, float, str]] = deque(maxlen=limit)
+        self._totals: dict[str, Total] = {}
+        # Pushes and waits since the last compute: with overlap they lie inside the next one, and are not compute.
+        self._inner: deque[tuple[float, float]] = deque(maxlen=4096)
+        self._lock = threading.Lock()
 
-    def add(self, name: str, step: int, start: float, stop: float) -> None:
-        """Records one span; free when recording is off."""
-        if self.enabled:
-            self._spans.append((name, step, start, stop))
+    def add(self, name: str, step: int, start: float, stop: float, what: str = "") -> None:
+        """Counts one span, and records it if recording is on."""
+        seconds = stop - start
+        with self._lock:
+            if name == "compute":
+                seconds -= sum(s for began, s in self._inner if start <= began < stop)
+                self._inner.clear()
+            elif name in ("push", "wait"):
+                self._inner.append((start, seconds))
+            total = self._totals.get(name)
+            if total is None:
+                total = self._totals[name] = Total()
+            total.spans += 1
+            total.seconds += seconds
+            if step != total.last:
+                total.last = step
+                total.steps += 1
+            if self.enabled:
+                self._spans.append((name, step, start, stop, what))
+
+    def totals(self) -> dict[str, Total]:
+        """By name; ``compute`` without the pushes and waits inside it."""
+        with self._lock:
+            return {name: replace(total) for name, total in self._totals.items()}
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -43,15 +98,21 @@ class Spans:
             return None
         folder = Path(self.folder)
         path = folder / f"{process}.json"
+        with self._lock:
+            recorded = list(self._spans)
         record = {
             "process": process,
+            "host": socket.gethostname(),
+            "clock": self.clock,
             "facts": self.facts,
             "counters": asdict(counters.snapshot()),
-            "spans": [list(s) for s in self._spans],
+            "spans": recorded,
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(record))
+            part = folder / f"{process}.part"  # killed in the middle of it, we leave no torn trace
+            part.write_bytes(msgspec.json.encode(record))
+            part.replace(path)
         except OSError as error:  # a trace is not worth a good run
             logging.getLogger("tensorwire").warning("no trace of %s: %s", process, error)
             return None

@@ -229,7 +229,8 @@ class _BucketRule:
         """The parameters of the plane of ``step`` have new values."""
         for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
             if master is not None and _is_half(own):
-                master.copy_(own)
+                # What rounds to the value that was loaded says more than it does.
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
             elif master is not None:
                 master.data = own
 

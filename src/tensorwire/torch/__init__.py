@@ -1,5 +1,8 @@
 """Tensorwire for PyTorch."""
 
 from tensorwire.torch.optimizer import StoreOptimizer
+from tensorwire.torch.profiling import show_ranges
+
+show_ranges()
 
 __all__ = ["StoreOptimizer"]

@@ -13,7 +13,7 @@ import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch import Job, current
-from tensorwire.observe import spans
+from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import BUCKET_BYTES, Plan
 from tensorwire.store.rules import rule_name, with_implementation
@@ -96,6 +96,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     # ---- a step
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled loop leaves its graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pushes the gradients, waits for the new version of every parameter.
@@ -115,12 +116,14 @@ class StoreOptimizer(torch.optim.Optimizer):
                 loss = closure()
         start = clock()
         try:
-            self._push()
+            with ranges.named(ranges.PUSH):
+                self._push()
             pushed = clock()
             spans.add("compute", self._parts[0].client.step, self._left, start)
             spans.add("push", self._parts[0].client.step, start, pushed)
             if self._clip:
                 self._agree_on_norm()
+                spans.add("wait", self._parts[0].client.step, pushed, clock())
             for part in self._parts:
                 part.close_round()
                 if self._overlap is None:

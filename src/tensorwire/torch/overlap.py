@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, GradientModified
-from tensorwire.observe import spans
+from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.torch.loading import Hook, owners
 from tensorwire.torch.part import Part
@@ -90,6 +90,7 @@ class _Watched:
                 p.register_post_accumulate_grad_hook(Hook(self._ready, i))  # type: ignore[no-untyped-call]
                 self._hooked.add(i)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loop, backward runs this
     def _ready(self, i: int, p: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient."""
         part = self.part
@@ -113,7 +114,7 @@ class _Watched:
             self._missing[id(bucket)] -= 1
             if not self._missing[id(bucket)]:
                 start = clock()
-                with torch.no_grad():
+                with torch.no_grad(), ranges.named(ranges.PUSH):
                     part.push(bucket, part.gradient)
                 spans.add("push", part.client.step, start, clock())
 

@@ -13,7 +13,7 @@ import torch
 from tensorwire._native import Window
 from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
 from tensorwire.launch import Job
-from tensorwire.observe import counters, spans
+from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import PAGE, Bucket, Plan
@@ -215,7 +215,8 @@ class Part:
 
     def wait(self) -> None:
         """Waits for the version of the round that was just closed, of everything, and shows it."""
-        self.client.wait()
+        with ranges.named(ranges.WAIT):
+            self.client.wait()
         self.show(range(len(self.params)))
 
     def arrive(self, indices: Iterable[int]) -> None:
@@ -225,8 +226,8 @@ class Part:
             return
         start = clock()
         try:
-            for i in late:
-                for bucket in self.buckets[i]:
+            with ranges.named(ranges.WAIT):
+                for bucket in (bucket for i in late for bucket in self.buckets[i]):
                     self.client.wait_for(bucket, self._latest)
         except TensorwireError as error:
             raise self._job.member.explain(error) from None

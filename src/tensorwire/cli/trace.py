@@ -1,0 +1,97 @@
+"""``tensorwire trace``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tensorwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tensorwire.observe.parts import Parts, Record
+
+_COLUMNS = ("step", "compute", "update", "exposed", "idle", "hidden")
+
+
+@click.command(short_help="Say where the time of a job's steps went.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--plot", metavar="PICTURE", help="Draw the steps; a .png, .svg or .pdf.")
+def trace(files: tuple[str, ...], plot: str | None) -> None:
+    """Say where the time of a job's steps went.
+
+    FILE is what tensorwire run --trace wrote (of several machines: one of each), or a folder of TENSORWIRE_TRACE.
+
+    \b
+    compute  the model's own work, and whatever else the script does
+    update   waiting while a server applied the rule
+    exposed  pushing, and waiting for bytes
+    idle     waiting for another worker
+    hidden   communication beside compute; not in the sum
+    """
+    from tensorwire.observe.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
+
+    if plot is not None:
+        from tensorwire.observe.plot import check_picture
+
+        check_picture(plot)
+    records = _read(files)
+    parts = parts_of_trace(records)
+    if not parts:
+        raise ArgumentError(f"{', '.join(files)}: no worker has a whole step in it")
+    skip = WARM_UP_STEPS if settled(parts) else 0
+    workers = sorted({p.worker for p in parts})
+    rows = [(f"worker {w}", typical((p for p in parts if p.worker == w), skip=skip)) for w in workers]
+    _show([*rows, ("all", typical(parts, skip=skip))] if len(rows) > 1 else rows)
+    wrong = max(record.clock.error for record in records.values())
+    if wrong:
+        click.echo(f"the clocks of the machines agree to {wrong * 1e3:.3f} ms")
+    if plot is not None:
+        from tensorwire.observe.plot import plot_steps
+
+        plot_steps(plot, records)
+
+
+def _read(files: Sequence[str]) -> dict[str, Record]:
+    from tensorwire.observe.chrome import read_chrome
+    from tensorwire.observe.parts import read_trace
+
+    records: dict[str, Record] = {}
+    for file in files:
+        found = read_trace(file) if Path(file).is_dir() else read_chrome(file)
+        twice = sorted(records.keys() & found.keys())
+        if twice:
+            raise ArgumentError(f"{file}: {twice[0].replace('-', ' ')} is in another file, too: are these of one job?")
+        records |= found
+    return records
+
+
+def _cells(step: Parts) -> list[str]:
+    cells = [f"{step.seconds * 1e3:,.2f} ms"]
+    for name in _COLUMNS[1:]:
+        seconds = getattr(step, name)
+        cells.append(f"{seconds * 1e3:,.2f} ms {seconds / step.seconds:4.0%}")
+    return cells
+
+
+def _show(rows: Sequence[tuple[str, Parts]]) -> None:
+    table = [["typical of", "steps", *_COLUMNS], *([name, f"{step.step:,}", *_cells(step)] for name, step in rows)]
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(box=box.SIMPLE_HEAD)
+        for number, column in enumerate(table[0]):
+            shown.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in table[1:]:
+            shown.add_row(*row)
+        Console().print(shown)
+        return
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        line = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        click.echo("  ".join(line).rstrip())

@@ -1,0 +1,95 @@
+"""How people see a job that `tensorwire run` started: its lines, its table, its metrics, its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensorwire.control import Coordinator
+from tensorwire.control.coordinator import Report
+from tensorwire.control.names import describe_exit
+from tensorwire.launch.output import Output
+from tensorwire.launch.table import STATS_SECONDS, JobTable
+from tensorwire.launch.tracing import TraceFile
+
+# A launcher that was interrupted does not wait longer for whoever reads its output.
+HURRY_SECONDS = 2.0
+
+
+class Watch:
+    """One launcher's view. ``members``: all of the job, by name, with the node each runs on; ``node``: ours.
+
+    Raises `ArgumentError` for a port or a file that cannot be had.
+    """
+
+    def __init__(
+        self, members: Mapping[str, int], node: int, *, prefix: bool, metrics: str | None, trace: str | None
+    ) -> None:
+        self._members = members
+        self._coordinator: Coordinator | None = None
+        self._trace = None if trace is None else TraceFile(trace)
+        self._metrics = None
+        if metrics is not None:
+            from tensorwire.launch.metrics import MetricsServer, parse_metrics_address
+
+            self._metrics = MetricsServer(*parse_metrics_address(metrics))
+        self._table = JobTable(list(members), self._stats)
+        here = [name for name, where in members.items() if where == node]
+        # Only node 0 hears of all processes.
+        self._output = Output(here, prefix=prefix, picture=self._table if node == 0 else None)
+        if self._metrics is not None:
+            self.say(f"tensorwire: metrics are at {self._metrics.address}")
+
+    @property
+    def stats_every(self) -> float:
+        """Seconds between the members' reports of themselves; 0: nobody would look at them."""
+        return STATS_SECONDS if self._metrics is not None or self._output.watched else 0.0
+
+    def attend(self, coordinator: Coordinator) -> None:
+        """The members report to ``coordinator``."""
+        self._coordinator = coordinator
+        if self._metrics is not None:
+            from tensorwire.launch.metrics import JobCollector
+
+            self._metrics.serve(JobCollector(self._stats, self._members))
+
+    def _stats(self) -> Mapping[str, Report]:
+        return {} if self._coordinator is None else self._coordinator.stats
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` for the job's processes."""
+        added = {} if self._trace is None else {"TENSORWIRE_TRACE": self._trace.folder(base)}
+        return {**base, **added}
+
+    def open(self, name: str) -> tuple[int, int] | tuple[None, None]:
+        """Standard output and error for a process; ours to close once it has been started. None: it keeps ours."""
+        return self._output.open(name)
+
+    def say(self, text: str) -> None:
+        """The launcher's own words."""
+        self._output.say(text)
+
+    def left(self, name: str, status: int) -> None:
+        """How a process ended."""
+        if status:
+            self._table.leave(name, describe_exit(status))
+
+    def ended(self) -> None:
+        """The job is over: the table stays as it is. Idempotent."""
+        self._output.freeze()
+
+    def settle(self) -> None:
+        """All processes have ended: what they recorded is written."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._trace is not None:
+            self.say(f"tensorwire: {self._trace.finish()}")
+
+    def close(self, *, hurry: bool) -> None:
+        """What the processes printed is shown, however slow the reader is; ``hurry``: not slower than seconds."""
+        self._output.close(HURRY_SECONDS if hurry else None)
+
+
+def job_members(workers: int, servers: int, nodes: int) -> dict[str, int]:
+    """The members of a job by name, workers first; ``workers`` and ``servers`` are per node, as the values say."""
+    counts: Sequence[tuple[str, int]] = (("worker", workers), ("server", servers))
+    return {f"{role} {index}": index // count for role, count in counts for index in range(count * nodes)}

@@ -1,0 +1,131 @@
+"""A picture of a step: when each process did what, and what the typical step of each worker consists of.
+
+Drawn by matplotlib, the extra ``plot``. Parts differ in hatching as well as in colour, so that a grey print is read.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.errors import ArgumentError
+from tensorwire.observe.intervals import common
+from tensorwire.observe.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+# Colours of Okabe and Ito, which people with any colour vision tell apart; from dark to light.
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "compute": {"facecolor": "#0072B2"},
+    "update": {"facecolor": "#D55E00", "hatch": "////"},
+    "exposed": {"facecolor": "#E69F00", "hatch": "xxxx"},
+    "idle": {"facecolor": "#F2F2F2", "hatch": "...."},
+    "hidden": {"facecolor": "#9CCFEA", "hatch": "----"},
+}
+_EDGE: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.6}
+
+
+def check_picture(path: str | Path) -> None:
+    """Raises `ArgumentError` for a picture that cannot be drawn: no matplotlib, another format, no such folder."""
+    path = Path(path)
+    if path.suffix.lower().removeprefix(".") not in FORMATS:
+        raise ArgumentError(f"--plot {path}: a picture ends with .{', .'.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ArgumentError("--plot needs matplotlib: pip install 'tensorwire[plot]'") from None
+
+
+def median_step(steps: Sequence[Step]) -> int:
+    """The number of a step of median length, all workers together, after the first few."""
+    seconds: dict[int, list[float]] = {}
+    for step in steps:
+        seconds.setdefault(step.step, []).append(step.stop - step.start)
+    numbers = sorted(seconds)
+    kept = numbers[WARM_UP_STEPS:] or numbers
+    if not kept:
+        raise ArgumentError("the trace holds no whole step")
+    return sorted(kept, key=lambda n: statistics.fmean(seconds[n]))[len(kept) // 2]
+
+
+def plot_steps(path: str | Path, trace: Mapping[str, Record]) -> None:
+    """Draws the picture. Raises `ArgumentError` if it cannot, or if the trace holds no whole step."""
+    check_picture(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = steps_of_trace(trace)
+    number = median_step(steps)
+    chosen = [s for s in steps if s.step == number]
+    servers = sorted(name for name in trace if name.startswith("server-"))
+    rows = len({s.worker for s in chosen}) + len(servers)
+    figure = Figure(figsize=(10, 2.6 + 0.42 * rows + 0.36 * len({s.worker for s in steps})), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, height_ratios=[rows + 1, len({s.worker for s in steps}) + 1])
+    _draw_step(above, chosen, {name: trace[name] for name in servers}, number)
+    _draw_parts(below, [s.parts() for s in steps])
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ArgumentError(f"--plot {path}: {error.strerror}") from None
+
+
+def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, Record], number: int) -> None:
+    """Each process's time in one step; what is hidden is a narrow bar below compute."""
+    start, stop = min(s.start for s in steps), max(s.stop for s in steps)
+    labels = [f"worker {w}" for w in sorted({s.worker for s in steps})]
+    for step in steps:
+        row = labels.index(f"worker {step.worker}")
+        for part in PARTS:
+            place = (row - 0.36, 0.54) if part != "hidden" else (row + 0.2, 0.18)
+            _bars(axes, part, step.when[part], place, start)
+    for name, record in servers.items():
+        labels.append(name.replace("-", " "))
+        updates = [(s.start, s.stop) for s in record.on_one_clock() if s.name == "update"]
+        _bars(axes, "update", common(updates, [(start, stop)]), (len(labels) - 1 - 0.36, 0.54), start)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.6)
+    axes.set_xlim(0, (stop - start) * 1e3)
+    axes.set_xlabel("ms")
+    axes.set_title(f"round {number}, of median length", loc="left", fontsize=10)
+
+
+def _bars(
+    axes: Axes, part: str, intervals: Sequence[tuple[float, float]], place: tuple[float, float], start: float
+) -> None:
+    bars = [((a - start) * 1e3, (b - a) * 1e3) for a, b in intervals]
+    axes.broken_barh(bars, place, **STYLES[part], **_EDGE)
+
+
+def _draw_parts(axes: Axes, parts: Sequence[Parts]) -> None:
+    """Each worker's typical step as one bar."""
+    workers = sorted({p.worker for p in parts})
+    for row, worker in enumerate(workers):
+        own = [p for p in parts if p.worker == worker]
+        step = typical(own, skip=WARM_UP_STEPS if len(own) > WARM_UP_STEPS else 0)
+        left = 0.0
+        for part in PARTS:
+            seconds = getattr(step, part) * 1e3
+            at, height, shift = (left, 0.54, -0.36) if part != "hidden" else (0.0, 0.18, 0.2)
+            axes.barh(row + shift, seconds, height, left=at, align="edge", **STYLES[part], **_EDGE)
+            left += seconds if part != "hidden" else 0.0
+    axes.set_yticks(range(len(workers)), [f"worker {w}" for w in workers])
+    axes.set_ylim(len(workers) - 0.5, -0.6)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms")
+    axes.set_title("the typical step", loc="left", fontsize=10)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    from matplotlib.patches import Patch
+
+    names = {"exposed": "exposed communication", "hidden": "hidden communication (beside compute)"}
+    handles = [Patch(**STYLES[part], **_EDGE, label=names.get(part, part)) for part in PARTS]
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=8)

@@ -1,0 +1,35 @@
+"""Named stretches of time for a framework's own profiler: what is slow shows where people already look.
+
+The store says what it does; an adapter says who wants to know it. Until then it costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+PUSH = "tensorwire.push"
+WAIT = "tensorwire.wait"
+
+Opener = Callable[[str], AbstractContextManager[object]]
+
+_nothing: AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def _ignore(name: str) -> AbstractContextManager[object]:
+    return _nothing
+
+
+_open: Opener = _ignore
+
+
+def named(name: str) -> AbstractContextManager[object]:
+    """``with named(PUSH):`` is one stretch."""
+    return _open(name)
+
+
+def shown_by(opener: Opener | None) -> None:
+    """From now on stretches are ``opener(name)``, in this process; None: they are nothing again."""
+    global _open
+    _open = _ignore if opener is None else opener

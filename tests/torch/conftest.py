@@ -1,0 +1,3 @@
+"""Fixtures of the tests with PyTorch."""
+
+from tests.fixtures import sandbox as sandbox

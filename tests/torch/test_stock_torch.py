@@ -1,0 +1,276 @@
+"""Stock training loops of torch with a StoreOptimizer: schedulers, GradScaler, hooks of a step, torch.compile.
+
+Every worker trains twice, in the job and then alone with torch's own optimizer on the gradients of all workers, summed
+in worker order and divided by their number. The two must have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import tensorwire as tw
+from tensorwire.store.rules import with_implementation
+from tests.jobs import run_job
+from tests.torch.recipes import recipe
+
+STEPS = 9
+WORKERS = (0, 1)
+State = dict[str, torch.Tensor]
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+
+
+def loss_of(net: torch.nn.Module, worker: int, step: int) -> torch.Tensor:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * worker + step))
+    loss: torch.Tensor = net(x).square().mean()
+    return loss
+
+
+def set_gradients(net: torch.nn.Module, workers: tuple[int, ...], step: int) -> None:
+    """The mean of what each of ``workers`` would have; with one of them, its own."""
+    parameters = list(net.parameters())
+    found = [torch.autograd.grad(loss_of(net, w, step), parameters) for w in workers]
+    for p, first, *rest in zip(parameters, *found, strict=True):
+        p.grad = first
+        for g in rest:
+            p.grad = p.grad + g
+        p.grad = p.grad / len(workers)
+
+
+def stock(net: torch.nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    """torch's own, in the implementation that servers choose."""
+    return kind(net.parameters(), **with_implementation(kind, options))
+
+
+def state(net: torch.nn.Module) -> State:
+    return {k: v.clone() for k, v in net.state_dict().items()}
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---- schedulers
+
+Options = list[dict[str, Any]]  # of the first parameter group, a step
+SCHEDULES: dict[str, tuple[str, Callable[[torch.optim.Optimizer], Any]]] = {
+    "StepLR": ("SGD", lambda o: schedulers.StepLR(o, 3)),
+    "LambdaLR": ("SGD", lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step)),
+    "CosineAnnealingLR": ("AdamW", lambda o: schedulers.CosineAnnealingLR(o, STEPS)),
+    "OneCycleLR": ("AdamW", lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=STEPS + 1)),  # turns betas, too
+    "ReduceLROnPlateau": ("SGD", lambda o: schedulers.ReduceLROnPlateau(o, patience=1)),
+    "CyclicLR": ("SGD", lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3)),  # turns momentum, too
+    "SequentialLR": (
+        "Adam",
+        lambda o: schedulers.SequentialLR(
+            o, [schedulers.LinearLR(o, 0.1, total_iters=4), schedulers.ExponentialLR(o, 0.8)], [4]
+        ),
+    ),
+}
+BASE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01, "betas": (0.8, 0.95)},
+}
+
+
+def scheduled(net: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str, workers: tuple[int, ...]) -> Options:
+    scheduler = SCHEDULES[name][1](optimizer)
+    seen = []
+    for step in range(STEPS):
+        set_gradients(net, workers, step)
+        optimizer.step()
+        scheduler.step(*[1.0] if name == "ReduceLROnPlateau" else [])  # no progress at all
+        seen.append({k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "betas", "momentum")})
+    return seen
+
+
+def schedule_all(job: tw.Job) -> dict[str, tuple[bool, Options, Options]]:
+    found = {}
+    for name, (kind, _) in SCHEDULES.items():
+        ours, theirs = model(), model()
+        optimizer = getattr(torch.optim, kind)
+        store = tw.torch.StoreOptimizer(ours.named_parameters(), optimizer, **BASE[kind])
+        mine = scheduled(ours, store, name, (job.rank,))
+        alone = scheduled(theirs, stock(theirs, optimizer, **BASE[kind]), name, WORKERS)
+        found[name] = (same(state(ours), state(theirs)), mine, alone)
+    return found
+
+
+def test_schedulers_have_the_bits_of_the_stock_optimizer() -> None:
+    for found in run_job(schedule_all).ok():
+        for name, (equal, mine, alone) in found.items():
+            assert equal, name
+            assert mine == alone, name
+            assert len({options["lr"] for options in mine}) > 1, f"{name} changed nothing"
+
+
+# ---- GradScaler
+
+
+def scaled(net: torch.nn.Module, optimizer: torch.optim.Optimizer, unscale: bool) -> tuple[list[float], list[State]]:
+    """A loop as in torch's own recipes; both workers see the same data, and an infinite loss in step 2."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    scales, states = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, 0, step)
+        scaler.scale(loss * torch.inf if step == 2 else loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        states.append(state(net))
+    return scales, states
+
+
+def scale_twice(job: tw.Job) -> list[tuple[bool, list[float], bool]]:
+    found = []
+    for unscale in (True, False):
+        ours, theirs = model(), model()
+        options = {"lr": 0.1, "momentum": 0.9}
+        mine, states = scaled(
+            ours, tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options), unscale
+        )
+        # Without fused: torch would unscale inside of the fused step, in another order of operations.
+        alone, expected = scaled(theirs, torch.optim.SGD(theirs.parameters(), **options, fused=unscale), unscale)
+        equal = mine == alone and all(same(a, b) for a, b in zip(states, expected, strict=True))
+        found.append((equal, mine, same(states[1], states[2]) and not same(states[2], states[3])))
+    return found
+
+
+def test_gradscaler_skips_a_step_with_an_inf() -> None:
+    for found in run_job(scale_twice).ok():
+        for equal, scales, skipped in found:
+            assert equal
+            assert scales[1:3] == [2.0**16, 2.0**15]
+            assert skipped
+
+
+def infinite_on_one(net: torch.nn.Module, optimizer: torch.optim.Optimizer, job: tw.Job, meeting: str) -> list[float]:
+    """The recipe of the documentation, with an infinite loss of worker 1 in step 2."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", init_method=meeting, rank=job.rank, world_size=job.num_workers)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    agreed = recipe("Mixed precision")
+    scales = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, job.rank, step)
+        scaler.scale(loss * torch.inf if (step, job.rank) == (2, 1) else loss).backward()
+        exec(agreed, {"scaler": scaler, "optimizer": optimizer, "model": net, "torch": torch, "dist": dist})
+        scales.append(scaler.get_scale())
+    dist.destroy_process_group()
+    return scales
+
+
+def agree_on_a_skip(job: tw.Job, meeting: str) -> tuple[bool, list[float]]:
+    ours, theirs = model(), model()
+    options = {"lr": 0.1, "momentum": 0.9}
+    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options)
+    scales = infinite_on_one(ours, store, job, meeting)
+    optimizer = stock(theirs, torch.optim.SGD, **options)
+    for step in range(STEPS):
+        if step != 2:
+            set_gradients(theirs, WORKERS, step)
+            optimizer.step()
+    return same(state(ours), state(theirs)), scales
+
+
+def test_an_inf_of_one_worker_is_skipped_by_all_who_agree(tmp_path: Path) -> None:
+    for equal, scales in run_job(agree_on_a_skip, f"file://{tmp_path}/meeting").ok():
+        assert equal
+        assert scales == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
+
+
+# ---- hooks
+
+
+def hooked(optimizer: torch.optim.Optimizer, net: torch.nn.Module, workers: tuple[int, ...]) -> list[str]:
+    told: list[str] = []
+
+    def pre(which: Any, args: Any, kwargs: Any) -> None:
+        told.append("pre")
+        for p in net.parameters():  # what a hook does to the gradients counts
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: told.append("every pre")),
+        register_optimizer_step_post_hook(lambda *_: told.append("every post")),
+        optimizer.register_step_pre_hook(pre),
+        optimizer.register_step_post_hook(lambda *_: told.append("post")),
+    ]
+    for step in range(3):
+        set_gradients(net, workers, step)
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+    set_gradients(net, workers, 3)
+    optimizer.step()
+    return told
+
+
+def hook_twice(job: tw.Job) -> tuple[bool, list[str], list[str]]:
+    ours, theirs = model(), model()
+    mine = hooked(tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, lr=0.1), ours, (job.rank,))
+    alone = hooked(stock(theirs, torch.optim.SGD, lr=0.1), theirs, WORKERS)
+    return same(state(ours), state(theirs)), mine, alone
+
+
+def test_hooks_of_a_step_run_as_with_the_stock_optimizer() -> None:
+    for equal, mine, alone in run_job(hook_twice).ok():
+        assert equal
+        assert mine == alone
+        assert len(mine) == 12
+
+
+# ---- torch.compile
+
+
+def compiled(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """A compiled function with everything in it; returns how many graphs dynamo made."""
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=graphs)
+    def train(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for step in range(4):
+        train(torch.randn(16, 32, generator=torch.Generator().manual_seed(step)))
+    return graphs.frame_count
+
+
+def compile_twice(job: tw.Job, overlap: bool) -> tuple[bool, int]:
+    import torch._dynamo.testing
+
+    ours, theirs = model(), model()
+    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, lr=0.1, overlap=overlap)
+    count = compiled(ours, store)
+    torch._dynamo.reset()
+    compiled(theirs, stock(theirs, torch.optim.SGD, lr=0.1))
+    return same(state(ours), state(theirs)), count
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_torch_compile_around_a_step(overlap: bool) -> None:
+    for equal, graphs in run_job(compile_twice, overlap).ok():
+        assert equal
+        assert 0 < graphs < 4  # made once, not once a step; and none of what the store does
