@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.bench.actors.lines import check, pattern
-from tensorwire.bench.compare import Samples, Settings, Workload, compare, records
+from tensorwire.bench.compare import Samples, Settings, Workload, compare_all, records
 from tensorwire.bench.programs import Contender, Stage, pair
 from tensorwire.bench.records import MODES, Target, size_text, time_text
 from tensorwire.bench.show import Notes
@@ -113,7 +113,7 @@ def test_others_that_fail_are_skipped_and_ours_are_not() -> None:
     worst = Contender("missing", pair(("/no/such/program",)))
     workload = Workload("device", "shm", "w", 0, "ping-pong", (good, bad, worse, worst), per=2)
     with nothing_kept():
-        made = compare(workload, settings, notes)
+        made = compare_all([workload], settings, notes)
     assert [(r.peer, r.seconds, r.rounds, r.copies) for r in made] == [("tensorwire", 0.125, 3, 6.0)]
     assert [line.partition(":")[2].split(":")[0].strip() for line in said] == ["absent", "missing", "other"]
     assert "No module named 'no_such_module'" in said[0]
@@ -121,7 +121,7 @@ def test_others_that_fail_are_skipped_and_ours_are_not() -> None:
     assert "ZeroDivisionError" in said[2]
     ours = Workload("device", "shm", "w", 0, "ping-pong", (Contender("tensorwire", bad.commands),))
     with nothing_kept(), pytest.raises(ProgramFailed, match="ZeroDivisionError"):
-        compare(ours, settings, notes)
+        compare_all([ours], settings, notes)
 
 
 def test_the_vocabulary_is_documented() -> None:

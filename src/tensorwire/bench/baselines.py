@@ -40,7 +40,7 @@ class Peer:
 
 
 # glibc gives memory back after each message otherwise, and half of the time goes into page faults.
-_KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "268435456"}
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "268435456"}
 _PROGRAM = "ucx_perftest"
 
 PEERS = {
@@ -49,10 +49,10 @@ PEERS = {
         Peer("ucx", "ucx_put.py", (), "apt install ucx-utils", ("shm", "tcp"), asleep=False),
         Peer("nixl", "nixl_write.py", ("nixl_cu12._api",), "pip install --no-deps nixl-cu12", ("shm", "tcp")),
         Peer("mooncake", "mooncake_write.py", ("mooncake.engine",), "pip install mooncake-transfer-engine-non-cuda"),
-        Peer("zeromq", "zeromq_send.py", ("zmq",), "pip install pyzmq", asleep=False, environment=_KEEP),
-        Peer("gloo", "gloo_send.py", ("torch.distributed",), "pip install torch", asleep=False, environment=_KEEP),
-        Peer("torch-rpc", "torch_rpc.py", ("torch.distributed.rpc",), "pip install torch", environment=_KEEP),
-        Peer("grpc", "grpc_stream.py", ("grpc",), "pip install grpcio", environment=_KEEP),
+        Peer("zeromq", "zeromq_send.py", ("zmq",), "pip install pyzmq", asleep=False, environment=KEEP),
+        Peer("gloo", "gloo_send.py", ("torch.distributed",), "pip install torch", asleep=False, environment=KEEP),
+        Peer("torch-rpc", "torch_rpc.py", ("torch.distributed.rpc",), "pip install torch", environment=KEEP),
+        Peer("grpc", "grpc_stream.py", ("grpc",), "pip install grpcio", environment=KEEP),
     )
 }
 
@@ -71,14 +71,18 @@ class Peers:
         return [
             Contender(
                 peer.name,
-                pair((self._python, str(_folder() / peer.script)), device, nbytes),
+                pair(program, device, nbytes),
                 asleep=peer.asleep,
                 stopped=True,
                 environment={"PYTHONPATH": str(ACTORS), **peer.environment},
             )
             for peer in self._wanted
-            if device in peer.devices and self._is_here(peer)
+            if device in peer.devices and (program := self.program(peer))
         ]
+
+    def program(self, peer: Peer) -> tuple[str, ...]:
+        """The command of a peer's program; empty, with a note, if it is not here."""
+        return (self._python, str(_folder() / peer.script)) if self._is_here(peer) else ()
 
     def copies(self, nbytes: int, mode: str, names: Sequence[str], group: str) -> list[Contender]:
         """Copies and a flag in C, in shared memory."""

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from tensorwire.bench.programs import OURS, Answer, Contender, Stage
 from tensorwire.bench.records import Record, Target
@@ -63,26 +64,53 @@ class Samples:
                 self.counts[name] = sum(a.get(name, 0) for a in answers) / (warm + count)
 
 
-def compare(workload: Workload, settings: Settings, notes: Notes) -> list[Record]:
+class Stages:
+    """Programs that run, by their commands, for workloads that follow each other. A context manager."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = cores
+        self._by_commands: dict[tuple[tuple[str, ...], ...], Stage] = {}
+
+    def get(self, contender: Contender) -> Stage:
+        """The contender's programs, started if they do not run. Raises `ProgramFailed`."""
+        stage = self._by_commands.get(contender.commands)
+        if stage is None or not stage.programs:  # it failed in an earlier workload
+            stage = self._by_commands[contender.commands] = Stage(contender, self._cores)
+        return stage
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stage in self._by_commands.values():
+            stage.close()
+
+
+def compare_all(workloads: Sequence[Workload], settings: Settings, notes: Notes) -> list[Record]:
+    """One workload after the other; those of the same programs share them."""
+    made: list[Record] = []
+    for _, group in groupby(workloads, key=lambda w: [c.commands for c in w.contenders]):
+        with Stages(settings.cores) as stages:
+            for workload in group:
+                made += compare(workload, settings, notes, stages)
+    return made
+
+
+def compare(workload: Workload, settings: Settings, notes: Notes, running: Stages) -> list[Record]:
     """Measures all contenders in turns; a contender of others that fails is skipped with a note."""
-    with contextlib.ExitStack() as stack:
-        stages: dict[str, tuple[Contender, Stage, int]] = {}
-        by_commands: dict[tuple[tuple[str, ...], ...], Stage] = {}
-        for contender in workload.contenders:
-            notes.progress(f"{workload.name}: {contender.name}")
+    stages: dict[str, tuple[Contender, Stage, int]] = {}
+    for contender in workload.contenders:
+        notes.progress(f"{workload.name}: {contender.name}")
+        with _tolerated(contender, notes):
+            stage = running.get(contender)
+            stages[contender.name] = (contender, stage, _calibrate(stage, contender.word, settings.seconds))
+    samples = {name: Samples() for name in stages}
+    for round in range(1, settings.rounds + 1):
+        for name, (contender, stage, count) in _in_turns(stages, round):
+            notes.progress(f"{workload.name}: round {round} of {settings.rounds}: {name}")
             with _tolerated(contender, notes):
-                stage = by_commands.get(contender.commands)
-                if stage is None:
-                    stage = stack.enter_context(Stage(contender, settings.cores))
-                    by_commands[contender.commands] = stage
-                stages[contender.name] = (contender, stage, _calibrate(stage, contender.word, settings.seconds))
-        samples = {name: Samples() for name in stages}
-        for round in range(1, settings.rounds + 1):
-            for name, (contender, stage, count) in _in_turns(stages, round):
-                notes.progress(f"{workload.name}: round {round} of {settings.rounds}: {name}")
-                with _tolerated(contender, notes):
-                    if name in samples:
-                        _round(contender, stage, count, workload.per, samples)
+                if name in samples:
+                    _round(contender, stage, count, workload.per, samples)
     groups = {c.name: c.group or c.name for c in workload.contenders}
     return records(workload, samples, groups)
 
@@ -154,7 +182,9 @@ def _record(
         bytes=workload.nbytes,
         seconds=seconds,
         # Where no byte moved there is no rate.
-        bytes_per_second=workload.nbytes / seconds if workload.nbytes and workload.mode != "mapped" else None,
+        bytes_per_second=workload.nbytes / seconds
+        if workload.nbytes and not workload.mode.endswith("mapped")
+        else None,
         limit=None if limit is None else best[limit],
         limit_value=None if limit is None else medians[limit],
         ratio=None if limit is None else medians[limit] / seconds,

@@ -93,11 +93,14 @@ def workloads(rate: str, names: tuple[str, str]) -> list[Workload]:
     return made
 
 
+def inside(name: str) -> tuple[str, ...]:
+    """What a command begins with that is to run in a network namespace."""
+    return ("ip", "netns", "exec", name)
+
+
 def _inside(names: tuple[str, str], name: str, arguments: Sequence[object]) -> tuple[tuple[str, ...], ...]:
     ends = zip(("target", "initiator"), names, ADDRESSES, strict=True)
-    return tuple(
-        ("ip", "netns", "exec", space, *actor(name, role, *arguments, address)) for role, space, address in ends
-    )
+    return tuple((*inside(space), *actor(name, role, *arguments, address)) for role, space, address in ends)
 
 
 def _do(*command: str) -> None:

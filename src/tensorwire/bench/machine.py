@@ -42,19 +42,26 @@ def _siblings(core: int) -> set[int]:
     return siblings
 
 
-def describe(cores: tuple[int, ...]) -> list[str]:
-    """Processor, kernel, load and settings that change figures: one line each."""
+def all_cores(wanted: str | None) -> tuple[int, ...]:
+    """The processors that several processes share: ``wanted``, or all. Raises `ArgumentError` as ``choose_cores``."""
+    return choose_cores(wanted) if wanted is not None else tuple(sorted(os.sched_getaffinity(0)))
+
+
+def describe(cores: tuple[int, ...], *, shared: bool = False) -> list[str]:
+    """Processor, kernel, load and settings that change figures: one line each. ``shared``: nobody is pinned to one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    pinned = f"pinned: initiator on processor {cores[0]}, target on {cores[1]}"
+    if shared:
+        pinned = f"all programs share the processors {_ranges(list(cores))}"
     lines = [
         f"{_cpu()}, {os.cpu_count()} processors, {memory:.0f} GiB; Linux {platform.release()}, "
         f"Python {platform.python_version()}",
-        f"pinned: initiator on processor {cores[0]}, target on {cores[1]}; load average "
-        + " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        f"{pinned}; load average " + " ".join(f"{load:.2f}" for load in os.getloadavg()),
         f"transparent huge pages: {_setting('enabled')}, for shared memory: {_setting('shmem_enabled')}; "
         f"congestion control: {_congestion()}",
     ]
-    if cores[0] == cores[1]:
-        lines.append("only one processor: both processes share it, and the figures are those of its scheduler")
+    if len(set(cores)) == 1:
+        lines.append("only one processor: all processes share it, and the figures are those of its scheduler")
     elif os.getloadavg()[0] > 0.5:
         lines.append("this machine is busy: compare only figures of this run with each other")
     return lines

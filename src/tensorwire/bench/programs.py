@@ -34,7 +34,8 @@ class Contender:
     ``group``: what counts as one limit, by its best. ``asleep``: the target is to sleep while the initiator works.
     ``stopped``: its programs have threads that do not sleep, so they are stopped while others are measured.
     ``word``: what the programs are to do instead of their own work. Contenders with the same commands share one set of
-    processes, and so the same memory.
+    processes, and so the same memory. ``servers``: the first so many programs serve the others, which run together;
+    all share the cores, and each is told the lines of all. Servers begin by themselves, and are asked afterwards.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Contender:
     asleep: bool = False
     stopped: bool = False
     word: str = ""
+    servers: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +92,7 @@ def end_all() -> None:
 class Program:
     """One process and the two pipes to it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], core: int) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
         self._command = command
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._read = b""
@@ -110,7 +112,7 @@ class Program:
                 raise ProgramFailed(f"{self._name} cannot be started: {error.strerror}") from None
             _running.add(self)
         with contextlib.suppress(OSError):  # it has ended already; the first answer will tell
-            os.sched_setaffinity(self.process.pid, [core])
+            os.sched_setaffinity(self.process.pid, cores)
 
     def fileno(self) -> int:
         """For ``select``: readable when it has answered or ended."""
@@ -176,9 +178,10 @@ class Stage:
             for i, command in enumerate(contender.commands):
                 # The target on the second core, the initiator on the first; more take turns.
                 core = cores[(len(contender.commands) - 1 - i) % len(cores)]
-                self.programs.append(Program(command, environment, core))
+                self.programs.append(Program(command, environment, cores if contender.servers else [core]))
             lines = [program.hear() for program in self.programs]
-            for program, line in zip(self.programs, [*lines[1:], lines[0]], strict=True):
+            told = [" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]]
+            for program, line in zip(self.programs, told, strict=True):
                 program.say(line)
             for program in self.programs:
                 program.hear()  # ready
@@ -210,17 +213,25 @@ class Stage:
                 program.say(line)
                 answers.insert(0, json.loads(program.hear()))
             return answers
-        for program in self.programs:
+        count = self.contender.servers
+        servers, others = self.programs[:count], self.programs[count:]
+        heard = self._ask(line, others, servers)
+        heard |= self._ask(line, servers)
+        return [heard[program] for program in self.programs]
+
+    def _ask(self, line: str, programs: Sequence[Program], silent: Sequence[Program] = ()) -> dict[Program, Answer]:
+        """What these answer to a line; ``silent`` ones have nothing to say meanwhile, unless they fail."""
+        for program in programs:
             program.say(line)
         # One may have failed while the other waits for it: whoever speaks or ends is heard first.
-        waiting = list(self.programs)
+        waiting = list(programs)
         heard: dict[Program, Answer] = {}
         while waiting:
-            ready, _, _ = select.select(waiting, [], [], HANG_SECONDS)
+            ready, _, _ = select.select([*waiting, *silent], [], [], HANG_SECONDS)
             for program in ready or waiting:
                 heard[program] = json.loads(program.hear())
                 waiting.remove(program)
-        return [heard[program] for program in self.programs]
+        return heard
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""

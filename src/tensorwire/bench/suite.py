@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from tensorwire.bench import edges, faults, idle, links, machine, show, verbs, writes
+from tensorwire.bench import edges, faults, idle, links, machine, show, stores, verbs, writes
 from tensorwire.bench.baselines import Peers
-from tensorwire.bench.compare import Settings, Workload, compare
+from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
 from tensorwire.errors import Unsupported
@@ -26,6 +27,9 @@ class Options:
     links: tuple[str, ...] = ()
     waiting: bool = False
     connect: str = ""
+    models: tuple[str, ...] = ()
+    workers: int = 2
+    servers: int = 1
     cores: str | None = None
     json: str | None = None
     markdown: bool = False
@@ -51,18 +55,28 @@ def fault(options: Options) -> None:
     _report(options, _faults)
 
 
-def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
-    """Measures, then shows; what was measured is written even if nobody can look at the table."""
+def store(options: Options) -> None:
+    """``tensorwire bench store``."""
+    _report(options, _store, shared=True)
+
+
+def _report(
+    options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]], *, shared: bool = False
+) -> None:
+    """Measures, then shows; what was measured is written even if nobody can look at the table.
+
+    ``shared``: programs are not pinned each to a processor of its own.
+    """
     if "verbs" in options.devices:
         verbs.check()
     settings = Settings(
         rounds=options.rounds or (2 if options.quick else 9),
         seconds=0.02 if options.quick else 0.2,
-        cores=machine.choose_cores(options.cores),
+        cores=(machine.all_cores if shared else machine.choose_cores)(options.cores),
     )
     if options.json is not None:
         show.check_json(options.json)
-    described = machine.describe(settings.cores)  # before we make load of our own
+    described = machine.describe(settings.cores, shared=shared)  # before we make load of our own
     try:
         with show.notes() as notes:
             records = measure(options, settings, notes)
@@ -76,37 +90,43 @@ def _report(options: Options, measure: Callable[[Options, Settings, show.Notes],
         show.table(records, described)
 
 
-def _compare(workloads: Sequence[Workload], settings: Settings, notes: show.Notes) -> list[Record]:
-    return [record for workload in workloads for record in compare(workload, settings, notes)]
-
-
 def _device(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     records: list[Record] = []
     if options.waiting:
         seconds = 0.3 if options.quick else 2.0
         records += idle.measure(options.devices, _at_most(settings, 3), seconds, notes)
+    long = replace(_at_most(settings, 3), seconds=0.3 if options.quick else 3.0)
     for rate in options.links:
-        try:
-            with links.cable(rate) as names:
-                long = replace(_at_most(settings, 3), seconds=0.3 if options.quick else 3.0)
-                records += _compare(links.workloads(rate, names), long, notes)
-        except Unsupported as error:
-            notes.skip(f"--link {rate}: {error}")
+        records += _over_link(rate, links.workloads, long, notes)
     if options.waiting or options.links:
         return records
     peers = Peers(options.peers, options.peer_python, notes)
     others = [device for device in options.devices if device != "verbs"]
-    records += _compare(writes.workloads(others, options.sizes, peers, quick=options.quick), settings, notes)
+    records += compare_all(writes.workloads(others, options.sizes, peers, quick=options.quick), settings, notes)
     if "verbs" in options.devices:
         made = verbs.workloads(options.sizes, verbs.Ends(options.connect), notes, quick=options.quick)
         # perftest begins and ends within its figure, too: what that costs is to be little.
-        records += _compare(made, replace(settings, seconds=0.1 if options.quick else 1.0), notes)
+        records += compare_all(made, replace(settings, seconds=0.1 if options.quick else 1.0), notes)
     return records
+
+
+def _over_link(
+    rate: str,
+    workloads: Callable[[str, tuple[str, str]], list[Workload]],
+    settings: Settings,
+    notes: show.Notes,
+) -> list[Record]:
+    try:
+        with links.cable(rate) as names:
+            return compare_all(workloads(rate, names), settings, notes)
+    except Unsupported as error:
+        notes.skip(f"--link {rate}: {error}")
+        return []
 
 
 def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     peers = Peers((), None, notes)
-    return _compare(edges.workloads(options.devices, options.sizes, peers), settings, notes)
+    return compare_all(edges.workloads(options.devices, options.sizes, peers), settings, notes)
 
 
 def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
@@ -118,6 +138,23 @@ def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Re
     from tensorwire.bench import posting  # it takes the place of this process's NIC
 
     return posting.measure(settings)
+
+
+def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    rounds = options.rounds or (2 if options.quick else 5)
+    settings = replace(settings, rounds=rounds, seconds=0.02 if options.quick else 1.0)
+    peers = Peers((), options.peer_python, notes)
+    records: list[Record] = []
+    for job in stores.jobs(options.models, options.workers, options.servers):
+        for rate in options.links:
+            made = partial(stores.over_link, job.model)
+            records += _over_link(rate, made, replace(settings, seconds=0.02 if options.quick else 3.0), notes)
+        if not options.links:
+            grpc = "grpc" in options.peers
+            records += compare_all(stores.workloads(job, options.devices, peers, grpc=grpc), settings, notes)
+    if "1gbit" in options.links and records:
+        notes.say(stores.GIGABIT)
+    return records
 
 
 def _at_most(settings: Settings, rounds: int) -> Settings:

@@ -14,6 +14,7 @@ from tensorwire.errors import ArgumentError
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _DEVICES = ("shm", "tcp", "verbs")
 _LINKS = ("1gbit", "10gbit")
+_MODELS = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 
 def _names(what: str, known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -40,6 +41,10 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
             raise click.BadParameter(f"{part!r} is not a multiple of 64 bytes")
         sizes.append(int(digits) * factor)
     return tuple(sizes)
+
+
+def _models(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return _MODELS if value == "all" else _names("workload", (*_MODELS, "tiny"))(context, parameter, value)
 
 
 def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,6 +85,7 @@ def bench() -> None:
     Start here (no root, no network; one to three minutes each):
       tensorwire bench device
       tensorwire bench edge
+      tensorwire bench store
       tensorwire bench faults
     """
 
@@ -144,6 +150,45 @@ def edge(**options: Any) -> None:
 def posting(**options: Any) -> None:
     """What verbs costs before the NIC has it: on a NIC that does nothing, so that none is needed."""
     _run("posting", devices=(), **options)
+
+
+@bench.command()
+@_common
+@click.option(
+    "--workload",
+    "models",
+    default="fcn5",
+    show_default=True,
+    metavar="NAMES",
+    callback=_models,
+    help="Whose tensors: all, or " + ", ".join(_MODELS) + "; tiny to try it out.",
+)
+@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Worker processes.")
+@click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True, help="Server processes.")
+@click.option(
+    "--peers",
+    default="grpc",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("", ("none", "grpc")),
+    help="Other stores: grpc, or none.",
+)
+@click.option(
+    "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
+)
+@click.option(
+    "--link",
+    "links",
+    default="",
+    metavar="RATES",
+    callback=_names("", _LINKS),
+    help="Instead: tcp over a shaped link beside iperf3, 1gbit or 10gbit or both; needs root and iperf3.",
+)
+def store(**options: Any) -> None:
+    """The parameter store's step, push and pull, beside a store on gRPC; over shm and tcp."""
+    if "verbs" in options["devices"]:
+        raise ArgumentError("bench store measures shm and tcp")
+    _run("store", **options)
 
 
 @bench.command()

@@ -208,6 +208,12 @@ class StoreClient:
             "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
         )
 
+    def flush(self, timeout: float) -> None:
+        """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
+        for server in self._servers:
+            for push in server.pushes:
+                push.flush(timeout)
+
     # ---- uneven numbers of steps
 
     def idle(self) -> None:

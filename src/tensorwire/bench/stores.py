@@ -1,0 +1,119 @@
+"""``bench store``: our parameter store beside one on gRPC with the same plan, rule, processes and cores.
+
+Where the payload ends up in mapped memory and was born there, no byte moves; the mode says so.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tensorwire.bench import links
+from tensorwire.bench.baselines import KEEP, Peer, Peers
+from tensorwire.bench.compare import Workload
+from tensorwire.bench.programs import OURS, Contender, actor, actors
+from tensorwire.bench.records import Target
+from tensorwire.bench.workloads import Model, find
+
+MIB = 2**20
+LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
+RULES = {"SGD": "step", "none": "exchange"}  # and the first half of the mode
+_MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
+GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
+# Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
+_SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
+_TCP = 3.0
+_ONE_WAY, _BOTH_WAYS = 0.95, {"1gbit": 0.95, "10gbit": 0.90}
+GIGABIT = (
+    "beside the figures over 1gbit, not measured here: RDMA-MXNet's TCP over 1 gigabit Ethernet, 1 worker, needs "
+    "102.1 s for 10,000 pushes of 100,000 keys and values (its authors' table): 12 GB at 118 MB/s, 4 GB of them values"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is compared: a model, and by how many processes it is trained."""
+
+    model: Model
+    workers: int = 2
+    servers: int = 1
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        counts = f"{self.workers} worker{'s' * (self.workers > 1)}, {self.servers} server{'s' * (self.servers > 1)}"
+        return f"{self.model.title} ({self.model.nbytes / MIB:.1f} MiB), {counts}"
+
+
+def jobs(names: Sequence[str], workers: int, servers: int) -> list[Job]:
+    """One a model."""
+    return [Job(find(name), workers, servers) for name in names]
+
+
+def workloads(job: Job, devices: Sequence[str], peers: Peers, *, grpc: bool) -> list[Workload]:
+    """Whole steps, then push and pull without update; gradients copied, then born in their slots."""
+    made = []
+    for device in devices:
+        for rule in RULES:
+            contenders = [_ours(job, rule, device)] + (_grpc(job, rule, peers) if grpc else [])
+            for word in ("copied", "born"):
+                mode = f"{RULES[rule]}-{'mapped' if (device, word) == ('shm', 'born') else word}"
+                title = f"{device} store, {job.title}" + (", SGD with momentum" if rule == "SGD" else "")
+                target, told = _target(job, device, mode), tuple(replace(c, word=word) for c in contenders)
+                made.append(Workload("store", device, title, job.model.nbytes, mode, told, ("grpc",), target))
+    return made
+
+
+def _target(job: Job, device: str, mode: str) -> Target | None:
+    if device == "tcp":
+        return Target(shares={"grpc": _TCP}) if job.model.nbytes >= LARGE else None
+    if job.model.name != "fcn5" or job.workers != 2:
+        return None
+    return Target(shares={"grpc": _SHM[mode]})
+
+
+def _ours(job: Job, rule: str, device: str) -> Contender:
+    arguments = (job.model.name, rule, job.workers, job.servers, device, "127.0.0.1")
+    servers = [actor("store", "server", i, *arguments) for i in range(job.servers)]
+    workers = [actor("store", "worker", i, *arguments) for i in reversed(range(job.workers))]
+    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
+    return Contender(OURS, (*servers, *workers), servers=job.servers, environment=secret)
+
+
+def _grpc(job: Job, rule: str, peers: Peers) -> list[Contender]:
+    program = peers.program(GRPC)
+    if not program:
+        return []
+    arguments = tuple(map(str, (job.model.name, rule, job.workers, job.servers, "127.0.0.1")))
+    commands = [(*program, "server", str(i), *arguments) for i in range(job.servers)]
+    commands += [(*program, "worker", str(i), *arguments) for i in reversed(range(job.workers))]
+    return [Contender("grpc", tuple(commands), stopped=True, servers=job.servers, environment=GRPC.environment)]
+
+
+def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]:
+    """A worker at one end of a cable, server and another worker at the other; against iperf3, one way.
+
+    The other worker decides when the store answers, and so lets the push and the pull be on the cable one at a time.
+    """
+    here, there = (links.inside(name) for name in names)
+    arguments = (model.name, "none", 2, 1, "auto")
+    commands = (
+        (*here, *actor("store", "server", 0, *arguments, links.ADDRESSES[0])),
+        (*here, *actor("store", "worker", 1, *arguments, links.ADDRESSES[0])),
+        (*there, *actor("store", "worker", 0, *arguments, links.ADDRESSES[1])),
+    )
+    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
+    target, initiator = actors("iperf", model.nbytes)
+    iperf = Contender("iperf3", ((*here, *target, links.ADDRESSES[0]), (*there, *initiator, links.ADDRESSES[1])))
+    made = []
+    for mode, word, share in (
+        ("push", "push", _ONE_WAY),
+        ("pull", "pull", _ONE_WAY),
+        ("push-and-pull", "born", _BOTH_WAYS[rate]),
+    ):
+        ours = Contender(OURS, commands, word=word, servers=1, environment=secret)
+        title = f"tcp store over a link of {rate}, {model.title} ({model.nbytes / MIB:.1f} MiB)"
+        shares = Target(shares={"iperf3": share})
+        made.append(Workload("store", "tcp", title, model.nbytes, mode, (ours, iperf), ("iperf3",), shares))
+    return made
