@@ -143,7 +143,8 @@ def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
     assert len(parts) == 2 * 2 * 20
     assert sum(p.accounted for p in parts) == pytest.approx(sum(p.seconds for p in parts), rel=0.05)
     names = {e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
-    assert {"compute", "push", "wait", "update", "exposed"} <= names
+    assert {"compute", "push", "wait", "update", "transfer", "exposed"} <= names
+    assert any(p.hidden > 0 for p in parts)
     assert [p for p in temporary.iterdir() if p.name.startswith("tensorwire")] == []
     sandbox.nothing_left()
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensorwire.device import Channel, RemoteView
+from tensorwire.device import Channel, Completion, RemoteView
 from tensorwire.edge.static import DEFAULT_TIMEOUT, TRAILER, Consumer, Producer, Word, check_spec
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, ContentMismatch, Unsupported
@@ -50,13 +50,13 @@ class CheckedProducer(Producer):
         self.spec = spec
         check_spec(spec, self._memory)
 
-    def send(self, step: int, *, payload: bool = True) -> None:
+    def send(self, step: int, *, payload: bool = True) -> Completion:
         if not payload:
             raise ArgumentError("a checked edge carries a payload every step")
         self._check(step)
         at = step % self.depth
         _TRAILER.pack_into(self._whole[at], self.nbytes, _MARK, self._digest(self._memory[at], seed=step))
-        super().send(step)
+        return super().send(step)
 
 
 class CheckedConsumer(Consumer):

@@ -136,18 +136,18 @@ class Producer:
         copy_tensor(self.slot(step, timeout), tensor)
         counters.add(copies=1, copied_bytes=self.nbytes)
 
-    def send(self, step: int, *, payload: bool = True) -> None:
+    def send(self, step: int, *, payload: bool = True) -> Completion:
         """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
         if step <= self._last:
             self._check(step)
         self._last = step
         if self._source and payload:
             at = step % self.depth
-            self._sent[at] = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
-            return
+            self._sent[at] = written = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
+            return written
         if payload:
             counters.mapped(self.nbytes)
-        self._channel.signal(self._arrival, step)
+        return self._channel.signal(self._arrival, step)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tensorwire.device import Channel, RemoteView, View
+from tensorwire.device import Channel, Completion, RemoteView, View
 from tensorwire.edge.static import DEFAULT_TIMEOUT, Consumer, Producer, Word
 from tensorwire.errors import ArgumentError
 
@@ -60,11 +60,11 @@ class StripedProducer(Producer):
             stripe.slot(step, timeout)  # its bytes may still be on their way
         return memory
 
-    def send(self, step: int, *, payload: bool = True) -> None:
+    def send(self, step: int, *, payload: bool = True) -> Completion:
+        """Returns the completion of the last stripe: others may still be on their way."""
         self._check(step)
         self._last = step
-        for stripe in self._stripes:
-            stripe.send(step, payload=payload)
+        return [stripe.send(step, payload=payload) for stripe in self._stripes][-1]
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         for stripe in self._stripes:

@@ -16,7 +16,7 @@ from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
-from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _TILE = 2 << 20
 
@@ -168,7 +168,7 @@ class StoreClient:
         if self._said.get(id(bucket)) != said:
             push.memory[bucket.nbytes :] = said
             self._said[id(bucket)] = said
-        push.send(self.step)
+        traced_send(push, self.step, f"server {bucket.server}, bucket {bucket.index}")
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""

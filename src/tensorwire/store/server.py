@@ -20,7 +20,7 @@ from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.state import answer_asks, take_state
-from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -246,7 +246,7 @@ class StoreServer:
             pull = worker.pulls[bucket]
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
-            pull.send(self.step)
+            traced_send(pull, self.step, f"worker {worker.index}, bucket {bucket}")
 
     def close(self) -> None:
         """Frees the store's memory."""

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+from tensorwire.edge import Producer
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
 from tensorwire.store.plan import ALIGNMENT, PAGE, Plan, TensorSpec, make_plan, round_up
 from tensorwire.store.rounds import head_bytes
 
@@ -110,6 +113,15 @@ class Outbox(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """All of it."""
         return self.together_word + WORD
+
+
+def traced_send(producer: Producer, step: int, what: str) -> None:
+    """Sends; where bytes move and a trace is made, it says from when to when."""
+    if producer.mapped or not spans.enabled:
+        producer.send(step)
+        return
+    start = clock()
+    producer.send(step).on_done(lambda _: spans.add("transfer", step, start, clock(), what))
 
 
 class ServerDoor(msgspec.Struct, frozen=True):
