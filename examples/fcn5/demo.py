@@ -21,14 +21,11 @@ import data
 import table
 from rich.console import Console
 
+from tensorwire.bench.machine import MALLOC
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.observe.parts import read_trace
 
 HERE = Path(__file__).resolve().parent
-# glibc gives big blocks back to the kernel when they are freed, so that every step's gradients are new pages. Told to
-# keep them, one worker's backward took 166 ms instead of 245, with 0 page faults a step instead of 49,155 (width 4096,
-# batch 64, one thread). MALLOC_MMAP_MAX_ alone changed nothing; MALLOC_TOP_PAD_ added nothing.
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def start(launcher: list[str], script: list[str], folder: str) -> int:

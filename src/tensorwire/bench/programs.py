@@ -88,9 +88,9 @@ def end_all() -> None:
 
 
 class Program:
-    """One process and the two pipes to it."""
+    """One process and the two pipes to it; on ``core`` alone, if one is given."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], core: int) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], core: int | None = None) -> None:
         self._command = command
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._read = b""
@@ -109,6 +109,8 @@ class Program:
                 self._errors.close()
                 raise ProgramFailed(f"{self._name} cannot be started: {error.strerror}") from None
             _running.add(self)
+        if core is None:
+            return
         with contextlib.suppress(OSError):  # it has ended already; the first answer will tell
             os.sched_setaffinity(self.process.pid, [core])
 
@@ -164,6 +166,21 @@ class Program:
         return lines[-1] if lines else f"status {self.process.returncode}"
 
 
+def ask(programs: Sequence[Program], line: str) -> list[Answer]:
+    """Gives all of them a line; their answers, in their order. Raises `ProgramFailed`."""
+    for program in programs:
+        program.say(line)
+    # One may have failed while the other waits for it: whoever speaks or ends is heard first.
+    waiting = list(programs)
+    heard: dict[Program, Answer] = {}
+    while waiting:
+        ready, _, _ = select.select(waiting, [], [], HANG_SECONDS)
+        for program in ready or list(waiting):
+            heard[program] = json.loads(program.hear())
+            waiting.remove(program)
+    return [heard[program] for program in programs]
+
+
 class Stage:
     """A contender's programs, in a ring: each was told the line of the next one. A context manager."""
 
@@ -210,17 +227,7 @@ class Stage:
                 program.say(line)
                 answers.insert(0, json.loads(program.hear()))
             return answers
-        for program in self.programs:
-            program.say(line)
-        # One may have failed while the other waits for it: whoever speaks or ends is heard first.
-        waiting = list(self.programs)
-        heard: dict[Program, Answer] = {}
-        while waiting:
-            ready, _, _ = select.select(waiting, [], [], HANG_SECONDS)
-            for program in ready or waiting:
-                heard[program] = json.loads(program.hear())
-                waiting.remove(program)
-        return [heard[program] for program in self.programs]
+        return ask(self.programs, line)
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""

@@ -19,6 +19,7 @@ MODES = {
     "one-by-one": "64 writes of 8 bytes and the completion of the last, on a NIC that does nothing; time per write",
     "batched": "the same inside of channel.batch()",
     "idle": "CPU seconds of a process for each second that it waits",
+    "training-step": "a whole step of training: forward, backward, update; the slowest worker",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
@@ -55,7 +56,8 @@ class Record:
     """One figure. ``seconds`` is the median over rounds, ``low`` and ``high`` the fastest and slowest round.
 
     ``ratio`` is the share of the limit's speed, ``limit_value / seconds``. ``copies``, ``rpcs`` and ``registrations``
-    are counts an operation on both ends together; None where nobody counts them.
+    are counts an operation on both ends together; None where nobody counts them. ``details``: what else is told of a
+    step of training, such as its parts in seconds.
     """
 
     bench: str
@@ -77,6 +79,7 @@ class Record:
     rounds: int
     target: str | None
     met: bool | None
+    details: Mapping[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tensorwire.bench import edges, faults, idle, links, machine, show, verbs, writes
+from tensorwire.bench import edges, faults, idle, links, machine, report, show, training, verbs, writes
 from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare
 from tensorwire.bench.programs import end_all
@@ -29,6 +29,12 @@ class Options:
     cores: str | None = None
     json: str | None = None
     markdown: bool = False
+    workloads: tuple[str, ...] = ()
+    workers: int = 2
+    servers: int = 1
+    steps: int = 3
+    overlap: bool = False
+    report: str = ""
 
 
 def device(options: Options) -> None:
@@ -51,7 +57,21 @@ def fault(options: Options) -> None:
     _report(options, _faults)
 
 
-def _report(options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]]) -> None:
+def train(options: Options) -> None:
+    """``tensorwire bench train``."""
+    if options.report:
+        report.check_chart(options.report)
+    records, described = _report(options, _train, pinned=False)
+    tell = report.markdown if options.markdown else report.show
+    tell(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    if options.report:
+        tell(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
+        report.chart(records, options.report, described)
+
+
+def _report(
+    options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]], *, pinned: bool = True
+) -> tuple[list[Record], list[str]]:
     """Measures, then shows; what was measured is written even if nobody can look at the table."""
     if "verbs" in options.devices:
         verbs.check()
@@ -62,7 +82,7 @@ def _report(options: Options, measure: Callable[[Options, Settings, show.Notes],
     )
     if options.json is not None:
         show.check_json(options.json)
-    described = machine.describe(settings.cores)  # before we make load of our own
+    described = machine.describe(settings.cores if pinned else None)  # before we make load of our own
     try:
         with show.notes() as notes:
             records = measure(options, settings, notes)
@@ -74,6 +94,7 @@ def _report(options: Options, measure: Callable[[Options, Settings, show.Notes],
         print(show.markdown(records, described))
     else:
         show.table(records, described)
+    return records, described
 
 
 def _compare(workloads: Sequence[Workload], settings: Settings, notes: show.Notes) -> list[Record]:
@@ -112,6 +133,18 @@ def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Recor
 def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     rounds = options.rounds or (2 if options.quick else 20)
     return faults.measure(options.devices, replace(settings, rounds=rounds), notes, quick=options.quick)
+
+
+def _train(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    made = {
+        "workers": options.workers,
+        "servers": options.servers,
+        "peers": options.peers,
+        "overlap": options.overlap,
+        "course": training.Course(settings.rounds, options.steps),
+        "shrink": training.QUICK_SHRINK if options.quick else 1,
+    }
+    return training.measure(options.workloads, options.devices, options.links, made, notes)
 
 
 def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:

@@ -42,17 +42,24 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(sizes)
 
 
-def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
+def _shown(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every benchmark."""
     for option in (
         click.option("--markdown", is_flag=True, help="Print the table as Markdown."),
         click.option("--json", metavar="FILE", help="Write all records to FILE as well."),
-        click.option("--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."),
         click.option("--quick", is_flag=True, help="Seconds instead of minutes; figures mean little."),
         click.option("--rounds", type=click.IntRange(1, 1000), help="Interleaved rounds; figures are their medians."),
     ):
         command = option(command)
     return command
+
+
+def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where an initiator and a target are pinned."""
+    option = click.option(
+        "--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."
+    )
+    return _shown(option(command))
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,6 +160,69 @@ def faults(**options: Any) -> None:
     if "verbs" in options["devices"]:
         raise ArgumentError("bench faults measures shm and tcp")
     _run("fault", **options)
+
+
+def _workloads(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    from tensorwire.bench.training import WORKLOADS
+    from tensorwire.bench.workloads import MODELS
+
+    return tuple(MODELS) if value == "all" else _names("workload", WORKLOADS)(context, parameter, value)
+
+
+@bench.command()
+@_shown
+@click.option(
+    "--workload",
+    "workloads",
+    default="fcn5",
+    show_default=True,
+    metavar="NAMES",
+    callback=_workloads,
+    help="all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
+)
+@click.option(
+    "--device",
+    "devices",
+    default="shm",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("device", ("shm", "tcp")),
+    help="The store's transports: shm, tcp.",
+)
+@click.option(
+    "--link",
+    "links",
+    default="",
+    metavar="RATES",
+    callback=_names("", _LINKS),
+    help="tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.",
+)
+@click.option(
+    "--peers",
+    default="ddp",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("", ("ddp", "none")),
+    help="Who else trains: none, or ddp.",
+)
+@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True)
+@click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True)
+@click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
+@click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
+@click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); tell tensor sizes.")
+def train(**options: Any) -> None:
+    """Whole steps of training: with a store, without any, and under DDP over gloo.
+
+    \b
+    SGD with momentum, synthetic inputs, one thread a worker. Some runs:
+      tensorwire bench train
+      tensorwire bench train --workload all --device shm,tcp --overlap --report steps.png
+      tensorwire bench train --workload vgg16-elsewhere --overlap --device tcp --link 10gbit --workers 1
+    """
+    from tensorwire.bench.training import check
+
+    check(options["workloads"], options["devices"], options["links"])
+    _run("train", **options)
 
 
 def _run(name: str, **options: Any) -> None:
