@@ -23,7 +23,7 @@ from tensorwire.bench.workloads import CLASSES, ELSEWHERE
 
 @dataclass(frozen=True)
 class Trained:
-    """A workload that computes. ``build(shrink)`` makes the module; ``inputs(size, generator)`` a batch of synthetic inputs.
+    """A workload that computes: ``build(shrink)`` makes the module, ``inputs(size, generator)`` a synthetic batch.
 
     ``size``: samples a worker and step, such that a step takes a processor core about a second.
     """
@@ -201,7 +201,8 @@ class Recurrent(nn.Module):
 
     def gate(self, k: int, x: Tensor, h: Tensor) -> Tensor:
         """Gate ``k`` before its activation."""
-        return torch.addmm(self.b[k], x, self.x[k]) + h @ self.h[k]
+        before: Tensor = torch.addmm(self.b[k], x, self.x[k]) + h @ self.h[k]
+        return before
 
     def forward(self, batch: Tensor, labels: Tensor) -> Tensor:
         """``batch``: float32 [steps, size, features]; one label a sequence."""
@@ -262,7 +263,9 @@ class _Block(nn.Module):
         queries, keys, values = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        wide: Tensor = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
+        out: Tensor = x + self.down(wide)
+        return out
 
 
 class GPT2(nn.Module):
@@ -305,7 +308,7 @@ class _Away(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer = context.layer
         time.sleep(layer.seconds * 2 / 3)
         # Fresh views: autograd takes them over as they are, and copies nothing.
@@ -339,7 +342,9 @@ class Elsewhere(nn.Module):
     def __init__(self, shrink: int = 1) -> None:
         super().__init__()
         layers, operations = _operations(shrink)
-        self.layers = nn.ModuleList(Layer(layer, n / sum(operations)) for layer, n in zip(layers, operations, strict=True))
+        self.layers = nn.ModuleList(
+            Layer(layer, n / sum(operations)) for layer, n in zip(layers, operations, strict=True)
+        )
 
     def take(self, seconds: float) -> None:
         """From now on forward and backward take so long together."""

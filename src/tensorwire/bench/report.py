@@ -15,11 +15,11 @@ from tensorwire.errors import ArgumentError, Unsupported
 
 MIB = 2**20
 FORMATS = (".png", ".svg", ".pdf")
-# Hatches tell the parts apart where colours do not, in grey print; the colours are Okabe and Ito's, of rising lightness.
+# Hatches tell the parts apart where colours do not; of these, each is lighter than the one before, for grey print.
 PARTS = {
-    "compute": ("#0072B2", ""),
-    "update": ("#D55E00", "\\\\\\"),
-    "exposed": ("#E69F00", "///"),
+    "compute": ("#1F4E79", ""),
+    "update": ("#CC79A7", "\\\\\\"),
+    "exposed": ("#F0C040", "///"),
     "idle": ("#F0F0F0", "..."),
 }
 _HIDDEN = ("#999999", "xxx")

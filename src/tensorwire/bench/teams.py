@@ -88,7 +88,15 @@ class Team:
             "TENSORWIRE_TRACE": self._folder.name,
         }
         host = ADDRESSES[0] if cast.ends else "127.0.0.1"
-        launch = (sys.executable, "-m", "tensorwire.launch.coordinator", str(cast.workers), str(cast.servers), host, "0")
+        launch = (
+            sys.executable,
+            "-m",
+            "tensorwire.launch.coordinator",
+            str(cast.workers),
+            str(cast.servers),
+            host,
+            "0",
+        )
         coordinator = self._program(0, launch, told)
         self._others.append(coordinator)
         line = coordinator.hear()

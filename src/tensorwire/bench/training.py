@@ -62,7 +62,7 @@ class Outcome:
 
 
 def ways(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Way]:
-    """Who takes part. The first is what a store costs nothing against."""
+    """Who takes part; the first has no store."""
     stores = [Way(OURS, "store", device)] + ([Way(OVERLAP, "overlap", device)] if overlap else [])
     if workload == ELSEWHERE:
         return [Way(COMPUTE, "compute"), *stores]
@@ -106,7 +106,7 @@ def contest(
     outcomes = run(ways(workload, device, peers, overlap=overlap), cast, course, told, notes)
     check_losses(workload, outcomes, notes)
     size = next(iter(outcomes.values())).size
-    title = MODELS[workload].title if workload in MODELS else "VGG-16's shapes, computed elsewhere (sleeps)"
+    title = MODELS[workload].title if workload in MODELS else "VGG-16, layers that sleep"
     place = f"tcp over a link of {rate}" if rate else device
     name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
     nbytes = MODELS["vgg16" if workload == ELSEWHERE else workload].nbytes

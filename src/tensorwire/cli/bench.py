@@ -209,7 +209,9 @@ def _workloads(context: click.Context, parameter: click.Parameter, value: str) -
 @click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
 @click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
-@click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); tell tensor sizes.")
+@click.option(
+    "--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); tell tensor sizes."
+)
 def train(**options: Any) -> None:
     """Whole steps of training: with a store, without any, and under DDP over gloo.
 

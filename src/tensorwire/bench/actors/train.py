@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from tensorwire.bench.models import MODELS, Elsewhere, Trained
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
-SGD = {"lr": 0.01, "momentum": 0.9, "fused": True}
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "fused": True}
 BATCHES = 4  # of each worker, over and over
 
 
