@@ -71,7 +71,7 @@ class Peers:
         return [
             Contender(
                 peer.name,
-                pair((self._python, str(_folder() / peer.script)), device, nbytes),
+                pair((self._python, str(peers_folder() / peer.script)), device, nbytes),
                 asleep=peer.asleep,
                 stopped=True,
                 environment={"PYTHONPATH": str(ACTORS), **peer.environment},
@@ -132,7 +132,7 @@ class Peers:
 
 def build(name: str, libraries: Sequence[str], notes: Notes) -> Path:
     """The program of ``bench/peers/NAME.c``, built if the cache has none of this source. Raises `Unsupported`."""
-    source, header = _folder() / f"{name}.c", _folder() / "lines.h"
+    source, header = peers_folder() / f"{name}.c", peers_folder() / "lines.h"
     compiler = shutil.which("cc")
     if compiler is None:
         raise Unsupported("no C compiler: apt install gcc libc6-dev")
@@ -164,7 +164,8 @@ def cache() -> Path:
     return folder
 
 
-def _folder() -> Path:
+def peers_folder() -> Path:
+    """Where the programs of others are."""
     installed = Path(__file__).parent / "peers"
     return installed if installed.is_dir() else Path(__file__).parents[3] / "bench" / "peers"
 

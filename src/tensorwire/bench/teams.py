@@ -6,6 +6,7 @@ Over a link they are spread over its two ends: server 0 and worker 1 at the firs
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorwire.bench.baselines import peers_folder
 from tensorwire.bench.links import ADDRESSES
 from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask
@@ -27,7 +29,8 @@ STORES = ("store", "overlap")
 class Way:
     """One way to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
 
-    ``ddp``, ``store``, or ``overlap`` (a store that is pushed to while backward runs). ``device``: the store's.
+    ``ddp``, ``grpc`` (the gRPC store), ``store``, or ``overlap`` (a store that is pushed to while backward runs).
+    ``device``: the store's.
     """
 
     name: str
@@ -38,6 +41,11 @@ class Way:
     def ours(self) -> bool:
         """Whether Tensorwire's store is in it."""
         return self.kind in STORES
+
+    @property
+    def traced(self) -> bool:
+        """Whether its processes write a trace."""
+        return self.ours or self.kind == "grpc"
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,16 @@ class Team:
         self._rounds = 0
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         try:
-            environment = self._store() if way.ours else {}
-            self._start(environment)
+            environment = {"TENSORWIRE_TRACE": self._folder.name} if way.traced else {}
+            meeting = str(Path(self._folder.name) / "meeting")
+            if way.ours:
+                environment |= self._store(environment)
+            elif way.kind == "grpc":
+                environment["PYTHONPATH"] = os.pathsep.join(
+                    [str(peers_folder()), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep)
+                meeting = self._grpc(environment)
+            self._start(environment, meeting)
         except BaseException:
             self.close()
             raise
@@ -77,26 +93,19 @@ class Team:
         common = {**MALLOC, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo"}
         return Program((*self._cast.inside(place), *command), {**common, **environment})
 
-    def _store(self) -> dict[str, str]:
+    def _store(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
         cast = self._cast
         told = {
+            **environment,
             "TENSORWIRE_SECRET": new_secret(),
             "TENSORWIRE_DEVICE": self.way.device,
             "TENSORWIRE_WORKERS": str(cast.workers),
             "TENSORWIRE_SERVERS": str(cast.servers),
-            "TENSORWIRE_TRACE": self._folder.name,
         }
         host = ADDRESSES[0] if cast.ends else "127.0.0.1"
-        launch = (
-            sys.executable,
-            "-m",
-            "tensorwire.launch.coordinator",
-            str(cast.workers),
-            str(cast.servers),
-            host,
-            "0",
-        )
+        module, arguments = "tensorwire.launch.coordinator", (cast.workers, cast.servers, host, 0)
+        launch = (sys.executable, "-m", module, *map(str, arguments))
         coordinator = self._program(0, launch, told)
         self._others.append(coordinator)
         line = coordinator.hear()
@@ -108,9 +117,17 @@ class Team:
             self._others.append(self._program(index, command, {**told, "TENSORWIRE_INDEX": str(index)}))
         return told
 
-    def _start(self, environment: Mapping[str, str]) -> None:
+    def _grpc(self, environment: Mapping[str, str]) -> str:
+        """Starts the gRPC store's servers; their addresses."""
+        cast, script = self._cast, str(peers_folder() / "grpc_train.py")
+        for index in range(cast.servers):
+            host = ADDRESSES[index % 2] if cast.ends else "127.0.0.1"
+            command = (sys.executable, script, "server", str(index), str(cast.workers), host)
+            self._others.append(self._program(index, command, environment))
+        return ",".join(server.hear() for server in self._others)
+
+    def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         cast = self._cast
-        meeting = str(Path(self._folder.name) / "meeting")
         for rank in range(cast.workers):
             command = actor("train", self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
             told = {**environment, "TENSORWIRE_RANK": str(rank)}
@@ -131,13 +148,15 @@ class Team:
         for worker in self._workers:
             worker.say("run 0 0 0 leave")
         for program in (*self._workers, *self._others):
+            if self.way.kind == "grpc":
+                program.say("leave")  # its servers go last, and are told
             try:
                 status = program.process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(f"a process of {self.way.name} did not leave") from None
             if status:
                 program.hear()  # raises with its last words
-        return read_trace(self._folder.name) if self.way.ours else {}
+        return read_trace(self._folder.name) if self.way.traced else {}
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""

@@ -10,8 +10,10 @@ import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
+from tensorwire.bench import baselines
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.links import cable
 from tensorwire.bench.programs import OURS, Answer
@@ -24,8 +26,9 @@ from tensorwire.observe.parts import Record as Trace
 from tensorwire.observe.parts import parts_of_trace, typical
 
 WORKLOADS = (*MODELS, ELSEWHERE)
-PEERS = ("ddp",)
-NO_STORE, DDP, COMPUTE, OVERLAP = "no store", "DDP, gloo", "compute alone", f"{OURS}, overlap"
+PEERS = ("ddp", "grpc")
+NO_STORE, COMPUTE, OVERLAP = "no store", "compute alone", f"{OURS}, overlap"
+DDP, GRPC = "DDP, gloo", "gRPC store"
 WARM = 1  # steps of a round that nobody times
 # What the figures are to reach: exposed communication as a share of a step, losses, the share that overlap hides.
 EXPOSED, SAME_LOSS, HIDDEN = 0.10, 1e-4, 0.80
@@ -66,13 +69,17 @@ def ways(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> 
     stores = [Way(OURS, "store", device)] + ([Way(OVERLAP, "overlap", device)] if overlap else [])
     if workload == ELSEWHERE:
         return [Way(COMPUTE, "compute"), *stores]
-    return [Way(NO_STORE, "alone"), *stores, *([Way(DDP, "ddp")] if "ddp" in peers else [])]
+    others = [Way(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
+    return [Way(NO_STORE, "alone"), *stores, *others]
 
 
 def measure(
     workloads: Sequence[str], devices: Sequence[str], links: Sequence[str], made: Mapping[str, Any], notes: Notes
 ) -> list[Record]:
     """Every workload over every device, or over tcp on every link. ``made``: the rest of what `contest` takes."""
+    if "grpc" in made["peers"] and find_spec("grpc") is None:
+        notes.skip(f"grpc is not here: {baselines.PEERS['grpc'].install}")
+        made = {**made, "peers": [peer for peer in made["peers"] if peer != "grpc"]}
     found: list[Record] = []
     for workload in workloads:
         for rate in links:
@@ -145,7 +152,7 @@ def _tolerated(way: Way, notes: Notes, outcomes: dict[str, Outcome] | None = Non
     try:
         yield
     except ProgramFailed as error:
-        if way.kind != "ddp":
+        if way.kind not in PEERS:
             raise
         notes.skip(f"{way.name}: {error}")
         (outcomes or {}).pop(way.name, None)

@@ -202,8 +202,8 @@ def _workloads(context: click.Context, parameter: click.Parameter, value: str) -
     default="ddp",
     show_default=True,
     metavar="NAMES",
-    callback=_names("", ("ddp", "none")),
-    help="Who else trains: none, or ddp.",
+    callback=_names("", ("ddp", "grpc", "none")),
+    help="Who else trains: none, or ddp, grpc.",
 )
 @click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True)

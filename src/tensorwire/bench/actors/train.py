@@ -1,11 +1,12 @@
 """A worker that trains: ``KIND WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
 
-``MEETING`` is a file that DDP's workers find each other by. The word of a round is ``leave``, or the seconds that a
-model which is computed elsewhere takes a step.
+``MEETING``: how DDP's workers find each other (a file), and those of the gRPC store its servers. The word
+of a round is ``leave``, or the seconds that a model which is computed elsewhere takes a step.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,14 @@ class Worker:
         generator = torch.Generator().manual_seed(1 + rank)
         self.size, self._rank, self._steps = model.size, rank, 0
         self._batches = [model.inputs(model.size, generator) for _ in range(BATCHES)]
-        self.leave: Callable[[], None] = lambda: None
+        self.leave: Callable[[], object] = lambda: None
         self.update: Callable[[], object] = lambda: None
         if kind in ("store", "overlap"):
             self._store(overlap=kind == "overlap")
         elif kind == "ddp":
             self._ddp(rank, workers, meeting)
+        elif kind == "grpc":
+            self._grpc(rank, meeting.split(","))
         if kind in ("alone", "ddp"):
             self.update = torch.optim.SGD(self.module.parameters(), **SGD).step
 
@@ -48,6 +51,11 @@ class Worker:
         options = {**SGD, "overlap": True} if overlap else SGD
         optimizer = tw.torch.StoreOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
         self.update, self.leave = optimizer.step, job.close
+
+    def _grpc(self, rank: int, addresses: list[str]) -> None:
+        optimizer = importlib.import_module("grpc_train").GrpcOptimizer
+        self.update = optimizer(self.model.named_parameters(), addresses, rank, **SGD).step
+        self.leave = lambda: spans.write(f"worker-{rank}")
 
     def _ddp(self, rank: int, workers: int, meeting: str) -> None:
         from torch import distributed
