@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ TINY = 16  # divides the hidden sizes
 def bench(sandbox: Sandbox, *arguments: str) -> Result:
     """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
     program = sandbox.launch("bench", "train", "--quick", "--rounds", "1", "--steps", "2", *arguments)
-    out, _ = program.process.communicate(timeout=110)
+    out, _ = program.process.communicate(timeout=220)
     sandbox.nothing_left()
     return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
 
@@ -71,17 +72,19 @@ def test_gradients_computed_elsewhere_are_not_copied_and_the_sleeps_add_up(monke
         assert layer.weight.grad.data_ptr() == layer.ready[0].data_ptr()
 
 
+@pytest.mark.timeout(240)  # a dozen processes import torch
 def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
-    result = bench(sandbox, "--json", str(file), "--report", str(chart))
+    peers = ["DDP, gloo", *(["gRPC store"] if find_spec("grpc") else [])]
+    result = bench(sandbox, "--peers", "ddp,grpc", "--json", str(file), "--report", str(chart))
     assert result.status == 0, result.err
     told = json.loads(file.read_text())
-    assert [r["peer"] for r in told] == ["no store", "tensorwire", "DDP, gloo"]
+    assert [r["peer"] for r in told] == ["no store", "tensorwire", *peers]
     assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("train", "training-step", "shm")}
     assert "training-step" in MODES
     assert all("nothing is pinned" in r["machine"] for r in told)
-    alone, ours, ddp = (r["details"] for r in told)
+    alone, ours, ddp, *grpc = (r["details"] for r in told)
     assert (told[1]["rpcs"], told[1]["registrations"]) == (0, 0)
     assert told[1]["copies"] == 2 * 10  # a gradient once, in both workers
     assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
@@ -90,6 +93,9 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert sum(ours[part] for part in report.PARTS) == pytest.approx(ours["step"], rel=0.05)
     assert min(ours[part] for part in ("compute", "update", "exposed")) > 0
     assert "compute" not in ddp
+    for theirs in grpc:
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+        assert min(theirs[part] for part in ("compute", "update", "exposed")) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert "53,600,266" in result.out  # the table of sizes tells the whole models
 
