@@ -29,6 +29,7 @@ WORKLOADS = (*MODELS, ELSEWHERE)
 PEERS = ("ddp", "grpc")
 NO_STORE, COMPUTE, OVERLAP = "no store", "compute alone", f"{OURS}, overlap"
 DDP, GRPC = "DDP, gloo", "gRPC store"
+REHEARSAL = "0"  # seconds that layers sleep while it is found out how long they are to
 WARM = 1  # steps of a round that nobody times
 # What the figures are to reach: exposed communication as a share of a step, losses, the share that overlap hides.
 EXPOSED, SAME_LOSS, HIDDEN = 0.10, 1e-4, 0.80
@@ -162,8 +163,8 @@ def _sleep(teams: Mapping[str, Team], course: Course) -> str:
     """How long a step's computation is to take: as long as its communication does without overlap."""
     took = {}
     for name in (COMPUTE, OURS):
-        teams[name].run(WARM, course.steps, "0")
-        answers = teams[name].run(WARM, course.steps, "0")
+        teams[name].run(WARM, course.steps, REHEARSAL)
+        answers = teams[name].run(WARM, course.steps, REHEARSAL)
         took[name] = max(a["seconds"] for a in answers) / course.steps
     return str(max(took[OURS] - took[COMPUTE], 0.001))
 
@@ -210,7 +211,7 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
     if record.peer == OVERLAP and COMPUTE in outcomes:
         compute = outcomes[COMPUTE].seconds
         details["hidden_share"] = 1 - (outcome.seconds - compute) / (outcomes[OURS].seconds - compute)
-    record = replace(record, details=details)
+    record = replace(record, details=details, bytes_per_second=None)  # of a step, bytes a second say nothing
     return _judged(record, outcomes) if aimed else record
 
 

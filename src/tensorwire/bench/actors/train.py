@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.bench.models import MODELS, Elsewhere, Trained
+from tensorwire.bench.training import REHEARSAL
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
@@ -102,7 +103,8 @@ def main(kind: str, workload: str, shrink: str, rank: str, workers: str, meeting
         before = counters.snapshot()
         start, stop, loss = worker.round(run)
         counted = counters.since(before)
-        timed.append((start, stop))
+        if run.word != REHEARSAL:
+            timed.append((start, stop))
         counts = {name: getattr(counted, name) for name in ("copies", "rpcs", "registrations")}
         lines.answer(stop - start, loss=loss, samples=worker.size, **counts)
     spans.facts["timed"] = timed  # between rounds a worker waits for the bench
