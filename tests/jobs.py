@@ -48,9 +48,19 @@ def _environment(address: str, secret: str, device: str, workers: int, servers: 
     )
 
 
-def _server(address: str, secret: str, device: str, workers: int, servers: int, index: int) -> None:
+def _server(
+    address: str,
+    secret: str,
+    device: str,
+    workers: int,
+    servers: int,
+    index: int,
+    prepare: Callable[[], None] | None,
+) -> None:
     from tensorwire.launch import server
 
+    if prepare is not None:
+        prepare()
     _environment(address, secret, device, workers, servers)
     os.environ["TENSORWIRE_INDEX"] = str(index)
     raise SystemExit(server.main())
@@ -84,14 +94,22 @@ def _worker(
 
 
 def run_job(
-    function: Callable[..., Any], *args: Any, workers: int = 2, servers: int = 1, device: str = "auto"
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    servers: int = 1,
+    device: str = "auto",
+    prepare: Callable[[], None] | None = None,
 ) -> Ended:
-    """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone."""
+    """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone.
+
+    ``prepare()`` is called in every server before it begins.
+    """
     secret = secrets.token_hex(32)
     coordinator = Coordinator(secret.encode(), workers=workers, servers=servers)
     common = (coordinator.address, secret, device, workers, servers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    processes = [context.Process(target=_server, args=(*common, i)) for i in range(servers)]
+    processes = [context.Process(target=_server, args=(*common, i, prepare)) for i in range(servers)]
     processes += [
         context.Process(target=_worker, args=(*common, r, function, args, pipes[r][1])) for r in range(workers)
     ]

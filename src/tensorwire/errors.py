@@ -19,6 +19,7 @@
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
     ├── ProgramFailed                   a program of a benchmark ended or was silent
+    ├── GradientModified                a gradient changed after it had been pushed
     └── ParameterModified               user code changed a parameter that lives in the store
 """
 
@@ -30,6 +31,7 @@ __all__ = [
     "ContentMismatch",
     "ControlError",
     "DeviceError",
+    "GradientModified",
     "JobEnded",
     "OutOfMemory",
     "ParameterModified",
@@ -112,6 +114,10 @@ class JobEnded(TensorwireError):
 
 class ProgramFailed(TensorwireError):
     """A program of a benchmark ended or was silent. The message has its last words."""
+
+
+class GradientModified(TensorwireError):
+    """With overlap: a gradient changed, or came a second time, after it had been pushed."""
 
 
 class ParameterModified(TensorwireError):

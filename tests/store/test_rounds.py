@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.rounds import Operation, head_bytes, pack_head, unpack_head
+from tensorwire.store.rounds import Head, Operation, clipping, head_bytes, pack_head, unpack_head
 
 
 @settings(derandomize=True)
 @given(
     st.sampled_from(list(Operation)),
     st.integers(0, 2**64 - 1),
-    st.lists(st.floats(allow_nan=False), max_size=9),
-    st.binary(max_size=30),
+    st.lists(st.floats(allow_nan=False), max_size=9).map(tuple),
+    st.floats(0, allow_infinity=False),
 )
-def test_round_trip(operation: Operation, step: int, options: list[float], present: bytes) -> None:
-    block = pack_head(operation, step, options, present)
-    assert len(block) == head_bytes(len(options), len(present))
-    head = unpack_head(memoryview(block), len(options), len(present))
-    assert (head.operation, head.step, list(head.options), head.present) == (operation, step, options, present)
+def test_round_trip(operation: Operation, step: int, options: tuple[float, ...], max_norm: float) -> None:
+    head = Head(operation, step, options, max_norm)
+    block = pack_head(head)
+    assert len(block) == head_bytes(len(options))
+    assert unpack_head(memoryview(block), len(options)) == head
 
 
-@pytest.mark.parametrize("at", [0, 4, 6, 16, 20])
+@pytest.mark.parametrize("at", [0, 4, 6, 23, 24])
 def test_other_bytes_are_refused(at: int) -> None:
-    block = bytearray(pack_head(Operation.UPDATE, 5, [1.0, 2.0], b"\1\0\1"))
-    block[at] ^= 0x40
+    block = bytearray(pack_head(Head(Operation.UPDATE, 5, (1.0, 2.0), 1.0)))
+    block[at] ^= 0xC0
     with pytest.raises(ProtocolError):
-        unpack_head(memoryview(block), 2, 3)
+        unpack_head(memoryview(block), 2)
+
+
+def test_clipping_is_as_in_torch() -> None:
+    assert clipping(0.5, 1.0) == 1.0
+    assert clipping(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert clipping(math.inf, 1.0) == 0.0
+    assert math.isnan(clipping(math.nan, 1.0))

@@ -10,13 +10,15 @@ import msgspec
 from tensorwire._native import Window
 from tensorwire.control import Member
 from tensorwire.device import Channel, Region, RemoteRegion
-from tensorwire.edge import Producer, Word
-from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket, Plan
-from tensorwire.store.rounds import Operation, head_bytes, pack_head
-from tensorwire.store.wiring import WORD, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.rounds import NORM, Head, Operation, head_bytes, pack_head
+from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+
+_TILE = 2 << 20
 
 
 def step_timeout() -> float:
@@ -39,17 +41,20 @@ class _Server:
             raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
         self.shown = RemoteRegion.unpack(door.parameters) if door.parameters else None
         self.layout = inbox(plan, index, len(spec.numeric))
+        self.back = Outbox(len(self.buckets))
         device = self.channel.device
-        self.versions: Region = device.allocate(WORD * max(1, len(self.buckets)))
+        self.versions: Region = device.allocate(self.back.nbytes)
         # Where the server's memory cannot be mapped, what it will receive is put together here.
         maps = device.capabilities.maps
         self.staging: Region | None = None if maps else device.allocate(self.layout.nbytes)
-        size = head_bytes(len(spec.numeric), len(spec.tensors))
-        self.head = self._producer(self.layout.head, size, self.layout.head_word, None)
+        self.head = self._producer(self.layout.head, head_bytes(len(spec.numeric)), self.layout.head_word, None)
+        self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word, None)
         self.pushes = [
-            self._producer(self.layout.slots + b.shard, b.nbytes, self.layout.word(b.index), self.version(b.index))
+            self._producer(*self.layout.slots[b.index], self.layout.word(b.index), self.version(b.index))
             for b in self.buckets
         ]
+        part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
+        self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
 
     def _producer(self, offset: int, nbytes: int, word: int, credit: Word | None) -> Producer:
         source = [] if self.staging is None else [self.staging.view(offset, nbytes)]
@@ -63,11 +68,11 @@ class _Server:
 
     def version(self, bucket: int) -> Word:
         """The word that says which version of a bucket is out; also the credit of its gradient slot."""
-        return Word(self.versions, WORD * bucket, self.channel)
+        return Word(self.versions, self.back.word(bucket), self.channel)
 
 
 class StoreClient:
-    """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``window``.
+    """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``windows``.
 
     All workers construct it with the same ``spec``; raises `PlanMismatch` (and ends the job) if they differ.
     """
@@ -83,24 +88,37 @@ class StoreClient:
         self.updates = 0  # rounds that were steps of the training
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
-        self.window = Window(self.plan.space_bytes)
+        self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
+        self._said: dict[int, bytes] = {}  # by bucket: what its slot says of the gradients in it
         self._space = self._place_parameters()
         self._open()
 
     def _place_parameters(self) -> dict[str, Region]:
-        """Fills the window: with the servers' own memory where it can be mapped, else with ours that they write."""
+        """Fills the windows: with the servers' own memory where it can be mapped, else with ours that they write."""
         space: dict[str, Region] = {}
-        for index, at, shard, nbytes in self.plan.runs():
+        plan = self.plan
+        for index, at, shard, nbytes in plan.runs():
             server = self._servers[index]
             mapped = None if server.shown is None else server.channel.map(server.shown.view())
-            if mapped is not None:
-                self.window.place(at, mapped, shard, nbytes)
-                continue
-            device = server.channel.device
-            if device.name not in space:
-                space[device.name] = device.allocate(self.plan.space_bytes)
-            self.window.place(at, space[device.name], at, nbytes)
+            for plane, window in enumerate(self.windows):
+                if mapped is not None:
+                    window.place(at, mapped, plane * plan.shard_bytes[index] + shard, nbytes)
+                    continue
+                device = server.channel.device
+                if device.name not in space:
+                    space[device.name] = device.allocate(plan.space_bytes * len(self.windows))
+                window.place(at, space[device.name], plane * plan.space_bytes + at, nbytes)
         return space
+
+    def repeated(self, byte: bytes) -> Window:
+        """A window of the space's size that shows one byte everywhere: a little memory, many times."""
+        nbytes = min(_TILE, self.plan.space_bytes)
+        tile = self._servers[0].channel.device.allocate(nbytes)
+        memoryview(tile)[:] = byte * nbytes
+        window = Window(self.plan.space_bytes)
+        for at in range(0, self.plan.space_bytes, nbytes):
+            window.place(at, tile, 0, min(nbytes, self.plan.space_bytes - at))
+        return window
 
     def _open(self) -> None:
         for server in self._servers:
@@ -112,46 +130,83 @@ class StoreClient:
 
     # ---- one round
 
-    def begin(self, operation: Operation, options: Sequence[float], present: bytes) -> None:
-        """Opens a round on every server."""
+    def begin(self, operation: Operation, options: Sequence[float], max_norm: float = 0.0) -> None:
+        """Opens a round on every server. Raises `ArgumentError` for a ``max_norm`` below 0."""
+        if not max_norm >= 0:
+            raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
+        for server in self._servers:
+            server.version(0).wait(self.step, step_timeout())  # then the head of the round before has been read
         self.step += 1
         self.updates += operation is Operation.UPDATE
-        block = pack_head(operation, self.step, options, present)
+        block = pack_head(Head(operation, self.step, tuple(options), max_norm))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
 
     def slot(self, bucket: Bucket) -> memoryview:
-        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round.
+
+        Behind the gradients it has a byte a piece, which ``send`` fills.
+        """
         return self._servers[bucket.server].pushes[bucket.index].slot(self.step, step_timeout())
 
     def memory(self, bucket: Bucket) -> memoryview:
         """The slot itself, without asking whether it is free: for views that are made once."""
         return self._servers[bucket.server].pushes[bucket.index].memory
 
-    def send(self, bucket: Bucket) -> None:
-        """Pushes a bucket whose slot has been filled."""
-        self._servers[bucket.server].pushes[bucket.index].send(self.step)
+    def send(self, bucket: Bucket, present: bytes | None = None) -> None:
+        """Pushes a bucket whose slot has been filled. ``present``: a byte a piece, 0 where there is no gradient."""
+        push = self._servers[bucket.server].pushes[bucket.index]
+        said = b"\1" * len(bucket.pieces) if present is None else present
+        if self._said.get(id(bucket)) != said:
+            push.memory[bucket.nbytes :] = said
+            self._said[id(bucket)] = said
+        push.send(self.step)
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
         start = clock()
         for bucket in self.order:
-            try:
-                self._servers[bucket.server].version(bucket.index).wait(self.step, step_timeout())
-            except WaitTimeout:
-                raise WaitTimeout(
-                    f"step {self.updates} of {self.name} did not complete within {step_timeout():g} s: "
-                    "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
-                ) from None
+            self.wait_for(bucket, self.step)
         spans.add("wait", self.step, start, clock())
+
+    def wait_for(self, bucket: Bucket, step: int) -> None:
+        """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
+        try:
+            self._servers[bucket.server].version(bucket.index).wait(step, step_timeout())
+        except WaitTimeout:
+            raise self._too_long() from None
+
+    def norm2(self) -> float:
+        """The sum of squares of all servers' gradients in a round with ``max_norm``. Raises as ``wait``."""
+        total = 0.0
+        for server in self._servers:
+            try:
+                part = server.norm_part.receive(self.step, step_timeout())
+            except WaitTimeout:
+                raise self._too_long() from None
+            assert part is not None
+            total += NORM.unpack(part)[0]
+        return total
+
+    def clip(self, norm2: float) -> None:
+        """Tells the servers the sum of squares of everything that is clipped together; then they update."""
+        for server in self._servers:
+            server.norm.slot(self.step)[:] = NORM.pack(norm2)
+            server.norm.send(self.step)
+
+    def _too_long(self) -> WaitTimeout:
+        return WaitTimeout(
+            f"step {self.updates} of {self.name} did not complete within {step_timeout():g} s: "
+            "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+        )
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
         if self.step < 0:
             return
         try:
-            self.begin(Operation.FINISH, [0.0] * len(self.spec.numeric), bytes(len(self.spec.tensors)))
+            self.begin(Operation.FINISH, [0.0] * len(self.spec.numeric))
             for server in self._servers:
                 server.head.flush(30.0)
         except (PeerLost, WaitTimeout):

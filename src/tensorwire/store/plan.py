@@ -111,16 +111,16 @@ class Plan:
                     runs[-1] = (server, space, shard, nbytes + gap + bucket.nbytes)
                     continue
             runs.append((bucket.server, bucket.space, bucket.shard, bucket.nbytes))
-        return [(server, space, shard, _up(nbytes, PAGE)) for server, space, shard, nbytes in runs]
+        return [(server, space, shard, round_up(nbytes, PAGE)) for server, space, shard, nbytes in runs]
 
     def describe(self) -> str:
         """One line a tensor: what processes of a job must agree on."""
         lines = [f"{t.name} {list(t.shape)} {t.dtype} group {t.group}" for t in self.tensors]
         return "\n".join([*lines, f"{self.servers} servers, {sum(map(len, self.buckets))} buckets"])
 
-    def summary(self, workers: int) -> str:
+    def summary(self, workers: int, planes: int = 1) -> str:
         """One line for people: what moves a step, and what servers register."""
-        most = max(self.registered_bytes(s, workers) for s in range(self.servers))
+        most = max(self.registered_bytes(s, workers, planes) for s in range(self.servers))
         return (
             f"{sum(t.nbytes for t in self.tensors) / 2**20:.1f} MiB in {len(self.tensors)} tensors, "
             f"{sum(map(len, self.buckets))} buckets on {self.servers} servers; "
@@ -131,12 +131,13 @@ class Plan:
         """A hash of the whole plan and of ``extra``."""
         return hashlib.sha256(repr(self).encode() + b"\0" + extra).digest()
 
-    def registered_bytes(self, server: int, workers: int) -> int:
-        """What server ``server`` registers: its parameters and one gradient slot a worker."""
-        return self.shard_bytes[server] * (1 + workers)
+    def registered_bytes(self, server: int, workers: int, planes: int = 1) -> int:
+        """What server ``server`` registers: its parameters, ``planes`` times, and one gradient slot a worker."""
+        return self.shard_bytes[server] * (planes + workers)
 
 
-def _up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not below ``n``."""
     return (n + multiple - 1) // multiple * multiple
 
 
@@ -149,8 +150,8 @@ class _Builder:
 
     def page(self, server: int) -> None:
         """Starts a run: space and shard both at a page, so that one maps onto the other."""
-        self.space = _up(self.space, PAGE)
-        self.shards[server] = _up(self.shards[server], PAGE)
+        self.space = round_up(self.space, PAGE)
+        self.shards[server] = round_up(self.shards[server], PAGE)
 
     def add(self, server: int, pieces: Sequence[Piece], nbytes: int) -> None:
         bucket = Bucket(server, len(self.buckets[server]), self.space, self.shards[server], nbytes, tuple(pieces))
@@ -159,7 +160,7 @@ class _Builder:
         self.shards[server] += nbytes
 
     def skip(self, server: int, alignment: int) -> None:
-        gap = _up(self.space, alignment) - self.space
+        gap = round_up(self.space, alignment) - self.space
         self.space += gap
         self.shards[server] += gap
 
@@ -193,8 +194,10 @@ def make_plan(
     for server, mine in enumerate(placed):
         build.page(server)
         _gather(build, server, sorted(mine), tensors, offsets, whole)
-    shards = tuple(_up(n, PAGE) for n in build.shards)
-    return Plan(tuple(tensors), tuple(offsets), _up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets))
+    shards = tuple(round_up(n, PAGE) for n in build.shards)
+    return Plan(
+        tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets)
+    )
 
 
 def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> None:
@@ -220,7 +223,7 @@ def _split(build: _Builder, tensor: TensorSpec, index: int, offsets: list[int]) 
     size = DTYPES[tensor.dtype]
     servers = len(build.shards)
     cut = max(CUT, PAGE // size)
-    share = _up((tensor.elements + servers - 1) // servers, cut)
+    share = round_up((tensor.elements + servers - 1) // servers, cut)
     build.page(0)
     offsets[index] = build.space
     for server in range(servers):

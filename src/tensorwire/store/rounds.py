@@ -1,20 +1,21 @@
-"""What a worker tells a server at the head of a round: the operation, the options in force, which gradients exist.
+"""What a worker tells a server at the head of a round: the operation, and the options in force.
 
 A fixed block in the server's memory, written one-sided before the gradients: no message format to negotiate, no RPC.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from tensorwire.errors import ProtocolError
 
-_HEAD = struct.Struct("<4sHHQII")  # magic, version, operation, step, options, tensors
+_HEAD = struct.Struct("<4sHHQdI")  # magic, version, operation, step, largest norm, options
 _MAGIC = b"TWRD"
-_VERSION = 1
+_VERSION = 2
+NORM = struct.Struct("<d")  # a sum of squares
 
 
 class Operation(IntEnum):
@@ -27,30 +28,35 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of one worker's round. ``present[i]`` says whether tensor ``i`` has a gradient there."""
+    """The head of one worker's round. ``max_norm``: what the gradient's norm is clipped to; 0: it is not clipped."""
 
     operation: Operation
     step: int
     options: tuple[float, ...]
-    present: bytes
+    max_norm: float = 0.0
 
 
-def head_bytes(options: int, tensors: int) -> int:
+def head_bytes(options: int) -> int:
     """Size of the block."""
-    return _HEAD.size + 8 * options + tensors
+    return _HEAD.size + 8 * options
 
 
-def pack_head(operation: Operation, step: int, options: Sequence[float], present: bytes) -> bytes:
+def pack_head(head: Head) -> bytes:
     """The block's bytes."""
-    head = _HEAD.pack(_MAGIC, _VERSION, operation, step, len(options), len(present))
-    return head + struct.pack(f"<{len(options)}d", *options) + present
+    block = _HEAD.pack(_MAGIC, _VERSION, head.operation, head.step, head.max_norm, len(head.options))
+    return block + struct.pack(f"<{len(head.options)}d", *head.options)
 
 
-def unpack_head(block: memoryview, options: int, tensors: int) -> Head:
-    """Raises `ProtocolError` for anything but what ``pack_head`` made for these counts."""
-    magic, version, operation, step, n, m = _HEAD.unpack_from(block)
-    if magic != _MAGIC or version != _VERSION or n != options or m != tensors or operation not in (1, 2, 3):
+def unpack_head(block: memoryview, options: int) -> Head:
+    """Raises `ProtocolError` for anything but what ``pack_head`` made for that many options."""
+    magic, version, operation, step, max_norm, n = _HEAD.unpack_from(block)
+    known = operation in Operation._value2member_map_
+    if magic != _MAGIC or version != _VERSION or n != options or not known or not max_norm >= 0:
         raise ProtocolError("a worker's round has a malformed head")
-    values = struct.unpack_from(f"<{n}d", block, _HEAD.size)
-    start = _HEAD.size + 8 * n
-    return Head(Operation(operation), step, values, bytes(block[start : start + m]))
+    return Head(Operation(operation), step, struct.unpack_from(f"<{n}d", block, _HEAD.size), max_norm)
+
+
+def clipping(norm: float, max_norm: float) -> float:
+    """What gradients of that norm are multiplied by: as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    scale = max_norm / (norm + 1e-6)
+    return scale if math.isnan(scale) else min(scale, 1.0)

@@ -1,7 +1,8 @@
 """What a server does with gradients: torch's own optimizers, bucket by bucket.
 
-Sums are taken in worker order, in float32 for half-precision parameters, and divided by the number of workers. Half
-precision parameters have float32 masters. The result has the bits that the same optimizer gives on whole tensors.
+Sums are taken in worker order, in float32 for half-precision parameters, and for a mean divided by the number of
+workers. Half precision parameters have float32 masters. The result has the bits that the same optimizer gives on whole
+tensors. A rule works in steps, so that a norm over all servers can be taken between them: reduce, apply.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tensorwire.store.wiring import StoreSpec
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # Look at a tensor as a whole: never cut.
 WHOLE = ("Adafactor", "Muon")
+KEEP = "none"  # the rule that changes nothing
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
 
@@ -69,76 +71,125 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
 
 
-class OptimizerRule:
-    """One server's parameters under one optimizer."""
+def make_rule(spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> Rule:
+    """The rule of one server's share. ``parameters``: the memory of all planes, one behind the other."""
+    kind = Keep if spec.rule == KEEP else OptimizerRule
+    return kind(spec, plan, server, parameters, workers)
+
+
+class Rule:
+    """What a server does with its buckets. Round ``step`` leaves its result in plane ``step % planes``."""
 
     def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
-        self._spec, self._plan, self._workers = spec, plan, workers
+        size = plan.shard_bytes[server]
+        self.spec, self.plan, self.workers = spec, plan, workers
+        self._planes = [parameters[i * size : (i + 1) * size] for i in range(spec.planes)]
+        self._bytes = [
+            [tensor_over(plane, "uint8", bucket.shard, bucket.nbytes) for bucket in plan.buckets[server]]
+            for plane in self._planes
+        ]
+
+    def set_options(self, values: tuple[float, ...]) -> None:
+        """Puts the numbers of a round's option block into force."""
+
+    def assign(self, bucket: int, slot: memoryview, step: int) -> None:
+        """The parameters of a bucket become what ``slot`` holds."""
+        target = self._bytes[step % len(self._bytes)][bucket]
+        target.copy_(tensor_over(slot, "uint8", 0, target.numel()))
+
+    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
+        """Brings the workers' gradients together. ``present[w][i]``: worker ``w`` has one for piece ``i``."""
+
+    def norm2(self, bucket: int) -> float:
+        """The sum of the squares of what ``reduce`` found, in float64."""
+        return 0.0
+
+    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        """One update by what ``reduce`` found, times ``scale``."""
+        self.carry(bucket, step)
+
+    def carry(self, bucket: int, step: int) -> None:
+        """The values of the round before are those of round ``step``, too."""
+        if len(self._bytes) > 1:
+            self._bytes[step % len(self._bytes)][bucket].copy_(self._bytes[(step - 1) % len(self._bytes)][bucket])
+
+
+class Keep(Rule):
+    """Leaves the parameters as they are: for measuring all of a step but the update."""
+
+
+class OptimizerRule(Rule):
+    """The parameters under one of torch's optimizers."""
+
+    def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
+        super().__init__(spec, plan, server, parameters, workers)
         self._class: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
         self._options: tuple[float, ...] = ()
-        self._buckets = [_BucketRule(self, bucket, parameters) for bucket in plan.buckets[server]]
+        self._buckets = [_BucketRule(self, bucket, self._planes) for bucket in plan.buckets[server]]
 
     def build(self, by_group: dict[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of one bucket."""
-        groups = [{**self._spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
+        groups = [{**self.spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
         # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
         known = inspect.signature(self._class).parameters
-        return self._class(groups, **{k: v for k, v in self._spec.groups[min(by_group)].items() if k in known})
+        return self._class(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
 
     def set_options(self, values: tuple[float, ...]) -> None:
-        """Puts the numbers of a round's option block into every optimizer's groups."""
         if values == self._options:
             return
         self._options = values
         for bucket in self._buckets:
-            bucket.set_options(self._spec, values)
+            bucket.set_options(self.spec, values)
 
-    def assign(self, bucket: int, slot: memoryview) -> None:
-        """The parameters of a bucket become what ``slot`` holds."""
-        self._buckets[bucket].assign(slot)
+    def assign(self, bucket: int, slot: memoryview, step: int) -> None:
+        super().assign(bucket, slot, step)
+        self._buckets[bucket].assigned(step)
 
-    def update(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
-        """One step from the workers' gradients. ``present[w][t]``: worker ``w`` has a gradient for tensor ``t``."""
-        self._buckets[bucket].update(slots, present, self._workers)
+    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
+        self._buckets[bucket].reduce(slots, present)
+
+    def norm2(self, bucket: int) -> float:
+        return self._buckets[bucket].norm2()
+
+    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        self.carry(bucket, step)
+        self._buckets[bucket].apply(step, scale)
 
 
 class _BucketRule:
-    def __init__(self, rule: OptimizerRule, bucket: Bucket, parameters: memoryview) -> None:
+    def __init__(self, rule: OptimizerRule, bucket: Bucket, planes: Sequence[memoryview]) -> None:
         self._bucket = bucket
-        plan, spec = rule._plan, rule._spec
+        plan, spec = rule.plan, rule.spec
         self._tensors = plan.tensors
-        self._own = [
-            tensor_over(parameters, plan.tensors[p.tensor].dtype, bucket.shard + p.offset, p.stop - p.start)
-            for p in bucket.pieces
-        ]
-        self._masters = [
-            self._master(own, piece, spec.whole) for own, piece in zip(self._own, bucket.pieces, strict=False)
-        ]
+        self._workers, self._reduce = rule.workers, spec.reduce
+        self._whole = spec.whole
+        self._own = [[self._piece(plane, bucket.shard, piece) for piece in bucket.pieces] for plane in planes]
+        self._masters = [self._master(own) for own in self._own[0]]
         self._sums = [None if m is None else torch.empty_like(m) for m in self._masters]
         self._views: dict[int, list[torch.Tensor]] = {}
         by_group: dict[int, list[torch.nn.Parameter]] = {}
-        for piece, master in zip(bucket.pieces, self._masters, strict=False):
+        for piece, master in zip(bucket.pieces, self._masters, strict=True):
             if master is not None:
                 by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
         self._groups = sorted(by_group)
         self._optimizer = rule.build(by_group) if by_group else None
 
-    def _master(self, own: torch.Tensor, piece: Piece, whole: bool) -> torch.nn.Parameter | None:
+    def _piece(self, memory: memoryview, start: int, piece: Piece) -> torch.Tensor:
+        """A piece where the bucket begins at ``start``: flat, or for a rule that needs whole tensors in its shape."""
+        spec = self._tensors[piece.tensor]
+        flat = tensor_over(memory, spec.dtype, start + piece.offset, piece.stop - piece.start)
+        return flat.view(spec.shape) if self._whole else flat
+
+    def _master(self, own: torch.Tensor) -> torch.nn.Parameter | None:
         """What the optimizer updates: the parameter itself, or a float32 copy of a half-precision one."""
         if not own.is_floating_point() or own.numel() == 0:
             return None
-        value = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
-        if whole:
-            value = value.view(self._tensors[piece.tensor].shape)
-        return torch.nn.Parameter(value)
+        return torch.nn.Parameter(own.float() if _is_half(own) else own)
 
     def _slot(self, worker: int, memory: memoryview) -> list[torch.Tensor]:
         """The pieces of a worker's slot; a slot never moves, so its views are made once."""
         if worker not in self._views:
-            self._views[worker] = [
-                tensor_over(memory, self._tensors[p.tensor].dtype, p.offset, p.stop - p.start)
-                for p in self._bucket.pieces
-            ]
+            self._views[worker] = [self._piece(memory, 0, piece) for piece in self._bucket.pieces]
         return self._views[worker]
 
     def set_options(self, spec: StoreSpec, values: tuple[float, ...]) -> None:
@@ -157,44 +208,65 @@ class _BucketRule:
                 groups[group][option] = tuple(parts)
 
     @torch.no_grad()
-    def assign(self, slot: memoryview) -> None:
-        for own, master, value in zip(self._own, self._masters, self._slot(0, slot), strict=False):
-            own.copy_(value)
-            if master is not None and master.data_ptr() != own.data_ptr():
-                master.copy_(own.view(master.shape))
+    def assigned(self, step: int) -> None:
+        """The parameters of the plane of ``step`` have new values."""
+        for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
+            if master is not None and _is_half(own):
+                master.copy_(own)
+            elif master is not None:
+                master.data = own
 
     @torch.no_grad()
-    def update(self, slots: Sequence[memoryview], present: Sequence[bytes], workers: int) -> None:
-        if self._optimizer is None:
-            return
+    def reduce(self, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
         views = [self._slot(w, slot) for w, slot in enumerate(slots)]
-        for i, (piece, master, total) in enumerate(zip(self._bucket.pieces, self._masters, self._sums, strict=False)):
+        for i, (master, total) in enumerate(zip(self._masters, self._sums, strict=True)):
             if master is None or total is None:
                 continue
-            mine = [views[w][i] for w in range(workers) if present[w][piece.tensor]]
-            master.grad = _mean(mine, total, workers)
+            mine = [view[i] for view, there in zip(views, present, strict=True) if there[i]]
+            master.grad = _reduced(mine, total, self._workers if self._reduce == "mean" else 1)
+
+    def norm2(self) -> float:
+        found = [m.grad for m in self._masters if m is not None and m.grad is not None]
+        return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in found)
+
+    @torch.no_grad()
+    def apply(self, step: int, scale: float) -> None:
+        if self._optimizer is None:
+            return
+        new = self._own[step % len(self._own)]
+        for own, master in zip(new, self._masters, strict=True):
+            if master is None:
+                continue
+            if not _is_half(own):
+                master.data = own
+            if master.grad is not None and scale != 1.0:
+                master.grad.mul_(scale)
         self._optimizer.step()
-        for own, master in zip(self._own, self._masters, strict=False):
-            if master is not None and master.data_ptr() != own.data_ptr():
-                own.copy_(master.view(own.shape))
+        for own, master in zip(new, self._masters, strict=True):
+            if master is not None and _is_half(own):
+                own.copy_(master)
 
 
-def _mean(gradients: list[torch.Tensor], total: torch.Tensor, workers: int) -> torch.Tensor | None:
-    """The sum in worker order over the number of workers; None where nobody has a gradient."""
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: int) -> torch.Tensor | None:
+    """The sum in worker order over ``divisor``; None where nobody has a gradient."""
     if not gradients:
         return None
-    first = gradients[0].view(total.shape)
-    if workers == 1 and first.dtype == total.dtype:
+    first = gradients[0]
+    if len(gradients) == 1 and divisor == 1 and first.dtype == total.dtype:
         return first
     if len(gradients) > 1 and first.dtype == total.dtype:
-        torch.add(first, gradients[1].view(total.shape), out=total)
+        torch.add(first, gradients[1], out=total)
         rest = gradients[2:]
     else:
         total.copy_(first)
         rest = gradients[1:]
     for gradient in rest:
-        total.add_(gradient.view(total.shape))
-    return total if workers == 1 else total.div_(workers)
+        total.add_(gradient)
+    return total if divisor == 1 else total.div_(divisor)
 
 
 def _like(template: Any, value: float) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,9 +15,9 @@ from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, Tensorwi
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Plan
-from tensorwire.store.rounds import Head, Operation, head_bytes, unpack_head
-from tensorwire.store.rules import OptimizerRule, versions
-from tensorwire.store.wiring import WORD, Inbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.rounds import NORM, Head, Operation, clipping, head_bytes, unpack_head
+from tensorwire.store.rules import make_rule, versions
+from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -34,30 +35,49 @@ class _Worker:
         self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
         self.inbox = self.channel.device.allocate(self.layout.nbytes)
         self.memory = memoryview(self.inbox)
-        start = self.layout.slots
         buckets = server.plan.buckets[server.index]
-        self.slots = [self.memory[start + b.shard : start + b.shard + b.nbytes] for b in buckets]
-        size = head_bytes(len(server.spec.numeric), len(server.spec.tensors))
-        head = self.memory[self.layout.head : self.layout.head + size]
-        self.head = Consumer(self._word(self.layout.head_word), slots=[head])
-        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
+        slots = [self.memory[start : start + nbytes] for start, nbytes in self.layout.slots]
+        self.slots = [slot[: b.nbytes] for slot, b in zip(slots, buckets, strict=True)]
+        self.present = [slot[b.nbytes :] for slot, b in zip(slots, buckets, strict=True)]
+        self.head = self._consumer(self.layout.head_word, self.layout.head, head_bytes(len(server.spec.numeric)))
+        self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
+        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[slots[b.index]]) for b in buckets]
         self.pulls: list[Producer] = []
+        self.norm_back: Producer
 
     def _word(self, offset: int) -> Word:
         return Word(self.inbox, offset, self.channel)
 
+    def _consumer(self, word: int, offset: int, nbytes: int) -> Consumer:
+        return Consumer(self._word(word), slots=[self.memory[offset : offset + nbytes]])
+
     def open(self, server: StoreServer, door: WorkerDoor) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
-        versions = RemoteRegion.unpack(door.versions)
+        words = RemoteRegion.unpack(door.versions)
+        buckets = server.plan.buckets[server.index]
+        layout = Outbox(len(buckets))
         target = None if door.parameters is None else RemoteRegion.unpack(door.parameters)
         source = None if target is None else server.source_on(self.channel)
-        for b in server.plan.buckets[server.index]:
-            arrival = versions.view(WORD * b.index, 8)
+        shard, space = server.plan.shard_bytes[server.index], server.plan.space_bytes
+        for b in buckets:
+            arrival = words.view(layout.word(b.index), 8)
             if target is None or source is None:
                 self.pulls.append(Producer(self.channel, arrival))
-            else:
-                slots = [target.view(b.space, b.nbytes)]
-                self.pulls.append(Producer(self.channel, arrival, slots=slots, source=[source.view(b.shard, b.nbytes)]))
+                continue
+            planes = range(server.spec.planes)
+            slots = [target.view(i * space + b.space, b.nbytes) for i in planes]
+            views = [source.view(i * shard + b.shard, b.nbytes) for i in planes]
+            self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views))
+        if not buckets:
+            self.pulls.append(Producer(self.channel, words.view(layout.word(0), 8)))
+        # Where the worker's memory cannot be mapped, our part of the norm leaves from where its own arrives.
+        maps = self.channel.device.capabilities.maps
+        self.norm_back = Producer(
+            self.channel,
+            words.view(layout.norm_word, 8),
+            slots=[words.view(layout.norm, NORM.size)],
+            source=[] if maps else [self.inbox.view(self.layout.norm, NORM.size)],
+        )
 
 
 class StoreServer:
@@ -70,7 +90,8 @@ class StoreServer:
                 f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
             )
         self.plan: Plan = spec.plan(servers)
-        check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
+        registered = self.plan.registered_bytes(self.index, workers, spec.planes)
+        check_memory(registered, f"server {self.index}")
         self._regions: dict[str, Region] = {}
         self.parameters = self._allocate_parameters(workers)
         self.workers = [_Worker(self, w) for w in range(workers)]
@@ -85,7 +106,8 @@ class StoreServer:
         for worker in self.workers:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
-        self.rule = OptimizerRule(spec, self.plan, self.index, memoryview(self.parameters), workers)
+        self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
+        self._order = list(range(len(self.plan.buckets[self.index])))
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
 
@@ -93,7 +115,7 @@ class StoreServer:
         """On a device whose memory workers can map, if any worker is reached that way."""
         devices: list[Device] = [self.member.channel("worker", w).device for w in range(workers)]
         best = next((d for d in devices if d.capabilities.maps), devices[0])
-        return best.allocate(self.plan.shard_bytes[self.index])
+        return best.allocate(self.plan.shard_bytes[self.index] * self.spec.planes)
 
     def source_on(self, channel: Channel) -> Region:
         """The parameters as a source for writes on that channel's device."""
@@ -115,12 +137,13 @@ class StoreServer:
             if operation is Operation.ASSIGN:
                 self._assign()
             else:
-                self._update(heads)
-                self.updates += 1
+                self._update(heads[0])
+            if not self._order:
+                self._publish(0)
+            self.updates += operation is Operation.UPDATE
 
     def _head(self, worker: _Worker) -> Head:
-        block = self._receive(worker.head)
-        head = unpack_head(block, len(self.spec.numeric), len(self.spec.tensors))
+        head = unpack_head(self._receive(worker.head), len(self.spec.numeric))
         if head.step != self.step:
             raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {self.step}")
         return head
@@ -145,19 +168,52 @@ class StoreServer:
 
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[0].pushes):
-            self.rule.assign(bucket, self._receive(push))
+            self.rule.assign(bucket, self._receive(push), self.step)
             self._publish(bucket)
 
-    def _update(self, heads: Sequence[Head]) -> None:
-        self.rule.set_options(heads[0].options)
-        present = [head.present for head in heads]
-        for bucket in range(len(self.plan.buckets[self.index])):
+    def _update(self, head: Head) -> None:
+        self.rule.set_options(head.options)
+        clipped: list[int] = []
+        for bucket in self._arriving():
+            ready = clock()
+            self.rule.reduce(
+                bucket, [w.slots[bucket] for w in self.workers], [bytes(w.present[bucket]) for w in self.workers]
+            )
+            if head.max_norm:
+                spans.add("update", self.step, ready, clock())
+                clipped.append(bucket)
+                continue
+            self._apply(bucket, ready)
+        if head.max_norm:
+            scale = clipping(self._norm(), head.max_norm)
+            for bucket in clipped:
+                self._apply(bucket, clock(), scale)
+
+    def _apply(self, bucket: int, start: float, scale: float = 1.0) -> None:
+        self.rule.apply(bucket, self.step, scale)
+        spans.add("update", self.step, start, clock())
+        self._publish(bucket)
+
+    def _arriving(self) -> Iterator[int]:
+        """The buckets as all workers' gradients for them have come; it is looked for them in the last round's order."""
+        waiting, self._order = self._order, []
+        while waiting:
+            ready = (b for b in waiting if all(w.pushes[b].ready(self.step) for w in self.workers))
+            bucket = next(ready, waiting[0])
             for worker in self.workers:
                 self._receive(worker.pushes[bucket])
-            ready = clock()
-            self.rule.update(bucket, [w.slots[bucket] for w in self.workers], present)
-            spans.add("update", self.step, ready, clock())
-            self._publish(bucket)
+            waiting.remove(bucket)
+            self._order.append(bucket)
+            yield bucket
+
+    def _norm(self) -> float:
+        """The norm over all servers: workers add up the parts, and tell the sum."""
+        part = NORM.pack(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))))
+        for worker in self.workers:
+            worker.norm_back.slot(self.step)[:] = part
+            worker.norm_back.send(self.step)
+        (total,) = NORM.unpack(self._receive(self.workers[0].norm))
+        return math.sqrt(total)
 
     def _publish(self, bucket: int) -> None:
         for worker in self.workers:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan
+from tensorwire.store.plan import ALIGNMENT, PAGE, Plan, TensorSpec, make_plan, round_up
 from tensorwire.store.rounds import head_bytes
 
 WORD = 64  # bytes between signal words: each has its cache line
@@ -17,6 +17,9 @@ class StoreSpec(msgspec.Struct, frozen=True):
 
     ``versions`` says which software made it. ``rule`` names a torch optimizer; ``groups`` holds each parameter group's
     options; ``numeric`` lists ``(group, option, index)``, in the order of the option block (index -1: a plain number).
+    ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``planes``: how many versions of the
+    parameters have a place, 1 or 2; round ``n`` writes plane ``n % planes``. With 2 an update may go on while workers
+    still read the version before it.
     """
 
     versions: str
@@ -26,6 +29,8 @@ class StoreSpec(msgspec.Struct, frozen=True):
     numeric: list[tuple[int, str, int]]
     bucket_bytes: int
     whole: bool
+    reduce: str = "mean"
+    planes: int = 1
 
     def plan(self, servers: int) -> Plan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
@@ -33,11 +38,14 @@ class StoreSpec(msgspec.Struct, frozen=True):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The layout of a worker's inbox on a server: arrival words, the head, then gradient slots like the shard."""
+    """The layout of a worker's inbox on a server: arrival words, the head, the norm, then a slot a bucket.
 
-    buckets: int
+    A slot is the bucket's gradient, and behind it a byte a piece: whether this worker has a gradient for it.
+    """
+
     head: int
-    slots: int
+    norm: int
+    slots: tuple[tuple[int, int], ...]  # where each bucket's begins, and its bytes
     nbytes: int
 
     @property
@@ -45,17 +53,57 @@ class Inbox(msgspec.Struct, frozen=True):
         """Where the head's arrival word is."""
         return 0
 
+    @property
+    def norm_word(self) -> int:
+        """Where the arrival word of the norm is."""
+        return WORD
+
     def word(self, bucket: int) -> int:
         """Where the arrival word of a bucket is."""
-        return WORD * (1 + bucket)
+        return WORD * (2 + bucket)
 
 
 def inbox(plan: Plan, server: int, options: int) -> Inbox:
     """The inbox every worker has on ``server``."""
-    buckets = len(plan.buckets[server])
-    head = WORD * (1 + buckets)
-    slots = -(-(head + head_bytes(options, len(plan.tensors))) // PAGE) * PAGE
-    return Inbox(buckets, head, slots, slots + plan.shard_bytes[server])
+    buckets = plan.buckets[server]
+    norm = WORD * (2 + len(buckets))
+    head = norm + WORD
+    end = head + head_bytes(options)
+    slots = []
+    for bucket in buckets:
+        # Large ones at a page: they are copied fastest, and no two share one.
+        start = round_up(end, PAGE if bucket.nbytes >= PAGE else ALIGNMENT)
+        end = start + bucket.nbytes + len(bucket.pieces)
+        slots.append((start, end - start))
+    return Inbox(head, norm, tuple(slots), round_up(end, PAGE))
+
+
+class Outbox(msgspec.Struct, frozen=True):
+    """The layout of what a worker opens to one server: a version word a bucket, then the norm with its word.
+
+    A server without buckets has one word all the same: it says that the round's head has been read.
+    """
+
+    buckets: int
+
+    def word(self, bucket: int) -> int:
+        """Where the version word of a bucket is."""
+        return WORD * bucket
+
+    @property
+    def norm_word(self) -> int:
+        """Where the arrival word of the server's part of the norm is."""
+        return WORD * max(1, self.buckets)
+
+    @property
+    def norm(self) -> int:
+        """Where the server's part of the norm is."""
+        return self.norm_word + WORD
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.norm + WORD
 
 
 class ServerDoor(msgspec.Struct, frozen=True):

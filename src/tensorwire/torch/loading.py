@@ -1,4 +1,4 @@
-"""Noticing ``load_state_dict`` on modules that own parameters of the store."""
+"""Hooks on the modules that own parameters of the store."""
 
 from __future__ import annotations
 
@@ -11,28 +11,42 @@ import torch
 from tensorwire.errors import Unsupported
 
 
-def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
-    """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``.
+class Hook:
+    """``call(*bound, *arguments)``, that stays behind when its module is copied or pickled."""
 
-    An optimizer is given parameters, not modules; the modules that own them are found once, among all live ones.
-    """
+    def __init__(self, call: Callable[..., Any], *bound: Any) -> None:
+        self._call, self._bound = call, bound
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*self._bound, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def owners(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:
+    """The live modules that have some of ``params`` as their own: an optimizer is given parameters, not modules."""
+    ours = {id(p) for p in params}
+    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    return [m for m in modules if any(id(p) in ours for p in m._parameters.values() if p is not None)]
+
+
+def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
+    """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``."""
     ours = {id(p) for p in params}
 
-    def hook(module: torch.nn.Module, keys: Any) -> None:
+    def hook(others: set[int], module: torch.nn.Module, keys: Any) -> None:
         mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) not in ours for p in mine if id(p) not in others):
+        if any(id(p) not in ours and id(p) not in others for p in mine):
             raise Unsupported(
                 "load_state_dict(assign=True) replaces parameters that live in the store: load without assign"
             )
         loaded(p for p in mine if id(p) in ours)
 
-    others: set[int] = set()
-    for module in _modules():
-        mine = [p for p in module._parameters.values() if p is not None]
-        if any(id(p) in ours for p in mine):
-            others.update(id(p) for p in mine if id(p) not in ours)
-            module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _modules() -> list[torch.nn.Module]:
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    for module in owners(params):
+        others = {id(p) for p in module._parameters.values() if p is not None and id(p) not in ours}
+        module.register_load_state_dict_post_hook(Hook(hook, others))  # type: ignore[no-untyped-call]

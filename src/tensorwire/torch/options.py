@@ -1,0 +1,83 @@
+"""Options of parameter groups: the numbers among them travel with every step, the others are fixed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.store.rules import IMPLEMENTATION
+
+# Group entries that are not options of the optimizer.
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def defaults(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """The class's own defaults and validation, at the price of one element. Raises `ArgumentError`."""
+    known = inspect.signature(optimizer_class).parameters
+    unknown = [k for k in options if k not in known]
+    if unknown:
+        raise ArgumentError(f"{optimizer_class.__name__} has no option {unknown[0]!r}")
+    try:
+        shape = (1, 1) if optimizer_class.__name__ == "Muon" else (1,)
+        return dict(optimizer_class([torch.nn.Parameter(torch.zeros(shape))], **options).defaults)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ArgumentError(f"{optimizer_class.__name__}: {error}") from None
+
+
+def plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups' options as they can travel without pickle. Raises `Unsupported`."""
+    return [{k: _plain(k, v) for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups]
+
+
+def numeric(groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, int]]:
+    """Which options are numbers that may change from step to step: (group, option, index; -1 for a plain number)."""
+    found = []
+    for g, group in enumerate(groups):
+        for key in sorted(group):
+            if key in IMPLEMENTATION:
+                continue
+            if _is_number(group[key]):
+                found.append((g, key, -1))
+            elif _is_numbers(group[key]):
+                found.extend((g, key, i) for i in range(len(group[key])))
+    return found
+
+
+def check(groups: Sequence[dict[str, Any]], fixed: Sequence[dict[str, Any]]) -> None:
+    """Raises `Unsupported` if an option that is not a number is not what it was."""
+    for group, before in zip(groups, fixed, strict=True):
+        for key, was in before.items():
+            if not _is_number(was) and not _is_numbers(was) and _plain(key, group[key]) != was:
+                raise Unsupported(f"option {key!r} was {was!r} at construction and cannot become {group[key]!r}")
+
+
+def values(groups: Sequence[dict[str, Any]], places: Sequence[tuple[int, str, int]]) -> list[float]:
+    """The numbers at ``places``. Raises `Unsupported` for anything else there."""
+    found = []
+    for g, key, index in places:
+        value = groups[g][key]
+        value = value if index < 0 else value[index]
+        if not _is_number(value):
+            raise Unsupported(f"option {key!r} must stay a plain number, not {value!r}")
+        found.append(float(value))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(_is_number(v) for v in value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(key, v) for v in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise Unsupported(f"option {key!r} is a {type(value).__name__}; servers take numbers, strings and None")

@@ -1,0 +1,199 @@
+"""Gradients are pushed while backward runs, and new values awaited while the next forward runs.
+
+A bucket is pushed from the post-accumulate hook that completes it. The servers write the new version into the other
+plane of the parameters, so that backward goes on with the old one. After ``step()`` a parameter is awaited by whoever
+first gets it from its module, or when its module runs. Until then its memory is full of NaN, so that nobody takes an
+old value for a new one who reaches it in another way. A parameter that was not got from its module in the step before,
+because compiled code or a list has it, is waited for in ``step()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tensorwire.errors import ArgumentError, GradientModified
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
+from tensorwire.torch.loading import Hook, owners
+from tensorwire.torch.part import Part
+
+
+class Overlap:
+    """``begin()`` opens the rounds of a step, or says that it has to wait for ``step()``."""
+
+    def __init__(self, begin: Callable[[], bool]) -> None:
+        self._begin = begin
+        self._watched: list[_Watched] = []
+        self._pauses = 0
+        self._late = False  # this step's gradients are pushed by step()
+
+    def watch(self, part: Part) -> None:
+        """From now on pushes this part's gradients."""
+        self._watched.append(_Watched(part, self))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside it gradients are accumulated and not pushed."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def may_push(self, part: Part) -> bool:
+        """Whether gradients of this backward are pushed as they come; opens the step's rounds."""
+        if self._pauses or self._late:
+            return False
+        if not part.is_open:
+            with torch.no_grad():
+                self._late = not self._begin()
+        return not self._late
+
+    def settle(self) -> None:
+        """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
+        self._late = False
+        for watched in self._watched:
+            watched.settle()
+
+    def postpone(self, part: Part) -> None:
+        """Leaves the waiting for this round's version to the next forward, where that is safe."""
+        next(w for w in self._watched if w.part is part).postpone()
+
+
+class _Watched:
+    def __init__(self, part: Part, overlap: Overlap) -> None:
+        self.part = part
+        self._overlap = overlap
+        self._hooked: set[int] = set()
+        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}  # gradients of this round, as they were pushed
+        self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
+        self._ran: set[int] = set()  # got from their modules since the last step
+        self._nowhere = part.nowhere()
+        self._compiled = False
+        self._hook_gradients()
+        indices = {id(p): i for i, p in enumerate(part.params)}
+        for module in owners(part.params):
+            own = {name: indices[id(p)] for name, p in module._parameters.items() if id(p) in indices}
+            module._parameters = Awaited(module._parameters, own, self.arrive)
+            # Some modules keep their parameters elsewhere, too, as an LSTM does.
+            module.register_forward_pre_hook(Hook(self._before_forward, list(own.values())), prepend=True)
+
+    # ---- backward
+
+    def _hook_gradients(self) -> None:
+        for i, p in enumerate(self.part.params):
+            if p.requires_grad and i not in self._hooked:
+                p.register_post_accumulate_grad_hook(Hook(self._ready, i))  # type: ignore[no-untyped-call]
+                self._hooked.add(i)
+
+    def _ready(self, i: int, p: torch.Tensor) -> None:
+        """Parameter ``i`` has its gradient."""
+        part = self.part
+        if i in self._pushed:
+            raise GradientModified(
+                f"parameter {part.names[i]!r} got a second gradient after its first had been pushed: run all "
+                "backward passes of a step but the last inside of optimizer.no_sync(), or use overlap=False"
+            )
+        if part.behind(i) and not part.is_open:
+            raise ArgumentError(
+                f"parameter {part.names[i]!r} was used before its new value had come: code that does not get it from "
+                "its module has to call optimizer.wait() after step()"
+            )
+        if not self._overlap.may_push(part):
+            return
+        if not self._missing:
+            self._count()
+        assert p.grad is not None
+        self._pushed[i] = (p.grad, p.grad._version)
+        for bucket in part.buckets[i]:
+            self._missing[id(bucket)] -= 1
+            if not self._missing[id(bucket)]:
+                start = clock()
+                with torch.no_grad():
+                    part.push(bucket, part.gradient)
+                spans.add("push", part.client.step, start, clock())
+
+    def _count(self) -> None:
+        part = self.part
+        for bucket in part.client.order:
+            self._missing[id(bucket)] = len({piece.tensor for piece in bucket.pieces} & self._hooked)
+
+    def settle(self) -> None:
+        part = self.part
+        for i, (gradient, version) in self._pushed.items():
+            p = part.params[i]
+            if p.grad is not gradient or gradient._version != version:
+                raise GradientModified(
+                    f"the gradient of {part.names[i]!r} was changed after it had been pushed: clip with "
+                    "StoreOptimizer(max_grad_norm=), or use overlap=False"
+                )
+        self._pushed.clear()
+        self._missing.clear()
+        # A version is shown before its successor is asked for: the plane of the one before is then free.
+        part.arrive(range(len(part.params)))
+        self._hook_gradients()
+
+    # ---- the next forward
+
+    def postpone(self) -> None:
+        part = self.part
+        later = set() if self._compiled else self._ran
+        self._ran = set()
+        part.arrive(i for i in range(len(part.params)) if i not in later)
+        part.hide(later, self._nowhere)
+
+    def arrive(self, indices: Sequence[int]) -> None:
+        """Somebody gets these parameters from their module."""
+        if torch.compiler.is_compiling():
+            self._compile()
+            return
+        self._ran.update(indices)
+        self.part.arrive(indices)
+
+    def _before_forward(self, own: Sequence[int], module: torch.nn.Module, args: Any) -> None:
+        self.arrive(own)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _compile(self) -> None:
+        """While code is compiled. It will not come here when it runs: from now on all is there before."""
+        self._compiled = True
+        self.part.arrive(range(len(self.part.params)))
+
+
+class Awaited(dict[str, "torch.nn.Parameter | None"]):
+    """A module's ``_parameters``: whoever gets one waits for it. A copy is an ordinary dictionary."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter | None],
+        own: dict[str, int],
+        arrive: Callable[[Sequence[int]], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._own, self._arrive = own, arrive
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        if name in self._own:
+            self._arrive((self._own[name],))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 (it is this method)
+
+    def items(self) -> Any:
+        self._arrive(tuple(self._own.values()))
+        return super().items()
+
+    def values(self) -> Any:
+        self._arrive(tuple(self._own.values()))
+        return super().values()
+
+    def copy(self) -> dict[str, torch.nn.Parameter | None]:
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)

@@ -1,0 +1,319 @@
+"""A part of an optimizer's parameters: those that share one store. The first is made at construction, others by
+``add_param_group``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorwire._native import Window
+from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
+from tensorwire.launch import Job
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+from tensorwire.store import StoreClient, TensorSpec
+from tensorwire.store.plan import PAGE, Bucket, Plan
+from tensorwire.store.rounds import Operation
+from tensorwire.store.rules import is_whole, tensor_over, versions
+from tensorwire.store.wiring import StoreSpec
+from tensorwire.torch import options
+
+_log = logging.getLogger("tensorwire")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all parts of an optimizer have in common."""
+
+    rule: str
+    bucket_bytes: int
+    reduce: str
+    overlap: bool
+
+
+class Part:
+    """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step."""
+
+    def __init__(self, job: Job, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+        self._job, self.groups, self._settings = job, list(groups), settings
+        self.names: list[str] = [name for group in groups for name in group["param_names"]]
+        self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]
+        self._fixed = options.plain(groups)
+        self._numeric = options.numeric(self._fixed)
+        self.client = self._connect()
+        if job.rank == 0:
+            _log.info("%s: %s", self.client.name, self.summary())
+        job.at_close(self.finish)
+        self._slots = {id(b): self._pieces(b) for b in self.client.order}
+        self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
+        for bucket in self.client.order:
+            for i in {piece.tensor for piece in bucket.pieces}:
+                self.buckets[i].append(bucket)
+        self._views = [self._tensors(window) for window in self.client.windows]
+        self.written: set[str] = set()
+        self._pages_seen = True  # whether the kernel tells which pages of a window were written to
+        self._open: list[float] | None = None  # the options that this round began with
+        self._clips = False
+        self._sent: set[int] = set()  # buckets of this round that are on their way
+        self._latest = 0  # the last round that was closed: its version is the one to show
+        self._shown = [-1] * len(self.params)  # which plane each parameter shows
+        self._marks = [(0, 0)] * len(self.params)
+        self.assign()
+
+    def _connect(self) -> StoreClient:
+        settings, job = self._settings, self._job
+        tensors = [
+            _spec(name, p, g)
+            for g, group in enumerate(self.groups)
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+        ]
+        spec = StoreSpec(
+            versions(),
+            tensors,
+            settings.rule,
+            self._fixed,
+            self._numeric,
+            settings.bucket_bytes,
+            is_whole(settings.rule),
+            settings.reduce,
+            2 if settings.overlap else 1,
+        )
+        plan = spec.plan(job.num_servers)  # refused here, it has not taken a name that servers wait for
+        try:
+            return StoreClient(job.member, job.next_store(), spec, plan, job.num_workers)
+        except TensorwireError as error:
+            raise job.member.explain(error) from None
+
+    @property
+    def plan(self) -> Plan:
+        """Where its tensors lie."""
+        return self.client.plan
+
+    def summary(self) -> str:
+        """One line for people."""
+        return self.plan.summary(self._job.num_workers, len(self.client.windows))
+
+    def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
+        memory = self.client.memory(bucket)
+        tensors = self.client.plan.tensors
+        return [tensor_over(memory, tensors[p.tensor].dtype, p.offset, p.stop - p.start) for p in bucket.pieces]
+
+    def _tensors(self, window: Window) -> list[torch.Tensor]:
+        """The parameters' tensors in a window."""
+        plan, memory = self.client.plan, memoryview(window)
+        return [
+            tensor_over(memory, spec.dtype, offset, spec.elements).view(spec.shape)
+            for spec, offset in zip(plan.tensors, plan.offsets, strict=True)
+        ]
+
+    def nowhere(self) -> list[torch.Tensor]:
+        """Tensors of the parameters' shapes, full of NaN: a little memory, seen many times."""
+        return self._tensors(self.client.repeated(b"\xff"))
+
+    # ---- pushing
+
+    def options(self) -> list[float]:
+        """The numbers of all groups' options as they are now. Raises `Unsupported` for other changes of options."""
+        options.check(self.groups, self._fixed)
+        return options.values(self.groups, self._numeric)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun and ``close_round`` has not ended it."""
+        return self._open is not None
+
+    def open_round(self, max_norm: float) -> None:
+        """Begins a round of gradients, with the options in force."""
+        chosen = self.options()
+        self.client.begin(Operation.UPDATE, chosen, max_norm)
+        self._open, self._clips = chosen, max_norm > 0
+
+    def check_options(self) -> None:
+        """Raises `ArgumentError` if options have changed since the round began."""
+        if self._open is not None and self._open != self.options():
+            raise ArgumentError(
+                "an option of the optimizer changed after the first gradients had been pushed: with overlap=True set "
+                "learning rates and the like before backward()"
+            )
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        """Parameter ``i``'s gradient as a flat row. Raises `Unsupported` or `ArgumentError` for what cannot be sent."""
+        p, name = self.params[i], self.names[i]
+        g = p.grad
+        if g is None:
+            return None
+        if g.layout != torch.strided:
+            raise Unsupported(f"parameter {name!r} has a sparse gradient: build its embedding with sparse=False")
+        if g.shape != p.shape or g.dtype != p.dtype or g.device.type != "cpu":
+            raise ArgumentError(
+                f"the gradient of {name!r} is {g.dtype} {list(g.shape)} on {g.device}, "
+                f"its parameter {p.dtype} {list(p.shape)} on {p.device}"
+            )
+        return g.reshape(-1)
+
+    def push(self, bucket: Bucket, values: Callable[[int], torch.Tensor | None]) -> None:
+        """Copies the values of a bucket's tensors, each a flat row or None, into its slot, and sends it."""
+        self.client.slot(bucket)
+        present = bytearray(len(bucket.pieces))
+        for n, (piece, slot) in enumerate(zip(bucket.pieces, self._slots[id(bucket)], strict=True)):
+            value = values(piece.tensor)
+            if value is None:
+                continue
+            slot.copy_(value[piece.start : piece.stop])
+            present[n] = 1
+            counters.add(copies=1, copied_bytes=slot.nbytes)
+        self._sent.add(id(bucket))
+        self.client.send(bucket, bytes(present))
+
+    def push_rest(self, values: Callable[[int], torch.Tensor | None]) -> None:
+        """Pushes the buckets of this round that have not been pushed."""
+        for bucket in self.client.order:
+            if id(bucket) not in self._sent:
+                self.push(bucket, values)
+
+    def close_round(self) -> None:
+        """All buckets are on their way: the version of this round is the one to show."""
+        self._latest = self.client.step
+        self._open = None
+        self._sent = set()
+
+    # ---- what parameters show
+
+    def behind(self, i: int) -> bool:
+        """Whether parameter ``i`` does not show the version of the last closed round yet."""
+        return self._shown[i] != self._plane
+
+    @property
+    def _plane(self) -> int:
+        return self._latest % len(self._views)
+
+    def show(self, indices: Iterable[int]) -> None:
+        """Lets parameters show the version of the last closed round, which has come.
+
+        As an update in place does, it raises their version count: a graph made before cannot be run backward.
+        """
+        plane = self._plane
+        changed = list(indices)
+        for i in changed:
+            if self._shown[i] != plane:
+                self.params[i].data = self._views[plane][i]
+                self._shown[i] = plane
+        self._mark(changed)
+
+    def _mark(self, changed: Sequence[int]) -> None:
+        torch.autograd.graph.increment_version([self.params[i] for i in changed])
+        for i in changed:
+            self._marks[i] = (self.params[i].data_ptr(), self.params[i]._version)
+
+    def wait(self) -> None:
+        """Waits for the version of the round that was just closed, of everything, and shows it."""
+        self.client.wait()
+        self.show(range(len(self.params)))
+
+    def arrive(self, indices: Iterable[int]) -> None:
+        """Waits for the last closed round's version of those parameters that do not show it yet, and shows it."""
+        late = [i for i in indices if self.behind(i)]
+        if not late:
+            return
+        start = clock()
+        try:
+            for i in late:
+                for bucket in self.buckets[i]:
+                    self.client.wait_for(bucket, self._latest)
+        except TensorwireError as error:
+            raise self._job.member.explain(error) from None
+        self.show(late)
+        spans.add("wait", self._latest, start, clock())
+
+    def hide(self, indices: Iterable[int], nowhere: Sequence[torch.Tensor]) -> None:
+        """Lets parameters show ``nowhere`` until ``show``, so that nobody takes the version before for this one."""
+        hidden = list(indices)
+        for i in hidden:
+            self.params[i].data = nowhere[i]
+            self._shown[i] = -1
+        self._mark(hidden)
+
+    # ---- values that come from users
+
+    def assign(self) -> None:
+        """A round in which worker 0's present values become the store's, and everybody's."""
+        client = self.client
+        try:
+            client.begin(Operation.ASSIGN, self.options())
+            if self._job.rank == 0:
+                values = [p.detach().reshape(-1) for p in self.params]
+                for bucket in client.order:
+                    self.push(bucket, values.__getitem__)
+            self.close_round()
+            client.wait()
+        except TensorwireError as error:
+            raise self._job.member.explain(error) from None
+        if self.written:
+            for window in client.windows:  # what was written through one is in the store now
+                window.refresh(0, window.nbytes)
+        self.written = set()
+        self.show(range(len(self.params)))
+
+    def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """The user changed these; the next step begins with an ``assign``."""
+        by_id = {id(p): n for n, p in zip(self.names, self.params, strict=True)}
+        self.written.update(by_id[id(p)] for p in params)
+
+    def check_parameters(self) -> None:
+        """Raises `ParameterModified` for values that changed without the store."""
+        changed = []
+        for name, p, (address, version) in zip(self.names, self.params, self._marks, strict=True):
+            if p.data_ptr() != address:
+                raise ParameterModified(
+                    f"parameter {name!r} was moved out of the store's memory (.to(), .half(), .data =): "
+                    "convert or move the model before constructing the optimizer"
+                )
+            if p._version != version and name not in self.written:
+                changed.append(name)
+        if not changed and not self.written:
+            changed = self._stray()
+        if changed:
+            which = " or ".join(repr(name) for name in changed)
+            raise ParameterModified(
+                f"parameter {which} was changed in place; its values live in the store and only step() changes "
+                "them: call optimizer.write_parameters() on every worker after an intended change"
+            )
+
+    def _stray(self) -> list[str]:
+        """Who lies in the first page that was written to through a window, past autograd's own version count."""
+        try:
+            pages = [page for window in self.client.windows for page in window.modified(1)]
+        except OSError as error:
+            if self._pages_seen:
+                self._pages_seen = False
+                _log.warning("changes of parameters through .data will go unnoticed here: %s", error)
+            return []
+        tensors, offsets = self.client.plan.tensors, self.client.plan.offsets
+        return [
+            name
+            for page in pages
+            for name, t, start in zip(self.names, tensors, offsets, strict=True)
+            if start < page + PAGE and page < start + t.nbytes
+        ]
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """This worker is done. Gradients that were pushed without a step are left without effect here."""
+        if self.is_open:
+            self.push_rest(lambda i: None)
+            if self._clips:
+                self.client.clip(0.0)
+        self.client.finish()
+
+
+def _spec(name: str, p: torch.nn.Parameter, group: int) -> TensorSpec:
+    if p.device.type != "cpu":
+        raise ArgumentError(f"parameter {name!r} is on {p.device}; this version's store holds CPU parameters only")
+    if p.layout != torch.strided or isinstance(p, torch.nn.parameter.UninitializedParameter):
+        raise Unsupported(f"parameter {name!r} is not an ordinary dense tensor")
+    return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group)
