@@ -102,15 +102,18 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
 
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     file = sandbox.folder / "figures.json"
-    options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1")
+    options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")
     result = bench(sandbox, *options, "--json", str(file))
     assert result.status == 0, result.err
     if "skipped" in result.err:
         assert "--link 10gbit: " in result.err
         pytest.skip(result.err.strip())
     told = json.loads(file.read_text())
-    assert [r["peer"] for r in told] == ["compute alone", "tensorwire"]
+    assert [r["peer"] for r in told] == ["compute alone", "tensorwire", "tensorwire, overlap"]
     assert all("over a link of 10gbit" in r["workload"] for r in told)
+    compute, plain, overlapped = (r["seconds"] for r in told)
+    share = 1 - (overlapped - compute) / (plain - compute)
+    assert told[2]["details"]["hidden_share"] == pytest.approx(share)
     assert told[1]["details"]["samples_per_second"] > 0
     assert not list(Path("/run/netns").glob("tw-bench-*"))
 
