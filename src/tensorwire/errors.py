@@ -18,6 +18,7 @@
     │   ├── ProtocolError               a malformed, oversized or unexpected frame
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
+    │   └── WorkerFinished              a worker was done while this one went on with another step
     ├── ProgramFailed                   a program of a benchmark ended or was silent
     ├── GradientModified                a gradient changed after it had been pushed
     └── ParameterModified               user code changed a parameter that lives in the store
@@ -45,6 +46,7 @@ __all__ = [
     "Unsupported",
     "VerbsUnavailable",
     "WaitTimeout",
+    "WorkerFinished",
 ]
 
 
@@ -110,6 +112,10 @@ class PlanMismatch(ControlError):
 
 class JobEnded(TensorwireError):
     """The job ended. The message says who ended it and why."""
+
+
+class WorkerFinished(JobEnded):
+    """A worker was done while this one went on: give all the same number of steps, or use ``job.uneven()``."""
 
 
 class ProgramFailed(TensorwireError):

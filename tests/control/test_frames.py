@@ -28,6 +28,7 @@ MESSAGES: list[frames.Message] = [
     frames.Beat(),
     frames.End(None),
     frames.End(Cause("worker 0", "died")),
+    frames.End(Cause("worker 1", "finished after step 3", settle=3.0, kind="WorkerFinished")),
 ]
 
 

@@ -18,7 +18,7 @@ from tensorwire.control import frames
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
-from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError
+from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError, WorkerFinished
 from tensorwire.observe import counters
 
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
@@ -121,6 +121,7 @@ class Client:
             raise errors.WaitTimeout(f"the coordinator did not answer within {timeout:g} s") from None
         finally:
             self._pending.pop(message.id, None)
+            del future  # the traceback of its error leads here: a cycle, that would keep what callers hold
 
     # ---- news
 
@@ -146,7 +147,10 @@ class Client:
 
     def error(self) -> JobEnded:
         """The job's end as an exception."""
-        return JobEnded(str(self.cause) if self.cause else "the job has ended")
+        if self.cause is None:
+            return JobEnded("the job has ended")
+        kind = WorkerFinished if self.cause.kind == WorkerFinished.__name__ else JobEnded
+        return kind(str(self.cause))
 
     def close(self, *, goodbye: bool = False) -> None:
         """Closes the connection; without a goodbye the coordinator takes it for a death. Idempotent."""

@@ -101,13 +101,15 @@ class Answer(Message, tag="answer", frozen=True):
 class Cause(msgspec.Struct, frozen=True):
     """Why a job ended: ``who`` did ``what``.
 
-    ``settle``: seconds to wait for a better account, for causes that may be consequences of another failure.
+    ``settle``: seconds to wait for a better account, for causes that may be consequences of another failure. ``kind``:
+    a class of errors below `JobEnded` that says more.
     """
 
     who: str
     what: str
     traceback: str = ""
     settle: Seconds = 0.0
+    kind: str = ""
 
     def __str__(self) -> str:
         return f"{self.who} {self.what}"
@@ -115,7 +117,11 @@ class Cause(msgspec.Struct, frozen=True):
     def bounded(self) -> Cause:
         """The same, short enough for a frame."""
         return Cause(
-            bounded(self.who, 512), bounded(self.what, 16 << 10), bounded(self.traceback, 64 << 10), self.settle
+            bounded(self.who, 512),
+            bounded(self.what, 16 << 10),
+            bounded(self.traceback, 64 << 10),
+            self.settle,
+            bounded(self.kind, 512),
         )
 
 

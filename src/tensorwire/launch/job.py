@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.reach import Route
@@ -27,6 +28,19 @@ _current: Job | None = None
 _jobs_before = 0
 
 
+class Pausing(Protocol):
+    """A store, as ``Job.uneven`` sees it."""
+
+    def check_pausing(self) -> None:
+        """Raises `ArgumentError` in the middle of a step."""
+
+    def idle(self) -> None:
+        """Says that this worker's loop has ended, while others may go on."""
+
+    def rejoin(self) -> None:
+        """Waits until all are idle, and takes over how far the others came."""
+
+
 class Job:
     """This worker's part in a job. Made by `init`; left at the end of the script or by ``close()``."""
 
@@ -38,6 +52,7 @@ class Job:
         self._place = place
         self._children = children
         self._closers: list[Callable[[], None]] = []
+        self._pausing: list[Pausing] = []
         self._stores = 0
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
@@ -67,6 +82,30 @@ class Job:
     def at_close(self, call: Callable[[], None]) -> None:
         """Calls ``call()`` before this worker leaves in good order."""
         self._closers.append(call)
+
+    def at_uneven(self, store: Pausing) -> None:
+        """Lets ``store`` wait at the end of ``uneven()``, too."""
+        self._pausing.append(store)
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Around the training loop of every worker: their numbers of steps may differ.
+
+        A worker whose loop has ended waits at the end of the block, and counts as gradients of zero in the steps of the
+        others. When all are there, all go on, with the same parameters and the same number of steps. An exception
+        inside ends the job as ever. Raises `ArgumentError` (with overlap, between backward and step), `JobEnded`, or
+        `WaitTimeout` (no other worker took a step in time).
+        """
+        yield
+        try:
+            for store in self._pausing:
+                store.check_pausing()
+            for store in self._pausing:
+                store.idle()
+            for store in self._pausing:
+                store.rejoin()
+        except TensorwireError as error:
+            raise self.member.explain(error) from None
 
     def close(self) -> None:
         """Leaves the job: this worker is done. Idempotent; runs by itself at the end of the script.

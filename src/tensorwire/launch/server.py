@@ -13,8 +13,8 @@ import traceback
 
 import msgspec
 
-from tensorwire.control import Member
-from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout
+from tensorwire.control import Cause, Member
+from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, listening_host
 from tensorwire.observe import spans
@@ -27,7 +27,8 @@ _SETTLE_SECONDS = 3.0
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     import torch
 
-    from tensorwire.store.server import Disagreement, StoreServer
+    from tensorwire.store.agreement import Disagreement, Finished
+    from tensorwire.store.server import StoreServer
 
     torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
     try:
@@ -39,6 +40,9 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
             server.close()
     except (JobEnded, PeerLost):
         pass  # the job's end has a cause of its own
+    except Finished as error:
+        kind = WorkerFinished.__name__
+        member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS, kind=kind))
     except Disagreement as error:
         member.fail(f"stopped: {error}", settle=_SETTLE_SECONDS)
     except TensorwireError as error:

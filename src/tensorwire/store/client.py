@@ -54,6 +54,7 @@ class _Server:
             for b in self.buckets
         ]
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
+        self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
 
     def _producer(self, offset: int, nbytes: int, word: int, credit: Word | None) -> Producer:
@@ -86,6 +87,7 @@ class StoreClient:
             member.client.publish(name, encoded)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
+        self.asks = 0  # for the optimizer's state, that are known to have been published
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
@@ -127,6 +129,11 @@ class StoreClient:
             door = WorkerDoor(server.versions.remote("write").pack(), parameters)
             key = f"{self.name}/{self.member.name}/server {server.index}"
             self.member.client.publish(key, msgspec.msgpack.encode(door), to=[f"server {server.index}"])
+
+    @property
+    def channels(self) -> list[Channel]:
+        """To each server."""
+        return [server.channel for server in self._servers]
 
     # ---- one round
 
@@ -200,6 +207,39 @@ class StoreClient:
             f"step {self.updates} of {self.name} did not complete within {step_timeout():g} s: "
             "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
         )
+
+    # ---- uneven numbers of steps
+
+    def idle(self) -> None:
+        """Tells every server that this worker takes no part in rounds until all are idle; then call ``rejoin``."""
+        self.begin(Operation.IDLE, [0.0] * len(self.spec.numeric))
+
+    def rejoin(self) -> None:
+        """Waits until all workers are idle, and takes over how far the others came. Raises `WaitTimeout` as ``wait``.
+
+        The limit is for one step of the others, however many these are.
+        """
+        for server in self._servers:
+            step = self._together(server)
+        self.updates += step - self.step
+        self.step = step
+        self.wait()
+
+    def _together(self, server: _Server) -> int:
+        """The round in which all are idle."""
+        seen: list[int] = []
+        while True:
+            try:
+                server.together.wait(self.step, step_timeout())
+                return server.together.value
+            except WaitTimeout:
+                now = [s.version(b.index).value for s in self._servers for b in s.buckets]
+                if now == seen:
+                    raise WaitTimeout(
+                        f"at the end of job.uneven() no other worker took a step for {step_timeout():g} s "
+                        "(TENSORWIRE_TIMEOUT sets the limit)"
+                    ) from None
+                seen = now
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""

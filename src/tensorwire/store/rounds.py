@@ -24,6 +24,8 @@ class Operation(IntEnum):
     UPDATE = 1  # gradients: reduce, apply the rule
     ASSIGN = 2  # values of worker 0: they become the parameters
     FINISH = 3  # this worker is done
+    LOAD = 4  # worker 0's state becomes the optimizers'
+    IDLE = 5  # this worker takes no part in rounds until all are idle
 
 
 @dataclass(frozen=True, slots=True)

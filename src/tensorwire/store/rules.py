@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from tensorwire.errors import Unsupported
+from tensorwire.errors import ProtocolError, Unsupported
 from tensorwire.store.plan import Bucket, Piece, Plan
+from tensorwire.store.rule_state import Held, entries, load_entries
+from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 
 # Update each element from its own history alone: a cut tensor gives the same bits (tested one by one).
@@ -113,6 +115,15 @@ class Rule:
         if len(self._bytes) > 1:
             self._bytes[step % len(self._bytes)][bucket].copy_(self._bytes[(step - 1) % len(self._bytes)][bucket])
 
+    def state(self) -> Iterator[Item]:
+        """All that is kept beside the parameters, to be saved."""
+        return iter(())
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """Replaces all that is kept beside the parameters. Raises `ProtocolError`."""
+        for entry, _ in items:
+            raise ProtocolError(f"{self.spec.rule} keeps nothing, and worker 0 loads {entry}")
+
 
 class Keep(Rule):
     """Leaves the parameters as they are: for measuring all of a step but the update."""
@@ -154,6 +165,12 @@ class OptimizerRule(Rule):
     def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
         self.carry(bucket, step)
         self._buckets[bucket].apply(step, scale)
+
+    def state(self) -> Iterator[Item]:
+        return entries(h for bucket in self._buckets for h in bucket.held())
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        load_entries([h for bucket in self._buckets for h in bucket.held()], items)
 
 
 class _BucketRule:
@@ -212,7 +229,8 @@ class _BucketRule:
         """The parameters of the plane of ``step`` have new values."""
         for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
             if master is not None and _is_half(own):
-                master.copy_(own)
+                # What rounds to the value that was loaded says more than it does.
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
             elif master is not None:
                 master.data = own
 
@@ -245,6 +263,12 @@ class _BucketRule:
         for own, master in zip(new, self._masters, strict=True):
             if master is not None and _is_half(own):
                 own.copy_(master)
+
+    def held(self) -> Iterator[Held]:
+        """The pieces that are updated here."""
+        for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
+            if master is not None and self._optimizer is not None:
+                yield Held(piece, self._tensors[piece.tensor], master, self._optimizer, self._whole)
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

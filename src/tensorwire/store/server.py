@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,21 +12,19 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, TensorwireError, WaitTimeout
+from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.agreement import agreed
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import NORM, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
+from tensorwire.store.state import answer_asks, take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 # While no bucket is complete, between looks at all of them: at first, and at most.
 _GLANCE, _LOOK = 0.001, 0.064
-
-
-class Disagreement(TensorwireError):
-    """The workers do not do the same thing in one round. One of them may have failed: how it ended says more."""
 
 
 class _Worker:
@@ -46,6 +45,7 @@ class _Worker:
         self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[slots[b.index]]) for b in buckets]
         self.pulls: list[Producer] = []
         self.norm_back: Producer
+        self.together: Producer
 
     def _word(self, offset: int) -> Word:
         return Word(self.inbox, offset, self.channel)
@@ -72,6 +72,7 @@ class _Worker:
             self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views))
         if not buckets:
             self.pulls.append(Producer(self.channel, words.view(layout.word(0), 8)))
+        self.together = Producer(self.channel, words.view(layout.together_word, 8))
         # Where the worker's memory cannot be mapped, our part of the norm leaves from where its own arrives.
         maps = self.channel.device.capabilities.maps
         self.norm_back = Producer(
@@ -110,6 +111,7 @@ class StoreServer:
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
         self._order = list(range(len(self.plan.buckets[self.index])))
+        self._active = list(self.workers)  # who takes part in rounds
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
 
@@ -130,16 +132,19 @@ class StoreServer:
 
     def run(self) -> None:
         """Round after round, until every worker has finished."""
+        threading.Thread(target=answer_asks, args=(self,), name=f"{self.name} asks", daemon=True).start()
         while True:
             self.step += 1
-            heads = [self._head(worker) for worker in self.workers]
-            operation = self._agree(heads)
+            heads = self._take_part()
+            operation = self._agree(heads) if heads else Operation.IDLE
             if operation is Operation.FINISH:
                 return
-            if operation is Operation.ASSIGN:
+            if operation is Operation.UPDATE:
+                self._update(heads[self._active[0].index])
+            elif operation is Operation.ASSIGN:
                 self._assign()
             else:
-                self._update(heads[0])
+                self._stay(operation)
             if not self._order:
                 self._publish(0)
             self.updates += operation is Operation.UPDATE
@@ -161,12 +166,27 @@ class StoreServer:
             assert slot is not None
             return slot
 
-    def _agree(self, heads: Sequence[Head]) -> Operation:
-        first = heads[0].operation
-        for index, head in enumerate(heads):
-            if head.operation is not first:
-                raise Disagreement(disagreement(first, head.operation, index, self.updates + 1))
-        return first
+    def _take_part(self) -> dict[int, Head]:
+        """The heads of the workers that take part in this round: those that are not idle."""
+        heads = {w.index: self._head(w) for w in self._active}
+        self._active = [w for w in self._active if heads[w.index].operation is not Operation.IDLE]
+        return {w.index: heads[w.index] for w in self._active}
+
+    def _agree(self, heads: Mapping[int, Head]) -> Operation:
+        idle = [w.index for w in self.workers if w.index not in heads]
+        return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
+
+    def _stay(self, operation: Operation) -> None:
+        """A round that leaves all parameters as they are: state is loaded, or all workers are idle and go on."""
+        if operation is Operation.LOAD:
+            take_state(self)
+        for bucket in range(len(self.plan.buckets[self.index])):
+            self.rule.carry(bucket, self.step)
+            self._publish(bucket)
+        if operation is Operation.IDLE:
+            self._active = list(self.workers)
+            for worker in self.workers:
+                worker.together.send(self.step)
 
     def _assign(self) -> None:
         for bucket, push in enumerate(self.workers[0].pushes):
@@ -178,9 +198,7 @@ class StoreServer:
         clipped: list[int] = []
         for bucket in self._arriving():
             ready = clock()
-            self.rule.reduce(
-                bucket, [w.slots[bucket] for w in self.workers], [bytes(w.present[bucket]) for w in self.workers]
-            )
+            self.rule.reduce(bucket, [w.slots[bucket] for w in self.workers], self._present(bucket))
             if head.max_norm:
                 spans.add("update", self.step, ready, clock())
                 clipped.append(bucket)
@@ -196,6 +214,10 @@ class StoreServer:
         spans.add("update", self.step, start, clock())
         self._publish(bucket)
 
+    def _present(self, bucket: int) -> list[bytes]:
+        """A byte a piece from each worker; an idle one has no gradients."""
+        return [bytes(w.present[bucket]) if w in self._active else bytes(len(w.present[bucket])) for w in self.workers]
+
     def _arriving(self) -> Iterator[int]:
         """The buckets as all workers' gradients for them have come; it is looked for them in the last round's order.
 
@@ -205,14 +227,14 @@ class StoreServer:
         waiting, self._order = self._order, []
         patience = _GLANCE
         while waiting:
-            ready = (b for b in waiting if all(w.pushes[b].ready(self.step) for w in self.workers))
+            ready = (b for b in waiting if all(w.pushes[b].ready(self.step) for w in self._active))
             bucket = next(ready, None)
             if bucket is None:
                 self._glance(waiting[0], patience)
                 patience = min(2 * patience, _LOOK)
                 continue
             patience = _GLANCE
-            for worker in self.workers:
+            for worker in self._active:
                 self._receive(worker.pushes[bucket])
             waiting.remove(bucket)
             self._order.append(bucket)
@@ -221,7 +243,7 @@ class StoreServer:
     def _glance(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""
         try:
-            for worker in self.workers:
+            for worker in self._active:
                 worker.pushes[bucket].receive(self.step, seconds)
         except WaitTimeout:
             self.member.check()
@@ -229,10 +251,10 @@ class StoreServer:
     def _norm(self) -> float:
         """The norm over all servers: workers add up the parts, and tell the sum."""
         part = NORM.pack(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))))
-        for worker in self.workers:
+        for worker in self._active:
             worker.norm_back.slot(self.step)[:] = part
             worker.norm_back.send(self.step)
-        (total,) = NORM.unpack(self._receive(self.workers[0].norm))
+        (total,) = NORM.unpack(self._receive(self._active[0].norm))
         return math.sqrt(total)
 
     def _publish(self, bucket: int) -> None:
@@ -249,21 +271,6 @@ class StoreServer:
         for region in self._regions.values():
             region.close()
         self.parameters.close()
-
-
-def disagreement(first: Operation, other: Operation, worker: int, step: int) -> str:
-    """What to tell people whose workers do not do the same thing in one round."""
-    if Operation.FINISH in (first, other):
-        done, going = (0, worker) if first is Operation.FINISH else (worker, 0)
-        return (
-            f"worker {done} finished while worker {going} goes on with step {step}: "
-            "give every worker the same number of steps"
-        )
-    loaded, not_loaded = (0, worker) if first is Operation.ASSIGN else (worker, 0)
-    return (
-        f"worker {loaded} loaded parameters before step {step} and worker {not_loaded} did not: "
-        "call load_state_dict on every worker"
-    )
 
 
 def check_memory(nbytes: int, who: str) -> None:

@@ -79,7 +79,8 @@ def inbox(plan: Plan, server: int, options: int) -> Inbox:
 
 
 class Outbox(msgspec.Struct, frozen=True):
-    """The layout of what a worker opens to one server: a version word a bucket, then the norm with its word.
+    """The layout of what a worker opens to one server: a version word a bucket, the norm with its word, and a word that
+    says in which round all idle workers go on together.
 
     A server without buckets has one word all the same: it says that the round's head has been read.
     """
@@ -101,9 +102,14 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.norm_word + WORD
 
     @property
+    def together_word(self) -> int:
+        """Where the round is from which all idle workers go on."""
+        return self.norm + WORD
+
+    @property
     def nbytes(self) -> int:
         """All of it."""
-        return self.norm + WORD
+        return self.together_word + WORD
 
 
 class ServerDoor(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tensorwire.torch import options as options_
 from tensorwire.torch.loading import watch_loading
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
+from tensorwire.torch.state import SavedState
 
 Params = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 
@@ -71,6 +73,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         groups = _named_groups(named_parameters)
         chosen = with_implementation(optimizer_class, options)
         self._parts: list[Part] = []
+        self._saved = SavedState(self, optimizer_class)
         super().__init__(groups, options_.defaults(optimizer_class, chosen))
         self._overlap = Overlap(self._open) if overlap else None
         # GradScaler then gives its scale and what it found to step(), which can say why that does not go together.
@@ -139,6 +142,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             if part.written:
                 part.assign()
+        if self._saved.pending:
+            for part in self._parts:
+                part.load_state(partial(self._saved.items, part.share))
+            self._saved.loaded()
         for part, mine in zip(self._parts, gradients, strict=True):
             if not part.is_open:
                 part.open_round(self._clip)
@@ -147,7 +154,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _open(self) -> bool:
         """Begins the rounds of a step from inside of backward; False if that has to wait for ``step()``."""
-        if any(part.written for part in self._parts):
+        if self._saved.pending or any(part.written for part in self._parts):
             return False  # values that were loaded become the store's first, and not in the middle of backward
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot push gradients")
@@ -221,17 +228,41 @@ class StoreOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Raises `Unsupported`: copying and pickling it are not there yet."""
-        raise Unsupported("a StoreOptimizer is one worker's end of a store: copying and pickling it are not there yet")
+    # ---- the optimizer's state
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises `Unsupported`: the optimizer's state lives on the servers, and saving it is not there yet."""
-        raise Unsupported("the optimizer's state lives on the servers; saving it is not there yet (the model's works)")
+        """Torch's own layout, with whole tensors. Any worker alone may call it, between two steps.
+
+        State is in float32 for 16-bit parameters, whose ``master`` says more than the parameter where it is there.
+        Raises `ArgumentError` (a forked child, or with overlap between backward and step), `JobEnded` or `WaitTimeout`.
+        """
+        self._check_between_steps()
+        try:
+            self.wait()
+            with self._saved.shown([part.share for part in self._parts]):
+                return super().state_dict()
+        except TensorwireError as error:
+            raise self._job.member.explain(error) from None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises `Unsupported`, see ``state_dict``."""
-        raise Unsupported("the optimizer's state lives on the servers; loading it is not there yet (the model's works)")
+        """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.
+
+        Options count at once, the state with the next ``step()``, before its update. Raises `ArgumentError` for a
+        state of other parameters, sizes, types or keys: then nothing has changed.
+        """
+        self._check_between_steps()
+        with self._saved.taken([part.share for part in self._parts]):
+            super().load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
+        return self._saved.copied(self.state_dict())
+
+    def _check_between_steps(self) -> None:
+        if os.getpid() != self._pid:
+            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
+        if any(part.is_open for part in self._parts):
+            raise ArgumentError("state is saved and loaded between two steps: gradients are on their way")
 
 
 def _refuse(closure: object, scaled: bool) -> None:

@@ -19,8 +19,11 @@ from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import PAGE, Bucket, Plan
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import is_whole, tensor_over, versions
+from tensorwire.store.state import load_state
+from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch import options
+from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
 
@@ -48,6 +51,7 @@ class Part:
         if job.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         job.at_close(self.finish)
+        job.at_uneven(self)
         self._slots = {id(b): self._pieces(b) for b in self.client.order}
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
         for bucket in self.client.order:
@@ -299,6 +303,34 @@ class Part:
             for name, t, start in zip(self.names, tensors, offsets, strict=True)
             if start < page + PAGE and page < start + t.nbytes
         ]
+
+    # ---- the optimizer's state, and uneven numbers of steps
+
+    @property
+    def share(self) -> Share:
+        """What saving and loading need to know."""
+        return Share(self.client, self.params, self.groups, self._fixed)
+
+    def load_state(self, items: Callable[[int], Iterable[Item]]) -> None:
+        """A round in which worker 0's ``items(server)`` become what the servers keep."""
+        load_state(self.client, self.options(), items)
+        self.close_round()
+        self.show(range(len(self.params)))
+
+    def check_pausing(self) -> None:
+        """Raises `ArgumentError` in the middle of a step."""
+        if self.is_open:
+            raise ArgumentError("job.uneven() ended between backward() and step(): gradients are on their way")
+
+    def idle(self) -> None:
+        """This worker's loop has ended; others may go on."""
+        self.client.idle()
+
+    def rejoin(self) -> None:
+        """Waits until the loops of all have ended, and shows what came of them."""
+        self.client.rejoin()
+        self.close_round()
+        self.show(range(len(self.params)))
 
     # ---- the end
 

@@ -1,0 +1,147 @@
+"""The optimizer's state as torch's ``state_dict`` has it: put together from the servers' pieces, and cut again.
+
+``Optimizer.state`` itself is empty, but while torch's own ``state_dict`` reads it, and while a state that was loaded
+waits for the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorwire.store import StoreClient
+from tensorwire.store.rule_state import MASTER, tensor_bytes
+from tensorwire.store.rules import is_whole
+from tensorwire.store.state import fetch_state
+from tensorwire.store.stream import Entry, Item
+from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parameters of one store, in the plan's order; ``groups`` and their options at construction, ``fixed``."""
+
+    client: StoreClient
+    params: Sequence[torch.nn.Parameter]
+    groups: Sequence[Options]
+    fixed: Sequence[Options]
+
+
+class SavedState:
+    """What ``state_dict`` and ``load_state_dict`` of ``optimizer`` are made of."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, optimizer_class: OptimizerClass) -> None:
+        self._optimizer, self._class = optimizer, optimizer_class
+        self.pending = False  # whether ``optimizer.state`` is what the next step is to begin from
+
+    @contextlib.contextmanager
+    def shown(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Inside it ``optimizer.state`` is what the servers keep, or what was loaded and waits."""
+        if self.pending:
+            yield
+            return
+        try:
+            for share in shares:
+                self._optimizer.state.update(_fetched(share))
+            yield
+        finally:
+            self._optimizer.state = defaultdict(dict)
+
+    @contextlib.contextmanager
+    def taken(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Inside it the stock ``load_state_dict`` checks first, and keeps the state as it is in float32.
+
+        It refuses by `ArgumentError`, before anything has changed. The dictionaries of ``param_groups`` stay the same.
+        """
+        optimizer, groups = self._optimizer, list(self._optimizer.param_groups)
+        checker = Checker(self._class, groups, [fixed for share in shares for fixed in share.fixed])
+        found: dict[torch.Tensor, Values] = {}
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            options, state = checker.checked(given)
+            found.update(state)
+            return {"state": {}, "param_groups": options}
+
+        def keep(_: torch.optim.Optimizer) -> None:
+            for old, new in zip(groups, optimizer.param_groups, strict=True):
+                old.clear()
+                old.update(new)
+            optimizer.param_groups = groups
+            optimizer.state, self.pending = defaultdict(dict, found), True
+
+        # After the user's hooks before loading, and before those after it.
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(check),
+            optimizer.register_load_state_dict_post_hook(keep, prepend=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def items(self, share: Share, server: int) -> Iterator[Item]:
+        """What ``server`` is to keep of the state that waits. What a tensor has once is sent once."""
+        plan = share.client.plan
+        rows = [self._rows(fixed, group) for fixed, group in zip(share.fixed, share.groups, strict=True)]
+        sent: set[tuple[int, str]] = set()
+        for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
+            for key, value in self._optimizer.state.get(share.params[piece.tensor], {}).items():
+                cut = key in rows[plan.tensors[piece.tensor].group]
+                if not cut and (piece.tensor, key) in sent:
+                    continue
+                sent.add((piece.tensor, key))
+                start, stop = (piece.start, piece.stop) if cut else (0, value.numel())
+                dtype = str(value.dtype).removeprefix("torch.")
+                entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
+                yield entry, tensor_bytes(value.reshape(-1)[start:stop])
+
+    def _rows(self, *options: Options) -> set[str]:
+        """The keys of values that are cut with their parameter."""
+        if is_whole(self._class.__name__):
+            return set()
+        kept = [layouts(self._class, o, (2,), torch.float32)[0] for o in options]
+        return {MASTER, *(key for found in kept for key, layout in found.items() if layout.rows)}
+
+    def loaded(self) -> None:
+        """The servers have the state that waited."""
+        self._optimizer.state, self.pending = defaultdict(dict), False
+
+    def copied(self, state_dict: dict[str, Any]) -> tuple[Any, ...]:
+        """How to make a copy, for ``__reduce_ex__``: a store has one end in each worker, so that it is a stock one."""
+        named = [
+            {**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self._optimizer.param_groups
+        ]
+        return _detached, (self._class, named, state_dict)
+
+
+def _fetched(share: Share) -> dict[torch.Tensor, Values]:
+    """In whole tensors."""
+    state: dict[torch.Tensor, Values] = {}
+    for entry, data in fetch_state(share.client):
+        p = share.params[entry.tensor]
+        values = state.setdefault(p, {})
+        if entry.key not in values:
+            values[entry.key] = _room(entry, p)
+        values[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
+    return state
+
+
+def _room(entry: Entry, p: torch.nn.Parameter) -> torch.Tensor:
+    if entry.key == MASTER:  # only the pieces that say more than the parameter does are sent
+        return p.detach().float().contiguous()
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+
+
+def _detached(
+    optimizer_class: OptimizerClass, groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> torch.optim.Optimizer:
+    made = build(optimizer_class, groups)
+    stock = {i: {k: v for k, v in values.items() if k != MASTER} for i, values in state_dict["state"].items()}
+    made.load_state_dict({**state_dict, "state": stock})
+    return made
