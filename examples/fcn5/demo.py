@@ -3,67 +3,36 @@
 ::
 
     python examples/fcn5/demo.py
+    python examples/fcn5/demo.py --compare grpc
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import beside
 import click
-import data
+import launch
 import table
-from rich.console import Console
 
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.observe.parts import read_trace
 
 HERE = Path(__file__).resolve().parent
-# glibc gives big blocks back to the kernel when they are freed, so that every step's gradients are new pages. Told to
-# keep them, one worker's backward took 166 ms instead of 245, with 0 page faults a step instead of 49,155 (width 4096,
-# batch 64, one thread). MALLOC_MMAP_MAX_ alone changed nothing; MALLOC_TOP_PAD_ added nothing.
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-
-
-def start(launcher: list[str], script: list[str], folder: str) -> int:
-    """Runs the job; the trace comes into ``folder``. Returns the exit status."""
-    environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TENSORWIRE_TRACE": folder}
-    # --no-prefix: worker 0 draws its own progress on our terminal.
-    command = [sys.executable, "-m", "tensorwire.cli", "run", "--no-prefix", *launcher, "--", sys.executable, *script]
-    # In a session of its own, so that Ctrl-C reaches it once: from here.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda n, _: process.send_signal(n))
-    return process.wait()
-
-
-def check(images: data.Data, workers: int, batch: int) -> None:
-    """Refuses what could not train. Raises `ArgumentError`."""
-    if workers * batch > len(images.train_labels):
-        raise ArgumentError(
-            f"{workers} x {batch} images a step are more than the {len(images.train_labels)} there are: "
-            "use a smaller --batch"
-        )
 
 
 def run(options: dict[str, Any], no_gate: bool, json_file: str | None) -> int:
     """The demo proper; returns the exit status."""
-    with Console().status("loading the data"):
-        images = data.load(options["data"])
-    check(images, options["workers"], options["batch"])
+    images, launcher = launch.prepare(options)
     description, gate = str(images), None if no_gate else images.gate
-    print(f"data: {description}", flush=True)
     print(f"starting the job: {_many(options, 'worker')}, {_many(options, 'server')}", flush=True)
-    launcher = [f"--{k}={options[k]}" for k in ("workers", "servers", "device")]
-    script = [f"--{k}={options[k]}" for k in ("data", "seconds", "batch", "width", "seed") if options[k] is not None]
+    script = launch.given(options, "data", "seconds", "batch", "width", "seed")
     with tempfile.TemporaryDirectory(prefix="tensorwire-demo-") as folder:
-        status = start(launcher, [str(HERE / "train.py"), *script], folder)
+        status = launch.start(launcher, [str(HERE / "train.py"), *script], folder)
         if status:
             return status if status > 0 else 128 - status
         outcome = table.outcome(read_trace(folder), description, gate)
@@ -91,12 +60,14 @@ def _many(options: dict[str, Any], what: str) -> str:
 @click.option("--batch", type=click.IntRange(1), default=64, help="Images a worker and step.")
 @click.option("--width", type=click.IntRange(1), default=4096, help="Of the hidden layers.")
 @click.option("--seed", type=int, default=0)
+@click.option("--compare", type=click.Choice(["grpc"]), help="Instead: --steps with ours and with a store on gRPC.")
+@click.option("--steps", type=click.IntRange(5), default=25, help="Of each run of --compare.")
 @click.option("--no-gate", is_flag=True, help="Any accuracy will do.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures there, too.")
-def main(no_gate: bool, json_file: str | None, **options: object) -> None:
+def main(compare: str | None, no_gate: bool, json_file: str | None, **options: object) -> None:
     """Train FCN-5 with workers and parameter servers on this machine."""
     try:
-        status = run(options, no_gate, json_file)
+        status = run(options, no_gate, json_file) if compare is None else beside.run(options, json_file)
     except ArgumentError as error:
         print(f"tensorwire: {error}", file=sys.stderr)
         status = 2

@@ -11,6 +11,7 @@ from rich.table import Table
 from tensorwire.observe.parts import Parts, Record, parts_of_trace, typical
 
 MIB = 2**20
+PARTS = ("compute", "update", "exposed", "idle", "hidden")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,37 @@ def show(o: Outcome) -> None:
     for name, value in rows(o):
         table.add_row(name, value)
     console.print(table)
+
+
+def show_beside(columns: list[dict[str, Any]]) -> None:
+    """Prints two runs beside each other, and by how much the second one's step is longer."""
+    first, second = columns
+    lines = [("", first["store"], second["store"], "")]
+    lines += [("device", first["device"], second["device"], "")]
+    lines += [_times("step", first, second, "seconds")]
+    lines += [_times(f"  {_PARTS_TOLD.get(name, name)}", first, second, name) for name in PARTS if name in first]
+    rates = [f"{column['samples_per_second']:,.0f} samples/s" for column in columns]
+    losses = [f"{column['loss']:.6f}" for column in columns]
+    lines += [("throughput", *rates, ""), (f"loss after {first['steps']} steps", *losses, "")]
+    console = Console()
+    if not console.is_terminal:
+        print("\nFCN-5 (per worker and step)")
+        for name, *cells in lines:
+            print(f"{name:<24} {cells[0]:<22} {cells[1]:<22} {cells[2]}".rstrip())
+        return
+    shown = Table(*lines[0], title="FCN-5", title_justify="left", caption="per worker and step")
+    for line in lines[1:]:
+        shown.add_row(*line)
+    console.print(shown)
+
+
+_PARTS_TOLD = {"exposed": "exposed communication", "hidden": "hidden, beside compute"}
+
+
+def _times(told: str, first: dict[str, Any], second: dict[str, Any], name: str) -> tuple[str, str, str, str]:
+    cells = [f"{c[name] * 1e3:,.1f} ms ({c[name] / c['seconds']:.1%})" for c in (first, second)]
+    times = f"{second[name] / first[name]:.1f}x" if name in ("seconds", "exposed") and first[name] else ""
+    return told, cells[0], cells[1], times
 
 
 def record(o: Outcome, **settings: object) -> dict[str, object]:

@@ -101,6 +101,7 @@ def test_what_a_killed_worker_had_printed_is_kept(sandbox: Sandbox) -> None:
     body = """
         for i in range(3000):
             sys.stdout.write(f"line {i}\\n")
+        job.barrier()  # both have printed
         if job.rank: os.kill(os.getpid(), signal.SIGKILL)
         job.barrier()
     """

@@ -82,7 +82,7 @@ class Peers:
 
     def program(self, peer: Peer) -> tuple[str, ...]:
         """The command of a peer's program; empty, with a note, if it is not here."""
-        return (self._python, str(_folder() / peer.script)) if self._is_here(peer) else ()
+        return (self._python, str(peers_folder() / peer.script)) if self._is_here(peer) else ()
 
     def copies(self, nbytes: int, mode: str, names: Sequence[str], group: str) -> list[Contender]:
         """Copies and a flag in C, in shared memory."""
@@ -136,7 +136,7 @@ class Peers:
 
 def build(name: str, libraries: Sequence[str], notes: Notes) -> Path:
     """The program of ``bench/peers/NAME.c``, built if the cache has none of this source. Raises `Unsupported`."""
-    source, header = _folder() / f"{name}.c", _folder() / "lines.h"
+    source, header = peers_folder() / f"{name}.c", peers_folder() / "lines.h"
     compiler = shutil.which("cc")
     if compiler is None:
         raise Unsupported("no C compiler: apt install gcc libc6-dev")
@@ -168,7 +168,8 @@ def cache() -> Path:
     return folder
 
 
-def _folder() -> Path:
+def peers_folder() -> Path:
+    """Where the programs of others are."""
     installed = Path(__file__).parent / "peers"
     return installed if installed.is_dir() else Path(__file__).parents[3] / "bench" / "peers"
 

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from tensorwire.errors import ArgumentError
 
+# glibc gives big blocks back to the kernel when they are freed, so that every step's gradients are new pages. Told to
+# keep them, one worker's backward took 166 ms instead of 245, with 0 page faults a step instead of 49,155 (FCN-5,
+# batch 64, one thread). MALLOC_MMAP_MAX_ alone changed nothing; MALLOC_TOP_PAD_ added nothing.
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 _MEMORY = Path("/sys/kernel/mm/transparent_hugepage")
 
 

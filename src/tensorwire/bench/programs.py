@@ -90,9 +90,9 @@ def end_all() -> None:
 
 
 class Program:
-    """One process and the two pipes to it."""
+    """One process and the two pipes to it; on ``cores`` alone, if any are given."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = ()) -> None:
         self._command = command
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._read = b""
@@ -111,6 +111,8 @@ class Program:
                 self._errors.close()
                 raise ProgramFailed(f"{self._name} cannot be started: {error.strerror}") from None
             _running.add(self)
+        if not cores:
+            return
         with contextlib.suppress(OSError):  # it has ended already; the first answer will tell
             os.sched_setaffinity(self.process.pid, cores)
 
@@ -166,6 +168,24 @@ class Program:
         return lines[-1] if lines else f"status {self.process.returncode}"
 
 
+def ask(programs: Sequence[Program], line: str, *, silent: Sequence[Program] = ()) -> list[Answer]:
+    """Gives all of them a line; their answers, in their order. Raises `ProgramFailed`.
+
+    ``silent`` ones have nothing to say meanwhile, unless they fail.
+    """
+    for program in programs:
+        program.say(line)
+    # One may have failed while the other waits for it: whoever speaks or ends is heard first.
+    waiting = list(programs)
+    heard: dict[Program, Answer] = {}
+    while waiting:
+        ready, _, _ = select.select([*waiting, *silent], [], [], HANG_SECONDS)
+        for program in ready or list(waiting):
+            heard[program] = json.loads(program.hear())
+            waiting.remove(program)
+    return [heard[program] for program in programs]
+
+
 class Stage:
     """A contender's programs, in a ring: each was told the line of the next one. A context manager."""
 
@@ -215,23 +235,8 @@ class Stage:
             return answers
         count = self.contender.servers
         servers, others = self.programs[:count], self.programs[count:]
-        heard = self._ask(line, others, servers)
-        heard |= self._ask(line, servers)
-        return [heard[program] for program in self.programs]
-
-    def _ask(self, line: str, programs: Sequence[Program], silent: Sequence[Program] = ()) -> dict[Program, Answer]:
-        """What these answer to a line; ``silent`` ones have nothing to say meanwhile, unless they fail."""
-        for program in programs:
-            program.say(line)
-        # One may have failed while the other waits for it: whoever speaks or ends is heard first.
-        waiting = list(programs)
-        heard: dict[Program, Answer] = {}
-        while waiting:
-            ready, _, _ = select.select([*waiting, *silent], [], [], HANG_SECONDS)
-            for program in ready or waiting:
-                heard[program] = json.loads(program.hear())
-                waiting.remove(program)
-        return heard
+        answers = ask(others, line, silent=servers)
+        return ask(servers, line) + answers
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""

@@ -28,6 +28,7 @@ MODES = {
     "pull": "from the last other worker's push until a worker has all parameters; nothing goes the other way",
     "push-and-pull": "`exchange-born`: gradients one way, parameters the other, at once; the time of both",
     "idle": "CPU seconds of a process for each second that it waits",
+    "training-step": "a whole step of training: forward, backward, update; the slowest worker",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
@@ -64,7 +65,8 @@ class Record:
     """One figure. ``seconds`` is the median over rounds, ``low`` and ``high`` the fastest and slowest round.
 
     ``ratio`` is the share of the limit's speed, ``limit_value / seconds``. ``copies``, ``rpcs`` and ``registrations``
-    are counts an operation on both ends together; None where nobody counts them.
+    are counts an operation on both ends together; None where nobody counts them. ``details``: what else is told of a
+    step of training, such as its parts in seconds.
     """
 
     bench: str
@@ -86,6 +88,7 @@ class Record:
     rounds: int
     target: str | None
     met: bool | None
+    details: Mapping[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tensorwire.bench import edges, faults, idle, links, machine, show, stores, verbs, writes
+from tensorwire.bench import edges, faults, idle, links, machine, report, show, stores, training, verbs, writes
 from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import end_all
@@ -27,12 +27,15 @@ class Options:
     links: tuple[str, ...] = ()
     waiting: bool = False
     connect: str = ""
-    models: tuple[str, ...] = ()
-    workers: int = 2
-    servers: int = 1
     cores: str | None = None
     json: str | None = None
     markdown: bool = False
+    workloads: tuple[str, ...] = ()
+    workers: int = 2
+    servers: int = 1
+    steps: int = 3
+    overlap: bool = False
+    report: str = ""
 
 
 def device(options: Options) -> None:
@@ -60,9 +63,21 @@ def store(options: Options) -> None:
     _report(options, _store, shared=True)
 
 
+def train(options: Options) -> None:
+    """``tensorwire bench train``."""
+    if options.report:
+        report.check_chart(options.report)
+    records, described = _report(options, _train, shared=True)
+    tell = report.markdown if options.markdown else report.show
+    tell(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    if options.report:
+        tell(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
+        report.chart(records, options.report, described)
+
+
 def _report(
     options: Options, measure: Callable[[Options, Settings, show.Notes], list[Record]], *, shared: bool = False
-) -> None:
+) -> tuple[list[Record], list[str]]:
     """Measures, then shows; what was measured is written even if nobody can look at the table.
 
     ``shared``: programs are not pinned each to a processor of its own.
@@ -88,6 +103,7 @@ def _report(
         print(show.markdown(records, described))
     else:
         show.table(records, described)
+    return records, described
 
 
 def _device(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
@@ -134,6 +150,18 @@ def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Rec
     return faults.measure(options.devices, replace(settings, rounds=rounds), notes, quick=options.quick)
 
 
+def _train(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    made = {
+        "workers": options.workers,
+        "servers": options.servers,
+        "peers": options.peers,
+        "overlap": options.overlap,
+        "course": training.Course(settings.rounds, options.steps),
+        "shrink": training.QUICK_SHRINK if options.quick else 1,
+    }
+    return training.measure(options.workloads, options.devices, options.links, made, notes)
+
+
 def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     from tensorwire.bench import posting  # it takes the place of this process's NIC
 
@@ -145,7 +173,7 @@ def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
     settings = replace(settings, rounds=rounds, seconds=0.02 if options.quick else 1.0)
     peers = Peers((), options.peer_python, notes)
     records: list[Record] = []
-    for job in stores.jobs(options.models, options.workers, options.servers):
+    for job in stores.jobs(options.workloads, options.workers, options.servers):
         for rate in options.links:
             made = partial(stores.over_link, job.model)
             records += _over_link(rate, made, replace(settings, seconds=0.02 if options.quick else 3.0), notes)

@@ -43,21 +43,31 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(sizes)
 
 
-def _models(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return _MODELS if value == "all" else _names("workload", (*_MODELS, "tiny"))(context, parameter, value)
+def _workloads(*others: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        return _MODELS if value == "all" else _names("workload", (*_MODELS, *others))(context, parameter, value)
+
+    return parse
 
 
-def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
+def _shown(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every benchmark."""
     for option in (
         click.option("--markdown", is_flag=True, help="Print the table as Markdown."),
         click.option("--json", metavar="FILE", help="Write all records to FILE as well."),
-        click.option("--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."),
         click.option("--quick", is_flag=True, help="Seconds instead of minutes; figures mean little."),
         click.option("--rounds", type=click.IntRange(1, 1000), help="Interleaved rounds; figures are their medians."),
     ):
         command = option(command)
     return command
+
+
+def _plain(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where an initiator and a target are pinned."""
+    option = click.option(
+        "--cores", metavar="A,B", help="Processors of initiator and target; by default the first two."
+    )
+    return _shown(option(command))
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +96,7 @@ def bench() -> None:
       tensorwire bench device
       tensorwire bench edge
       tensorwire bench store
+      tensorwire bench train
       tensorwire bench faults
     """
 
@@ -156,11 +167,11 @@ def posting(**options: Any) -> None:
 @_common
 @click.option(
     "--workload",
-    "models",
+    "workloads",
     default="fcn5",
     show_default=True,
     metavar="NAMES",
-    callback=_models,
+    callback=_workloads("tiny"),
     help="Whose tensors: all, or " + ", ".join(_MODELS) + "; tiny to try it out.",
 )
 @click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Worker processes.")
@@ -198,6 +209,64 @@ def faults(**options: Any) -> None:
     if "verbs" in options["devices"]:
         raise ArgumentError("bench faults measures shm and tcp")
     _run("fault", **options)
+
+
+@bench.command()
+@_shown
+@click.option(
+    "--workload",
+    "workloads",
+    default="fcn5",
+    show_default=True,
+    metavar="NAMES",
+    callback=_workloads("vgg16-elsewhere"),
+    help="all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
+)
+@click.option(
+    "--device",
+    "devices",
+    default="shm",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("device", ("shm", "tcp")),
+    help="The store's transports: shm, tcp.",
+)
+@click.option(
+    "--link",
+    "links",
+    default="",
+    metavar="RATES",
+    callback=_names("", _LINKS),
+    help="tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.",
+)
+@click.option(
+    "--peers",
+    default="ddp",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("", ("ddp", "grpc", "none")),
+    help="Who else trains: none, or ddp, grpc.",
+)
+@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True)
+@click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True)
+@click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
+@click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
+@click.option(
+    "--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); tell tensor sizes."
+)
+def train(**options: Any) -> None:
+    """Whole steps of training: with a store, without any, and under DDP over gloo.
+
+    \b
+    SGD with momentum, synthetic inputs, one thread a worker. Some runs:
+      tensorwire bench train
+      tensorwire bench train --workload all --device shm,tcp --overlap --report steps.png
+      tensorwire bench train --workload vgg16-elsewhere --overlap --device tcp --link 10gbit --workers 1
+    """
+    from tensorwire.bench.training import check
+
+    check(options["workloads"], options["devices"], options["links"])
+    _run("train", **options)
 
 
 def _run(name: str, **options: Any) -> None:

@@ -23,6 +23,8 @@ from tensorwire.store.state import answer_asks, take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
+# While no bucket is complete, between looks at all of them: at first, and at most.
+_GLANCE, _LOOK = 0.001, 0.064
 
 
 class _Worker:
@@ -219,16 +221,34 @@ class StoreServer:
         return [bytes(w.present[bucket]) if w in self._active else bytes(len(w.present[bucket])) for w in self.workers]
 
     def _arriving(self) -> Iterator[int]:
-        """The buckets as all workers' gradients for them have come; it is looked for them in the last round's order."""
+        """The buckets as all workers' gradients for them have come; it is looked for them in the last round's order.
+
+        The first of them is waited for, but not for long: in the first rounds another one comes first, and the first
+        of the plan's order, which is of the first layer, comes last where gradients are pushed while backward runs.
+        """
         waiting, self._order = self._order, []
+        patience = _GLANCE
         while waiting:
             ready = (b for b in waiting if all(w.pushes[b].ready(self.step) for w in self._active))
-            bucket = next(ready, waiting[0])
+            bucket = next(ready, None)
+            if bucket is None:
+                self._glance(waiting[0], patience)
+                patience = min(2 * patience, _LOOK)
+                continue
+            patience = _GLANCE
             for worker in self._active:
                 self._receive(worker.pushes[bucket])
             waiting.remove(bucket)
             self._order.append(bucket)
             yield bucket
+
+    def _glance(self, bucket: int, seconds: float) -> None:
+        """Waits for all workers' gradients of a bucket, but no longer."""
+        try:
+            for worker in self._active:
+                worker.pushes[bucket].receive(self.step, seconds)
+        except WaitTimeout:
+            self.member.check()
 
     def _norm(self) -> float:
         """The norm over all servers: workers add up the parts, and tell the sum."""

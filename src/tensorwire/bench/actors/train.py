@@ -1,0 +1,115 @@
+"""A worker that trains: ``KIND WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
+
+``MEETING``: how DDP's workers find each other (a file), and those of the gRPC store its servers. The word
+of a round is ``leave``, or the seconds that a model which is computed elsewhere takes a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.bench.models import MODELS, Elsewhere, Trained
+from tensorwire.bench.training import REHEARSAL
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "fused": True}
+BATCHES = 4  # of each worker, over and over
+
+
+class Worker:
+    """One worker: its model, its batches, and how it updates. ``update()`` follows backward; ``leave()`` is the end."""
+
+    def __init__(self, kind: str, model: Trained, shrink: int, rank: int, workers: int, meeting: str) -> None:
+        torch.manual_seed(0)  # every worker of every kind begins with the same values
+        self.model = model.build(shrink)
+        self.module: nn.Module = self.model
+        generator = torch.Generator().manual_seed(1 + rank)
+        self.size, self._rank, self._steps = model.size, rank, 0
+        self._batches = [model.inputs(model.size, generator) for _ in range(BATCHES)]
+        self.leave: Callable[[], object] = lambda: None
+        self.update: Callable[[], object] = lambda: None
+        if kind in ("store", "overlap"):
+            self._store(overlap=kind == "overlap")
+        elif kind == "ddp":
+            self._ddp(rank, workers, meeting)
+        elif kind == "grpc":
+            self._grpc(rank, meeting.split(","))
+        if kind in ("alone", "ddp"):
+            self.update = torch.optim.SGD(self.module.parameters(), **SGD).step
+
+    def _store(self, overlap: bool) -> None:
+        import tensorwire as tw
+
+        job = tw.init()
+        options = {**SGD, "overlap": True} if overlap else SGD
+        optimizer = tw.torch.StoreOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
+        self.update, self.leave = optimizer.step, job.close
+
+    def _grpc(self, rank: int, addresses: list[str]) -> None:
+        optimizer = importlib.import_module("grpc_train").GrpcOptimizer
+        self.update = optimizer(self.model.named_parameters(), addresses, rank, **SGD).step
+        self.leave = lambda: spans.write(f"worker-{rank}")
+
+    def _ddp(self, rank: int, workers: int, meeting: str) -> None:
+        from torch import distributed
+
+        distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
+        # Its faster settings. Buffers stay local, as with a store: the same work.
+        self.module = nn.parallel.DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        self.leave = distributed.destroy_process_group
+
+    def step(self) -> Tensor:
+        """One step; its loss."""
+        torch.manual_seed(1_000_000 * self._rank + self._steps)  # dropout: the same for every kind
+        batch = self._batches[self._steps % BATCHES]
+        self._steps += 1
+        self.module.zero_grad()
+        loss: Tensor = self.module(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.update()
+        return loss
+
+    def round(self, run: Run) -> tuple[float, float, float]:
+        """A round's beginning and end by the clock, and the loss of its last step."""
+        if run.word and isinstance(self.model, Elsewhere):
+            self.model.take(float(run.word))
+        for _ in range(run.warm):
+            self.step()
+        start = clock()
+        for _ in range(run.count):
+            loss = self.step()
+        return start, clock(), loss.item()
+
+
+def main(kind: str, workload: str, shrink: str, rank: str, workers: str, meeting: str) -> None:
+    """Runs as the bench says."""
+    lines = Lines()
+    worker = Worker(kind, MODELS[workload], int(shrink), int(rank), int(workers), meeting)
+    timed: list[tuple[float, float]] = []
+    lines.hello()
+    for run in lines.runs():
+        if run.word == "leave":
+            break
+        before = counters.snapshot()
+        start, stop, loss = worker.round(run)
+        counted = counters.since(before)
+        if run.word != REHEARSAL:
+            timed.append((start, stop))
+        counts = {name: getattr(counted, name) for name in ("copies", "rpcs", "registrations")}
+        lines.answer(stop - start, loss=loss, samples=worker.size, **counts)
+    spans.facts["timed"] = timed  # between rounds a worker waits for the bench
+    worker.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

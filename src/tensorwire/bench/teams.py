@@ -1,0 +1,172 @@
+"""The processes of one way to train: workers by themselves, under DDP, or of a job with a store. Driven by lines.
+
+Over a link they are spread over its two ends: server 0 and worker 1 at the first, worker 0 at the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorwire.bench.baselines import peers_folder
+from tensorwire.bench.links import ADDRESSES
+from tensorwire.bench.machine import MALLOC
+from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask
+from tensorwire.errors import ProgramFailed
+from tensorwire.launch.secret import new_secret
+from tensorwire.observe.parts import Record, read_trace
+
+STORES = ("store", "overlap")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
+
+    ``ddp``, ``grpc`` (the gRPC store), ``store``, or ``overlap`` (a store that is pushed to while backward runs).
+    ``device``: the store's.
+    """
+
+    name: str
+    kind: str
+    device: str = "auto"
+
+    @property
+    def ours(self) -> bool:
+        """Whether Tensorwire's store is in it."""
+        return self.kind in STORES
+
+    @property
+    def traced(self) -> bool:
+        """Whether its processes write a trace."""
+        return self.ours or self.kind == "grpc"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What the compared ways have in common. ``ends``: the network namespaces of a link, or none."""
+
+    workload: str
+    workers: int
+    servers: int
+    shrink: int = 1
+    ends: tuple[str, ...] = ()
+
+    def inside(self, place: int) -> tuple[str, ...]:
+        """What a command begins with, to run at that end of the link."""
+        return ("ip", "netns", "exec", self.ends[place % 2]) if self.ends else ()
+
+
+class Team:
+    """A context manager: all processes are ended, whatever happens. Raises `ProgramFailed`."""
+
+    def __init__(self, way: Way, cast: Cast) -> None:
+        self.way = way
+        self._cast = cast
+        self._others: list[Program] = []
+        self._workers: list[Program] = []
+        self._rounds = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
+        try:
+            environment = {"TENSORWIRE_TRACE": self._folder.name} if way.traced else {}
+            meeting = str(Path(self._folder.name) / "meeting")
+            if way.ours:
+                environment |= self._store(environment)
+            elif way.kind == "grpc":
+                environment["PYTHONPATH"] = os.pathsep.join(
+                    [str(peers_folder()), os.environ.get("PYTHONPATH", "")]
+                ).rstrip(os.pathsep)
+                meeting = self._grpc(environment)
+            self._start(environment, meeting)
+        except BaseException:
+            self.close()
+            raise
+
+    def _program(self, place: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Program:
+        # gloo takes the interface of the host's name otherwise.
+        common = {**MALLOC, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo"}
+        return Program((*self._cast.inside(place), *command), {**common, **environment})
+
+    def _store(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
+        cast = self._cast
+        told = {
+            **environment,
+            "TENSORWIRE_SECRET": new_secret(),
+            "TENSORWIRE_DEVICE": self.way.device,
+            "TENSORWIRE_WORKERS": str(cast.workers),
+            "TENSORWIRE_SERVERS": str(cast.servers),
+        }
+        host = ADDRESSES[0] if cast.ends else "127.0.0.1"
+        module, arguments = "tensorwire.launch.coordinator", (cast.workers, cast.servers, host, 0)
+        launch = (sys.executable, "-m", module, *map(str, arguments))
+        coordinator = self._program(0, launch, told)
+        self._others.append(coordinator)
+        line = coordinator.hear()
+        if not line.startswith("listening "):
+            raise ProgramFailed(line)
+        told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
+        for index in range(cast.servers):
+            command = (sys.executable, "-m", "tensorwire.launch.server")
+            self._others.append(self._program(index, command, {**told, "TENSORWIRE_INDEX": str(index)}))
+        return told
+
+    def _grpc(self, environment: Mapping[str, str]) -> str:
+        """Starts the gRPC store's servers; their addresses."""
+        cast, script = self._cast, str(peers_folder() / "grpc_train.py")
+        for index in range(cast.servers):
+            host = ADDRESSES[index % 2] if cast.ends else "127.0.0.1"
+            command = (sys.executable, script, "server", str(index), str(cast.workers), host)
+            self._others.append(self._program(index, command, environment))
+        return ",".join(server.hear() for server in self._others)
+
+    def _start(self, environment: Mapping[str, str], meeting: str) -> None:
+        cast = self._cast
+        for rank in range(cast.workers):
+            command = actor("train", self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
+            told = {**environment, "TENSORWIRE_RANK": str(rank)}
+            self._workers.append(self._program(rank + 1, command, told))
+        for worker in self._workers:
+            worker.hear()
+            worker.say("-")
+        for worker in self._workers:
+            worker.hear()  # ready
+
+    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
+        """One round of ``warm + count`` steps; the workers' answers, by rank. ``word``: see ``actors/train.py``."""
+        self._rounds += 1
+        return ask(self._workers, f"run {self._rounds} {warm} {count} {word}".rstrip())
+
+    def finish(self) -> dict[str, Record]:
+        """Has them leave in good order; the trace of a job with a store, nothing otherwise."""
+        for worker in self._workers:
+            worker.say("run 0 0 0 leave")
+        for program in (*self._workers, *self._others):
+            if self.way.kind == "grpc":
+                program.say("leave")  # its servers go last, and are told
+            try:
+                status = program.process.wait(HANG_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise ProgramFailed(f"a process of {self.way.name} did not leave") from None
+            if status:
+                program.hear()  # raises with its last words
+        return read_trace(self._folder.name) if self.way.traced else {}
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        for program in (*self._workers, *self._others):
+            program.close()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,207 @@
+"""``tensorwire bench train``: the models' shapes, real short runs of it, and what it refuses. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorwire.bench import models, report, training
+from tensorwire.bench.compare import Samples, Workload, records
+from tensorwire.bench.records import MODES
+from tensorwire.bench.show import Notes
+from tensorwire.bench.teams import Way
+from tensorwire.bench.workloads import ELSEWHERE, MODELS
+from tensorwire.errors import ProgramFailed, Unsupported
+from tensorwire.observe.parts import Record as Trace
+from tests.sandbox import Result, Sandbox
+
+TINY = 16  # divides the hidden sizes
+
+
+def bench(sandbox: Sandbox, *arguments: str) -> Result:
+    """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
+    program = sandbox.launch("bench", "train", "--quick", "--rounds", "1", "--steps", "2", *arguments)
+    out, _ = program.process.communicate(timeout=220)
+    sandbox.nothing_left()
+    return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_tensors_of_the_workloads(name: str) -> None:
+    with torch.device("meta"):
+        model = models.MODELS[name].build(1)
+    assert sorted(p.numel() for p in model.parameters()) == sorted(t.elements for t in MODELS[name].tensors)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_layers_computed_elsewhere_have_vgg16s_tensors() -> None:
+    with torch.device("meta"):
+        there, here = models.Elsewhere(), models.vgg16()
+    assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
+
+
+@pytest.mark.parametrize("name", training.WORKLOADS)
+def test_every_parameter_of_a_small_model_learns(name: str) -> None:
+    torch.manual_seed(0)
+    model = models.MODELS[name]
+    module = model.build(TINY)
+    loss = module(*model.inputs(min(model.size, 2), torch.Generator().manual_seed(0)))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [n for n, p in module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_gradients_computed_elsewhere_are_not_copied_and_the_sleeps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    model = models.Elsewhere(TINY)
+    model.take(30.0)
+    model(torch.ones(1, requires_grad=True)).backward()
+    assert sum(slept) == pytest.approx(30.0)
+    assert sum(slept[: len(slept) // 2]) == pytest.approx(10.0)  # forward
+    for layer in model.layers:
+        assert isinstance(layer, models.Layer)
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.data_ptr() == layer.ready[0].data_ptr()
+
+
+@pytest.mark.timeout(240)  # a dozen processes import torch
+def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
+    pytest.importorskip("matplotlib")
+    file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
+    peers = ["DDP, gloo", *(["gRPC store"] if find_spec("grpc") else [])]
+    result = bench(sandbox, "--peers", "ddp,grpc", "--json", str(file), "--report", str(chart))
+    assert result.status == 0, result.err
+    told = json.loads(file.read_text())
+    assert [r["peer"] for r in told] == ["no store", "tensorwire", *peers]
+    assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("train", "training-step", "shm")}
+    assert "training-step" in MODES
+    assert all("nothing is pinned" in r["machine"] for r in told)
+    alone, ours, ddp, *grpc = (r["details"] for r in told)
+    assert (told[1]["rpcs"], told[1]["registrations"]) == (0, 0)
+    assert told[1]["copies"] == 2 * 10  # a gradient once, in both workers
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
+    assert ours["overhead"] == told[1]["seconds"] / told[0]["seconds"] - 1
+    assert "overhead" not in alone
+    assert sum(ours[part] for part in report.PARTS) == pytest.approx(ours["step"], rel=0.05)
+    assert min(ours[part] for part in ("compute", "update", "exposed")) > 0
+    assert "compute" not in ddp
+    for theirs in grpc:
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+        assert min(theirs[part] for part in ("compute", "update", "exposed")) > 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert "53,600,266" in result.out  # the table of sizes tells the whole models
+
+
+def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
+    file = sandbox.folder / "figures.json"
+    options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")
+    result = bench(sandbox, *options, "--json", str(file))
+    assert result.status == 0, result.err
+    if "skipped" in result.err:
+        assert "--link 10gbit: " in result.err
+        pytest.skip(result.err.strip())
+    told = json.loads(file.read_text())
+    assert [r["peer"] for r in told] == ["compute alone", "tensorwire", "tensorwire, overlap"]
+    assert all("over a link of 10gbit" in r["workload"] for r in told)
+    compute, plain, overlapped = (r["seconds"] for r in told)
+    share = 1 - (overlapped - compute) / (plain - compute)
+    assert told[2]["details"]["hidden_share"] == pytest.approx(share)
+    assert told[1]["details"]["samples_per_second"] > 0
+    assert not list(Path("/run/netns").glob("tw-bench-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--report", "steps.txt"), "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
+        (("--report", "/nowhere/steps.png"), "--report /nowhere/steps.png: there is no such folder"),
+        (("--link", "10gbit"), "--link measures tcp: give --device tcp"),
+        (("--workload", "resnet"), "'resnet' is not one of alexnet, inception, vgg16"),
+        (("--peers", "horovod"), "'horovod' is not one of"),
+    ],
+)
+def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: str) -> None:
+    result = bench(sandbox, *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def outcomes(**losses: float) -> dict[str, training.Outcome]:
+    """Ways that have trained, by name."""
+    return {name: training.Outcome(loss=loss) for name, loss in losses.items()}
+
+
+def test_losses_are_to_be_the_same() -> None:
+    notes = Notes(lambda _: None, lambda _: None)
+    training.check_losses("fcn5", outcomes(tensorwire=2.0, ddp=2.0001) | {"no store": training.Outcome(loss=7)}, notes)
+    for other in (2.001, float("nan")):
+        with pytest.raises(ProgramFailed, match=r"fcn5: the loss is 2 with tensorwire, but \S+ with ddp"):
+            training.check_losses("fcn5", outcomes(tensorwire=2.0, ddp=other), notes)
+
+
+def test_steps_between_rounds_are_not_told() -> None:
+    def steps(*computes: tuple[float, float]) -> list[Any]:
+        found: list[Any] = []
+        for step, (start, stop) in enumerate(computes, 1):
+            found += [
+                ("compute", step, start, stop),
+                ("push", step, stop, stop + 1),
+                ("wait", step, stop + 1, stop + 2),
+            ]
+        return found
+
+    # Three steps of 10 s; before the second round, a pause of 1000 s.
+    spans = steps((0, 8), (10, 18), (20, 1028), (1030, 1038))
+    worker = Trace("worker-0", {"timed": [[10.0, 20.0], [1030.0, 1040.0]]}, {}, spans)
+    told = training.parts({"worker-0": worker})
+    assert (told["step"], told["compute"], told["exposed"]) == (10.0, 8.0, 2.0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "store"])
+def test_only_a_peer_may_fail(kind: str) -> None:
+    told: list[str] = []
+    left = {"it": training.Outcome()}
+
+    def fail() -> None:
+        with training._tolerated(Way("it", kind), Notes(told.append, told.append), left):
+            raise ProgramFailed("it ended")
+
+    if kind == "ddp":
+        fail()
+        assert (told, left) == (["skipped: it: it ended"], {})
+    else:
+        with pytest.raises(ProgramFailed):
+            fail()
+
+
+def test_verdicts() -> None:
+    def judged(exposed: float, theirs: float) -> bool | None:
+        found = {
+            name: training.Outcome(samples=Samples([seconds]))
+            for name, seconds in {"no store": 0.9, "tensorwire": 1.0, "DDP, gloo": theirs}.items()
+        }
+        shape = Workload("train", "shm", "w", 1, "training-step", ())
+        record = records(shape, {n: o.samples for n, o in found.items()}, {n: n for n in found})[1]
+        return training._judged(replace(record, details={"exposed": exposed, "step": 1.0}), found).met
+
+    assert [judged(0.10, 1.1), judged(0.11, 1.1), judged(0.10, 0.99)] == [True, False, False]
+
+
+def test_the_table_of_sizes() -> None:
+    (row,) = report.size_rows([MODELS["fcn5"]])
+    assert row == ("FCN-5", "204.47", "10", "53,600,266", "20.4 MiB", "88 KiB", "64 MiB", "1", "4")
+
+
+def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tensorwire\[plot\]'"):
+        report.check_chart(str(tmp_path / "steps.png"))

@@ -1,0 +1,47 @@
+"""In which order a server takes the buckets of a round."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorwire import Job
+from tests.jobs import run_job
+
+
+def last_first(job: Job) -> list[float]:
+    """Pushes bucket after bucket from the last to the first, each when the one before has its new version."""
+    import torch
+
+    from tensorwire.store import StoreClient, TensorSpec
+    from tensorwire.store.rounds import Operation
+    from tensorwire.store.rules import tensor_over, versions
+    from tensorwire.store.wiring import StoreSpec
+
+    tensors = [TensorSpec(name, (1024,), "float32") for name in "abc"]
+    options = {**torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults, "foreach": False}
+    spec = StoreSpec(versions(), tensors, "SGD", [options], [(0, "lr", -1)], 4096, False)
+    client = StoreClient(job.member, job.next_store(), spec, spec.plan(job.num_servers), job.num_workers)
+    views = {b.index: tensor_over(client.memory(b), "float32", 0, 1024) for b in client.order}
+    client.begin(Operation.ASSIGN, [1.0])
+    for bucket in client.order:
+        views[bucket.index].fill_(0.0)
+        client.send(bucket)
+    client.wait()
+    for _ in range(3):
+        client.begin(Operation.UPDATE, [1.0])
+        for bucket in reversed(client.order):
+            job.barrier()  # meanwhile the server finds nothing, and waits
+            client.slot(bucket)
+            views[bucket.index].fill_(bucket.index + 1)
+            client.send(bucket)
+            client.wait_for(bucket, client.step)
+    shown = tensor_over(memoryview(client.windows[0]), "float32", 0, 3 * 1024)
+    values = [float(shown[1024 * i]) for i in range(3)]
+    client.finish()
+    return values
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_server_takes_what_has_come(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORWIRE_TIMEOUT", "20")  # a server that waits for the first one ends the test
+    assert run_job(last_first, workers=2, device=device).ok() == [[-3.0, -6.0, -9.0]] * 2
