@@ -83,7 +83,7 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert [r["peer"] for r in told] == ["no store", "tensorwire", *peers]
     assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("train", "training-step", "shm")}
     assert "training-step" in MODES
-    assert all("nothing is pinned" in r["machine"] for r in told)
+    assert all("all programs share the processors" in r["machine"] for r in told)
     alone, ours, ddp, *grpc = (r["details"] for r in told)
     assert (told[1]["rpcs"], told[1]["registrations"]) == (0, 0)
     assert told[1]["copies"] == 2 * 10  # a gradient once, in both workers

@@ -29,11 +29,15 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
 
     from tensorwire.store.agreement import Disagreement, Finished
     from tensorwire.store.server import StoreServer
+    from tensorwire.store.state import answer_asks
 
     torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
+    asks: threading.Thread | None = None
     try:
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
+        asks = threading.Thread(target=answer_asks, args=(server,), name=f"{name} asks", daemon=True)
+        asks.start()
         try:
             server.run()
         finally:
@@ -49,6 +53,8 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         member.fail(f"stopped: {error}")
     except Exception as error:
         member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+    if asks is not None:
+        asks.join()  # with the job: it must not be the last to hold memory when the interpreter ends
 
 
 def _load_framework(member: Member) -> None:
@@ -114,4 +120,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread that still waits in native code would abort the interpreter's orderly end

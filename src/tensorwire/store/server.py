@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tensorwire.store.agreement import agreed
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
-from tensorwire.store.state import answer_asks, take_state
+from tensorwire.store.state import take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
@@ -132,7 +131,6 @@ class StoreServer:
 
     def run(self) -> None:
         """Round after round, until every worker has finished."""
-        threading.Thread(target=answer_asks, args=(self,), name=f"{self.name} asks", daemon=True).start()
         while True:
             self.step += 1
             heads = self._take_part()
