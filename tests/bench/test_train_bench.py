@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorwire.bench import models, report, training
+from tensorwire.bench import models, training
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.records import MODES
 from tensorwire.bench.show import Notes
@@ -90,7 +90,6 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
     assert ours["overhead"] == told[1]["seconds"] / told[0]["seconds"] - 1
     assert "overhead" not in alone
-    assert sum(ours[part] for part in report.PARTS) == pytest.approx(ours["step"], rel=0.05)
     assert min(ours[part] for part in ("compute", "update", "exposed")) > 0
     assert "compute" not in ddp
     for theirs in grpc:
