@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorwire.bench import models, training
+from tensorwire.bench import models, report, training
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.records import MODES
 from tensorwire.bench.show import Notes
