@@ -55,7 +55,7 @@ def _server(
     workers: int,
     servers: int,
     index: int,
-    prepare: Callable[[], None] | None,
+    prepare: Callable[[], None] | None = None,
 ) -> None:
     from tensorwire.launch import server
 
