@@ -18,7 +18,8 @@ from tensorwire.errors import ArgumentError
 def start(launcher: list[str], script: list[str], folder: str, **more: str) -> int:
     """Runs the job, with ``more`` in its environment; the trace comes into ``folder``. Returns the exit status."""
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TENSORWIRE_TRACE": folder, **more}
-    command = [sys.executable, "-m", "tensorwire.cli", "run", *launcher, "--", sys.executable, *script]
+    # --no-prefix: worker 0 draws its own progress on our terminal.
+    command = [sys.executable, "-m", "tensorwire.cli", "run", "--no-prefix", *launcher, "--", sys.executable, *script]
     # In a session of its own, so that Ctrl-C reaches it once: from here.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
