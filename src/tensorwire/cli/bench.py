@@ -84,6 +84,28 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     return _plain(option(command))
 
 
+def _link(what: str) -> Callable[..., Any]:
+    """The option of a benchmark that runs over shaped links."""
+    return click.option("--link", "links", default="", metavar="RATES", callback=_names("", _LINKS), help=what)
+
+
+def _workload(what: str, *others: str) -> Callable[..., Any]:
+    """The option of a benchmark of models; ``others`` are those that ``all`` leaves out."""
+    parse = _workloads(*others)
+    return click.option(
+        "--workload", "workloads", default="fcn5", show_default=True, metavar="NAMES", callback=parse, help=what
+    )
+
+
+def _processes(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How many train."""
+    several = click.IntRange(1, 64)
+    servers = click.option("--servers", type=several, default=1, show_default=True, help="Server processes.")
+    return click.option("--workers", type=several, default=2, show_default=True, help="Worker processes.")(
+        servers(command)
+    )
+
+
 _size_option = click.option("--sizes", default="", metavar="SIZES", callback=_sizes, help="Bytes, as in 64,4KiB,16MiB.")
 
 
@@ -113,14 +135,7 @@ def bench() -> None:
 )
 @click.option("--peer-python", metavar="PATH", help="The Python that has them; by default this one.")
 @click.option("--waiting", is_flag=True, help="Instead: what waiting costs when there are more processes than cores.")
-@click.option(
-    "--link",
-    "links",
-    default="",
-    metavar="RATES",
-    callback=_names("", _LINKS),
-    help="Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.",
-)
+@_link("Instead: tcp over a shaped link, 1gbit or 10gbit or both; needs root and iperf3.")
 @click.option(
     "--listen", default="", metavar="HOST:PORT", help="verbs between two machines: be the one that is written to."
 )
@@ -165,17 +180,8 @@ def posting(**options: Any) -> None:
 
 @bench.command()
 @_common
-@click.option(
-    "--workload",
-    "workloads",
-    default="fcn5",
-    show_default=True,
-    metavar="NAMES",
-    callback=_workloads("tiny"),
-    help="Whose tensors: all, or " + ", ".join(_MODELS) + "; tiny to try it out.",
-)
-@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Worker processes.")
-@click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True, help="Server processes.")
+@_workload("Whose tensors: all, or " + ", ".join(_MODELS) + "; tiny to try it out.", "tiny")
+@_processes
 @click.option(
     "--peers",
     default="grpc",
@@ -187,14 +193,7 @@ def posting(**options: Any) -> None:
 @click.option(
     "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
 )
-@click.option(
-    "--link",
-    "links",
-    default="",
-    metavar="RATES",
-    callback=_names("", _LINKS),
-    help="Instead: tcp over a shaped link beside iperf3, 1gbit or 10gbit or both; needs root and iperf3.",
-)
+@_link("Instead: tcp over a shaped link beside iperf3, 1gbit or 10gbit or both; needs root and iperf3.")
 def store(**options: Any) -> None:
     """The parameter store's step, push and pull, beside a store on gRPC; over shm and tcp."""
     if "verbs" in options["devices"]:
@@ -213,14 +212,9 @@ def faults(**options: Any) -> None:
 
 @bench.command()
 @_shown
-@click.option(
-    "--workload",
-    "workloads",
-    default="fcn5",
-    show_default=True,
-    metavar="NAMES",
-    callback=_workloads("vgg16-elsewhere"),
-    help="all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
+@_workload(
+    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
+    "vgg16-elsewhere",
 )
 @click.option(
     "--device",
@@ -231,14 +225,7 @@ def faults(**options: Any) -> None:
     callback=_names("device", ("shm", "tcp")),
     help="The store's transports: shm, tcp.",
 )
-@click.option(
-    "--link",
-    "links",
-    default="",
-    metavar="RATES",
-    callback=_names("", _LINKS),
-    help="tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.",
-)
+@_link("tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.")
 @click.option(
     "--peers",
     default="ddp",
@@ -247,8 +234,7 @@ def faults(**options: Any) -> None:
     callback=_names("", ("ddp", "grpc", "none")),
     help="Who else trains: none, or ddp, grpc.",
 )
-@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True)
-@click.option("--servers", type=click.IntRange(1, 64), default=1, show_default=True)
+@_processes
 @click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
 @click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
 @click.option(

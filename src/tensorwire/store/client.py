@@ -32,6 +32,7 @@ class _Server:
     def __init__(self, client: StoreClient, index: int) -> None:
         plan, spec, member = client.plan, client.spec, client.member
         self.index = index
+        self.name = f"server {index}"
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel("server", index)
         key = f"{client.name}/server {index}/{member.name}"
@@ -142,7 +143,7 @@ class StoreClient:
         if not max_norm >= 0:
             raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
         for server in self._servers:
-            server.version(0).wait(self.step, step_timeout())  # then the head of the round before has been read
+            self._wait(server.version(0), self.step)  # then the head of the round before has been read
         self.step += 1
         self.updates += operation in STEPS
         block = pack_head(Head(operation, self.step, tuple(options), max_norm))
@@ -163,12 +164,13 @@ class StoreClient:
 
     def send(self, bucket: Bucket, present: bytes | None = None) -> None:
         """Pushes a bucket whose slot has been filled. ``present``: a byte a piece, 0 where there is no gradient."""
-        push = self._servers[bucket.server].pushes[bucket.index]
+        server = self._servers[bucket.server]
+        push = server.pushes[bucket.index]
         said = b"\1" * len(bucket.pieces) if present is None else present
         if self._said.get(id(bucket)) != said:
             push.memory[bucket.nbytes :] = said
             self._said[id(bucket)] = said
-        traced_send(push, self.step, f"server {bucket.server}, bucket {bucket.index}")
+        traced_send(push, self.step, server.name, bucket.index)
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
@@ -179,8 +181,11 @@ class StoreClient:
 
     def wait_for(self, bucket: Bucket, step: int) -> None:
         """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
+        self._wait(self._servers[bucket.server].version(bucket.index), step)
+
+    def _wait(self, word: Word, step: int) -> None:
         try:
-            self._servers[bucket.server].version(bucket.index).wait(step, step_timeout())
+            word.wait(step, step_timeout())
         except WaitTimeout:
             raise self._too_long() from None
 

@@ -31,6 +31,7 @@ class _Worker:
 
     def __init__(self, server: StoreServer, index: int) -> None:
         self.index = index
+        self.name = f"worker {index}"
         self.channel = server.member.channel("worker", index)
         self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
         self.inbox = self.channel.device.allocate(self.layout.nbytes)
@@ -264,7 +265,7 @@ class StoreServer:
             pull = worker.pulls[bucket]
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
-            traced_send(pull, self.step, f"worker {worker.index}, bucket {bucket}")
+            traced_send(pull, self.step, worker.name, bucket)
 
     def close(self) -> None:
         """Frees the store's memory."""

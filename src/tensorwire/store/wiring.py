@@ -115,12 +115,12 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.together_word + WORD
 
 
-def traced_send(producer: Producer, step: int, what: str) -> None:
+def traced_send(producer: Producer, step: int, peer: str, bucket: int) -> None:
     """Sends; where bytes move and a trace is made, it says from when to when."""
     if producer.mapped or not spans.enabled:
         producer.send(step)
         return
-    start = clock()
+    start, what = clock(), f"{peer}, bucket {bucket}"
     producer.send(step).on_done(lambda _: spans.add("transfer", step, start, clock(), what))
 
 

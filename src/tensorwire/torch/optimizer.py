@@ -176,9 +176,10 @@ class StoreOptimizer(torch.optim.Optimizer):
             if skip:
                 part.skip_round()
                 continue
-            if not part.is_open:
+            if part.is_open:
+                part.check_options()
+            else:
                 part.open_round(self._clip)
-            part.check_options()
             part.push_rest(mine.__getitem__)
 
     def _open(self) -> bool:
