@@ -37,8 +37,9 @@ def check_alive(device: VerbsDevice) -> None:
 
 def check_hung_up(device: VerbsDevice, data: bytes) -> None:
     with admitted(device) as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have hung up at the first bad byte, while we still sent
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
         until_hung_up(sock)
 
 
