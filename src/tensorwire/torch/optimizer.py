@@ -77,6 +77,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(self, optimizer_class)
         super().__init__(groups, options_.defaults(optimizer_class, chosen))
         self._overlap = Overlap(self._open) if overlap else None
+        if self._overlap is not None:
+            self._job.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
         self._add_part(self.param_groups)
         self._left = clock()

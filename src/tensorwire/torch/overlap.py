@@ -1,6 +1,7 @@
 """Gradients are pushed while backward runs, and new values awaited while the next forward runs.
 
-A bucket is pushed from the post-accumulate hook that completes it. The servers write the new version into the other
+A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
+and sends it beside backward. The servers write the new version into the other
 plane of the parameters, so that backward goes on with the old one. After ``step()`` a parameter is awaited by whoever
 first gets it from its module, or when its module runs. Until then its memory is full of NaN, so that nobody takes an
 old value for a new one who reaches it in another way. A parameter that was not got from its module in the step before,
@@ -10,7 +11,8 @@ because compiled code or a list has it, is waited for in ``step()``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,15 @@ import torch
 from tensorwire.errors import ArgumentError, GradientModified
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.client import step_timeout
+from tensorwire.store.plan import Bucket
+from tensorwire.torch.courier import Courier
 from tensorwire.torch.loading import Hook, owners
 from tensorwire.torch.part import Part
+
+# Buckets below are copied by the hook itself: waking a thread costs as much.
+_LARGE = 256 << 10
+_CLOSE_SECONDS = 30.0
 
 
 class Overlap:
@@ -27,6 +36,7 @@ class Overlap:
 
     def __init__(self, begin: Callable[[], bool]) -> None:
         self._begin = begin
+        self.courier = Courier()
         self._watched: list[_Watched] = []
         self._pauses = 0
         self._late = False  # this step's gradients are pushed by step()
@@ -56,12 +66,17 @@ class Overlap:
     def settle(self) -> None:
         """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
         self._late = False
+        self.courier.drain(step_timeout())
         for watched in self._watched:
             watched.settle()
 
     def postpone(self, part: Part) -> None:
         """Leaves the waiting for this round's version to the next forward, where that is safe."""
         next(w for w in self._watched if w.part is part).postpone()
+
+    def close(self) -> None:
+        """What was handed over is on its way, and no thread is left. Idempotent."""
+        self.courier.close(_CLOSE_SECONDS)
 
 
 class _Watched:
@@ -70,6 +85,7 @@ class _Watched:
         self._overlap = overlap
         self._hooked: set[int] = set()
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}  # gradients of this round, as they were pushed
+        self._rows: dict[int, torch.Tensor | None] = {}  # and flat
         self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.nowhere()
@@ -113,10 +129,23 @@ class _Watched:
         for bucket in part.buckets[i]:
             self._missing[id(bucket)] -= 1
             if not self._missing[id(bucket)]:
-                start = clock()
-                with torch.no_grad(), ranges.named(ranges.PUSH):
-                    part.push(bucket, part.gradient)
-                spans.add("push", part.client.step, start, clock())
+                self._push(bucket)
+
+    def _push(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there. They may be changed before they are copied: ``settle`` finds out."""
+        step, start = self.part.client.step, clock()
+        rows = {piece.tensor: self._row(piece.tensor) for piece in bucket.pieces}
+        if bucket.nbytes < _LARGE:
+            with torch.no_grad(), ranges.named(ranges.PUSH):
+                self.part.push(bucket, rows.__getitem__)
+        else:
+            self._overlap.courier.take(partial(_carry, self.part, bucket, rows, step))
+        spans.add("push", step, start, clock())
+
+    def _row(self, i: int) -> torch.Tensor | None:
+        if i not in self._rows:
+            self._rows[i] = self.part.gradient(i)
+        return self._rows[i]
 
     def _count(self) -> None:
         part = self.part
@@ -133,6 +162,7 @@ class _Watched:
                     "StoreOptimizer(max_grad_norm=), or use overlap=False"
                 )
         self._pushed.clear()
+        self._rows.clear()
         self._missing.clear()
         # A version is shown before its successor is asked for: the plane of the one before is then free.
         part.arrive(range(len(part.params)))
@@ -163,6 +193,14 @@ class _Watched:
         """While code is compiled. It will not come here when it runs: from now on all is there before."""
         self._compiled = True
         self.part.arrive(range(len(self.part.params)))
+
+
+def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], step: int) -> None:
+    """Pushes a bucket on the courier's thread."""
+    start = clock()
+    with torch.no_grad():
+        part.push(bucket, rows.__getitem__)
+    spans.add("copy", step, start, clock())
 
 
 class Awaited(dict[str, "torch.nn.Parameter | None"]):

@@ -36,6 +36,7 @@ class Worker:
         self._batches = [model.inputs(model.size, generator) for _ in range(BATCHES)]
         self.leave: Callable[[], object] = lambda: None
         self.update: Callable[[], object] = lambda: None
+        self.clear: Callable[[], object] = self.model.zero_grad
         if kind in ("store", "overlap"):
             self._store(overlap=kind == "overlap")
         elif kind == "ddp":
@@ -52,6 +53,7 @@ class Worker:
         options = {**SGD, "overlap": True} if overlap else SGD
         optimizer = tw.torch.StoreOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
         self.update, self.leave = optimizer.step, job.close
+        self.clear = optimizer.zero_grad  # the model's would wait for all parameters
 
     def _grpc(self, rank: int, addresses: list[str]) -> None:
         optimizer = importlib.import_module("grpc_train").GrpcOptimizer
@@ -73,7 +75,7 @@ class Worker:
         torch.manual_seed(1_000_000 * self._rank + self._steps)  # dropout: the same for every kind
         batch = self._batches[self._steps % BATCHES]
         self._steps += 1
-        self.module.zero_grad()
+        self.clear()
         loss: Tensor = self.module(*batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.update()
