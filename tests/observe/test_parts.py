@@ -68,17 +68,17 @@ def test_rounds_without_compute_are_no_steps() -> None:
 
 
 def test_communication_beside_compute_is_hidden_and_keeps_what_it_takes_of_the_thread() -> None:
-    """With overlap: pushes inside backward, waits inside the next forward, transfers beside both."""
+    """With overlap: pushes inside backward, waits inside the next forward, copies and transfers beside both."""
     own: list[Span] = [
         *(Span("compute", 2, 0, 10), Span("push", 2, 4, 5), Span("push", 2, 7, 8), Span("transfer", 2, 5, 11)),
-        Span("push", 2, 10, 11),
+        *(Span("copy", 2, 2, 3), Span("copy", 2, 7, 8), Span("push", 2, 10, 11)),
         *(Span("compute", 3, 11, 20), Span("wait", 2, 12, 16), Span("transfer", 3, 18, 19, "server 0, bucket 1")),
         *(Span("push", 3, 20, 21), Span("wait", 3, 21, 22)),
     ]
     back = [("transfer", 2, 11.0, 14.0, "worker 0, bucket 0"), ("transfer", 2, 16.0, 17.0, "worker 1, bucket 0")]
     peer = step(2, 0, 13, 13.5, 14)
     first, second = parts_of_spans({0: own, 1: peer}, [("update", 2, 14.0, 15.0), *back])[:2]
-    assert first == Parts(0, 2, seconds=11, compute=8, update=0, exposed=3, idle=0, hidden=5 - 1)
+    assert first == Parts(0, 2, seconds=11, compute=8, update=0, exposed=3, idle=0, hidden=1 + 5 - 1)
     # Of the wait for version 2, worker 1 still computed for it until 13; one second was the update.
     assert second == Parts(0, 3, seconds=11, compute=5, update=1, exposed=1 + 1 + 2, idle=1, hidden=1 + 1)
     assert first.accounted == first.seconds

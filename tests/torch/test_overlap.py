@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
+from tensorwire.store import pacing
 from tensorwire.store.rules import with_implementation
+from tensorwire.torch import overlap as overlapping
 from tests.jobs import run_job
 from tests.torch import zoo
 
@@ -46,7 +49,15 @@ def poison() -> None:
     StoreServer._arriving = ruining  # type: ignore[method-assign]
 
 
-def train(job: tw.Job, names: list[str], **options: Any) -> list[dict[str, torch.Tensor]]:
+def by_thread() -> None:
+    """Even the smallest buckets are copied by the thread, and sent one at a time."""
+    overlapping._LARGE = 0
+    pacing.AHEAD = 1
+
+
+def train(job: tw.Job, names: list[str], thread: bool = False, **options: Any) -> list[dict[str, torch.Tensor]]:
+    if thread:
+        by_thread()
     results = []
     for name in names:
         model = zoo.build(name, seed=job.rank)
@@ -103,15 +114,15 @@ def assert_same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], n
         assert torch.equal(value, stock[key]), f"{name}: {key}"
 
 
-def huge(job: tw.Job, names: list[str]) -> list[dict[str, torch.Tensor]]:
+def huge(job: tw.Job, names: list[str], thread: bool) -> list[dict[str, torch.Tensor]]:
     """A norm that clips nothing lets the servers update only after every gradient: what they ruined stays so long."""
-    return train(job, names, max_grad_norm=1e30)
+    return train(job, names, thread, max_grad_norm=1e30)
 
 
-@pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("tcp", 2)])
-def test_no_worker_reads_what_may_be_updated(device: str, servers: int) -> None:
+@pytest.mark.parametrize(("device", "servers", "thread"), [("shm", 1, False), ("shm", 1, True), ("tcp", 2, True)])
+def test_no_worker_reads_what_may_be_updated(device: str, servers: int, thread: bool) -> None:
     names = list(zoo.MODELS)
-    ended = run_job(huge, names, device=device, servers=servers, prepare=poison)
+    ended = run_job(huge, names, thread, device=device, servers=servers, prepare=poison)
     first, second = ended.ok()
     for name, mine, other in zip(names, first, second, strict=True):
         assert_same(mine, together(name), name)
@@ -119,10 +130,12 @@ def test_no_worker_reads_what_may_be_updated(device: str, servers: int) -> None:
         assert_same({k: mine[k] for k in parameters}, {k: other[k] for k in parameters}, name)
 
 
-@pytest.mark.parametrize(("device", "servers", "workers"), [("shm", 2, 3), ("tcp", 1, 1)])
-def test_the_bits_of_one_process(device: str, servers: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "servers", "workers", "thread"), [("shm", 2, 3, False), ("shm", 2, 2, True), ("tcp", 1, 1, True)]
+)
+def test_the_bits_of_one_process(device: str, servers: int, workers: int, thread: bool) -> None:
     names = ["mlp", "tied", "functional", "convolution"]
-    results = run_job(train, names, device=device, servers=servers, workers=workers).ok()
+    results = run_job(train, names, thread, device=device, servers=servers, workers=workers).ok()
     for at, name in enumerate(names):
         assert_same(results[0][at], together(name, workers), name)
 
@@ -351,7 +364,9 @@ def test_a_parameter_unused_on_one_worker_counts_as_zero_and_on_all_stays() -> N
 # ---- what is refused
 
 
-def misuse(job: tw.Job, how: str) -> str:
+def misuse(job: tw.Job, how: str, thread: bool) -> str:
+    if thread:
+        by_thread()
     model = zoo.build("shared")
     optimizer = tw.torch.StoreOptimizer(
         model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
@@ -398,8 +413,37 @@ def misuse(job: tw.Job, how: str) -> str:
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(how: str, says: str) -> None:
-    for told in run_job(misuse, how).ok():
+    for told in run_job(misuse, how, how in ("twice", "clipped", "replaced")).ok():
         assert says in told
+
+
+def breaks(job: tw.Job) -> tuple[str, list[str]]:
+    """The first bucket cannot be pushed: what ``backward`` or ``step`` says, and which threads are left."""
+    by_thread()
+    model = zoo.build("mlp")
+    optimizer = tw.torch.StoreOptimizer(
+        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
+    )
+
+    def fail(*_: object) -> None:
+        raise errors.WaitTimeout("the channel stayed full")
+
+    slot, optimizer._parts[0].client.slot = optimizer._parts[0].client.slot, fail  # type: ignore[method-assign]
+    told = ""
+    try:
+        zoo.loss(model, job.rank, 0).backward()
+        optimizer.step()
+    except errors.TensorwireError as error:
+        told = f"{type(error).__name__}: {error}"
+    optimizer._parts[0].client.slot = slot  # type: ignore[method-assign]
+    job.close()
+    return told, [t.name for t in threading.enumerate() if t.name == "tensorwire-push"]
+
+
+def test_an_error_of_the_thread_comes_out_of_the_step_and_the_job_can_end() -> None:
+    for told, threads in run_job(breaks).ok():
+        assert told == "WaitTimeout: the channel stayed full"
+        assert threads == []
 
 
 def loaded(job: tw.Job) -> dict[str, torch.Tensor]:
@@ -421,6 +465,7 @@ def test_load_state_dict_between_overlapped_steps(device: str) -> None:
 
 
 def ends_after_backward(job: tw.Job) -> bool:
+    by_thread()
     model = zoo.build("mlp")
     optimizer = tw.torch.StoreOptimizer(
         model.named_parameters(), torch.optim.SGD, overlap=True, max_grad_norm=1.0, bucket_bytes=BUCKET, **OPTIONS
@@ -429,8 +474,9 @@ def ends_after_backward(job: tw.Job) -> bool:
     return optimizer.grad_norm is None
 
 
-def test_a_script_may_end_after_backward() -> None:
-    assert run_job(ends_after_backward).ok() == [True, True]
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_script_may_end_after_backward(device: str) -> None:
+    assert run_job(ends_after_backward, device=device).ok() == [True, True]
 
 
 def grow(job: tw.Job, overlap: bool) -> list[torch.Tensor]:

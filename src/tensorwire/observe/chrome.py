@@ -17,7 +17,7 @@ from tensorwire.observe.parts import PARTS, Record, steps_of_trace
 from tensorwire.observe.spans import Clock, Span
 
 # The order of a process's tracks.
-_TRACKS = ("compute", "push", "wait", "update", "transfer")
+_TRACKS = ("compute", "push", "wait", "copy", "update", "transfer")
 _US = 1e6
 
 

@@ -4,7 +4,8 @@ A worker's step lasts from the end of one ``step()`` to the end of the next. All
 communication: it keeps the thread that computes. Waiting has three causes, told apart by what the others did in those
 moments: a server applied the rule (**update**), else another worker was still computing (**idle**), else bytes or
 signals were on their way (**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to
-the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute.
+the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute: transfers, and
+copies by a thread of their own.
 
 Steps are found by time, not by number, so that a process may train with several stores at once. All processes must
 share one clock: `Record.clock` says what to add.
@@ -158,7 +159,7 @@ class _Timeline:
         self._waits = sorted((s for s in spans if s.name == "wait"), key=lambda s: s.start)
         self._pushing = union((s.start, s.stop) for s in spans if s.name == "push")
         mine = [s for s in returns if not s.what or s.what.split(",")[0] == f"worker {worker}"]
-        self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name == "transfer")
+        self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name in ("copy", "transfer"))
         self._busy = union([*self._pushing, *((w.start, w.stop) for w in self._waits)])
         self.windows = self._cut(sorted((s for s in spans if s.name == "compute"), key=lambda s: s.stop))
         self._computing: dict[tuple[int, int], list[Interval]] = {}

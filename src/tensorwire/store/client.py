@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -14,6 +15,7 @@ from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.pacing import Pacing
 from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
 from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
@@ -54,6 +56,8 @@ class _Server:
             self._producer(*self.layout.slots[b.index], self.layout.word(b.index), self.version(b.index))
             for b in self.buckets
         ]
+        # Where rounds overlap, the next forward waits for what it needs first.
+        self.pacing = Pacing() if spec.planes > 1 and not maps else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
@@ -143,6 +147,8 @@ class StoreClient:
         if not max_norm >= 0:
             raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
         for server in self._servers:
+            if server.pacing is not None:
+                server.pacing.flush(step_timeout())
             self._wait(server.version(0), self.step)  # then the head of the round before has been read
         self.step += 1
         self.updates += operation in STEPS
@@ -163,14 +169,21 @@ class StoreClient:
         return self._servers[bucket.server].pushes[bucket.index].memory
 
     def send(self, bucket: Bucket, present: bytes | None = None) -> None:
-        """Pushes a bucket whose slot has been filled. ``present``: a byte a piece, 0 where there is no gradient."""
+        """Pushes a bucket whose slot has been filled, where rounds overlap in its turn.
+
+        ``present``: a byte a piece, 0 where there is no gradient.
+        """
         server = self._servers[bucket.server]
         push = server.pushes[bucket.index]
         said = b"\1" * len(bucket.pieces) if present is None else present
         if self._said.get(id(bucket)) != said:
             push.memory[bucket.nbytes :] = said
             self._said[id(bucket)] = said
-        traced_send(push, self.step, server.name, bucket.index)
+        send = partial(traced_send, push, self.step, server.name, bucket.index)
+        if server.pacing is None:
+            send()
+        else:
+            server.pacing.post(bucket.first, bucket.nbytes, send)
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
@@ -216,6 +229,8 @@ class StoreClient:
     def flush(self, timeout: float) -> None:
         """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
         for server in self._servers:
+            if server.pacing is not None:
+                server.pacing.flush(timeout)
             for push in server.pushes:
                 push.flush(timeout)
 

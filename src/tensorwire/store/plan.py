@@ -79,6 +79,11 @@ class Bucket:
     nbytes: int
     pieces: tuple[Piece, ...]
 
+    @property
+    def first(self) -> tuple[int, int]:
+        """Its first tensor and element: in the order of the model, which is about that of its forward pass."""
+        return self.pieces[0].tensor, self.pieces[0].start
+
 
 @dataclass(frozen=True)
 class Plan:

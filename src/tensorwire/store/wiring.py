@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tensorwire.device import Completion
 from tensorwire.edge import Producer
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
@@ -115,13 +116,14 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.together_word + WORD
 
 
-def traced_send(producer: Producer, step: int, peer: str, bucket: int) -> None:
+def traced_send(producer: Producer, step: int, peer: str, bucket: int) -> Completion:
     """Sends; where bytes move and a trace is made, it says from when to when."""
     if producer.mapped or not spans.enabled:
-        producer.send(step)
-        return
+        return producer.send(step)
     start, what = clock(), f"{peer}, bucket {bucket}"
-    producer.send(step).on_done(lambda _: spans.add("transfer", step, start, clock(), what))
+    completion = producer.send(step)
+    completion.on_done(lambda _: spans.add("transfer", step, start, clock(), what))
+    return completion
 
 
 class ServerDoor(msgspec.Struct, frozen=True):

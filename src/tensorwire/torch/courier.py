@@ -36,7 +36,7 @@ class Courier:
         self._jobs.put(job)
 
     def drain(self, timeout: float) -> None:
-        """Returns when all jobs are done. Raises what one of them raised, or `WaitTimeout` after ``timeout`` seconds."""
+        """Returns when all jobs are done. Raises what one raised, or `WaitTimeout` after ``timeout`` seconds."""
         if self._thread is not None:
             done = threading.Event()
             self._jobs.put(done)
