@@ -16,6 +16,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
 from tensorwire.store import pacing
+from tensorwire.store.plan import Bucket
 from tensorwire.store.rules import with_implementation
 from tensorwire.torch import overlap as overlapping
 from tests.jobs import run_job
@@ -162,6 +163,37 @@ def test_backward_pushes_everything() -> None:
     for in_backward, in_step in run_job(pushes).ok():
         assert in_backward > 1  # the head and each bucket
         assert in_step == 0
+
+
+def slow(job: tw.Job) -> list[tuple[int, int]]:
+    """By step: how many buckets there are, and how many of them were copied when ``step`` returned."""
+    by_thread()
+    model = zoo.build("mlp")
+    optimizer = tw.torch.StoreOptimizer(
+        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
+    )
+    (part,) = optimizer._parts
+    push, copied = part.push, []
+
+    def slowly(bucket: Bucket, values: Any) -> None:
+        threading.Event().wait(0.01)
+        push(bucket, values)
+        copied.append(bucket)
+
+    part.push = slowly  # type: ignore[method-assign]
+    seen = []
+    for step in range(2):
+        optimizer.zero_grad()
+        zoo.loss(model, job.rank, step).backward()
+        optimizer.step()
+        seen.append((len(part.client.order) * (step + 1), len(copied)))
+    return seen
+
+
+def test_gradients_are_copied_when_step_returns() -> None:
+    for seen in run_job(slow).ok():
+        for buckets, copied in seen:
+            assert copied == buckets > 0
 
 
 def accumulate(job: tw.Job, overlap: bool) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTime
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.agreement import agreed
+from tensorwire.store.arrivals import Arrivals
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
@@ -22,8 +23,6 @@ from tensorwire.store.state import take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
-# While no bucket is complete, between looks at all of them: at first, and at most.
-_GLANCE, _LOOK = 0.001, 0.064
 
 
 class _Worker:
@@ -110,7 +109,7 @@ class StoreServer:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
-        self._order = list(range(len(self.plan.buckets[self.index])))
+        self._arrivals = Arrivals(self.plan.buckets[self.index])
         self._active = list(self.workers)  # who takes part in rounds
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
@@ -146,7 +145,7 @@ class StoreServer:
                 self._stay(operation)
                 if operation is Operation.SKIP:
                     self._tell_norm(math.inf, [self.workers[w] for w, head in heads.items() if head.max_norm])
-            if not self._order:
+            if not self.plan.buckets[self.index]:
                 self._publish(0)
             self.updates += operation in STEPS
 
@@ -220,26 +219,14 @@ class StoreServer:
         return [bytes(w.present[bucket]) if w in self._active else bytes(len(w.present[bucket])) for w in self.workers]
 
     def _arriving(self) -> Iterator[int]:
-        """The buckets as all workers' gradients for them have come; it is looked for them in the last round's order.
-
-        The first of them is waited for, but not for long: in the first rounds another one comes first, and the first
-        of the plan's order, which is of the first layer, comes last where gradients are pushed while backward runs.
-        """
-        waiting, self._order = self._order, []
-        patience = _GLANCE
-        while waiting:
-            ready = (b for b in waiting if all(w.pushes[b].ready(self.step) for w in self._active))
-            bucket = next(ready, None)
-            if bucket is None:
-                self._glance(waiting[0], patience)
-                patience = min(2 * patience, _LOOK)
-                continue
-            patience = _GLANCE
+        """The buckets, as all workers' gradients for them have come."""
+        for bucket in self._arrivals.of_round(self._is_there, self._glance):
             for worker in self._active:
                 self._receive(worker.pushes[bucket])
-            waiting.remove(bucket)
-            self._order.append(bucket)
             yield bucket
+
+    def _is_there(self, bucket: int) -> bool:
+        return all(worker.pushes[bucket].ready(self.step) for worker in self._active)
 
     def _glance(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""

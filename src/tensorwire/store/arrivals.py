@@ -1,0 +1,45 @@
+"""Which bucket of a round a server takes next: of those that are there, the one that workers need first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from tensorwire.store.plan import Bucket
+
+# While no bucket is there, between looks at all of them: at first, and at most.
+_GLANCE, _LOOK = 0.001, 0.064
+_NEAR = 16  # buckets that are looked at while others are there: arrivals keep about to the order of the last round
+
+
+class Arrivals:
+    """Looks for buckets in the order in which they came in the round before."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._urgency = [bucket.first for bucket in buckets]
+        self._order = list(range(len(buckets)))
+
+    def of_round(self, ready: Callable[[int], bool], glance: Callable[[int, float], None]) -> Iterator[int]:
+        """All buckets, each once it is ``ready``.
+
+        Where none is, the one that came first in the last round is waited for (``glance``), but not for long: in the
+        first rounds another one comes first, and the first of the plan's order, which is of the first layer, comes last
+        where gradients are pushed while backward runs.
+        """
+        waiting, self._order = self._order, []
+        there: list[tuple[tuple[int, int], int]] = []
+        patience = _GLANCE
+        while waiting or there:
+            came = [b for b in waiting[:_NEAR] if ready(b)]
+            if not came and not there:
+                came = [b for b in waiting[_NEAR:] if ready(b)]
+            for bucket in came:
+                waiting.remove(bucket)
+                self._order.append(bucket)
+                heapq.heappush(there, (self._urgency[bucket], bucket))
+            if there:
+                patience = _GLANCE
+                yield heapq.heappop(there)[1]
+            else:
+                glance(waiting[0], patience)
+                patience = min(2 * patience, _LOOK)
