@@ -1,11 +1,11 @@
 """Gradients are pushed while backward runs, and new values awaited while the next forward runs.
 
 A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
-and sends it beside backward. The servers write the new version into the other
-plane of the parameters, so that backward goes on with the old one. After ``step()`` a parameter is awaited by whoever
-first gets it from its module, or when its module runs. Until then its memory is full of NaN, so that nobody takes an
-old value for a new one who reaches it in another way. A parameter that was not got from its module in the step before,
-because compiled code or a list has it, is waited for in ``step()``.
+and sends it beside backward. The servers write the new version into the other plane of the parameters, so that backward
+goes on with the old one. After ``step()`` a parameter is awaited by whoever first gets it from its module, or when its
+module runs. Until then its memory is full of NaN, so that nobody takes an old value for a new one who reaches it in
+another way. A parameter that was not got from its module in the step before, because compiled code or a list has it, is
+waited for in ``step()``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Watched:
         self._overlap = overlap
         self._hooked: set[int] = set()
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}  # gradients of this round, as they were pushed
-        self._rows: dict[int, torch.Tensor | None] = {}  # and flat
+        self._rows: dict[int, torch.Tensor | None] = {}  # the same, each as a flat row
         self._missing: dict[int, int] = {}  # by bucket: gradients that this round still lacks
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.nowhere()
