@@ -65,6 +65,31 @@ job = tw.init(servers=1)
     sandbox.nothing_left()
 
 
+def test_the_other_ranks_may_start_first_on_several_hosts(sandbox: Sandbox) -> None:
+    """Rank 1 has the secret and waits for rank 0's coordinator; its server, which does not wait, is not there yet."""
+    body = f"""
+import tensorwire as tw
+from tensorwire.launch import job as joining
+wanted = joining.connect
+def connect(*arguments):
+    print("waits")
+    return wanted(*arguments)
+joining.connect = connect
+job = tw.init()
+{WORKS}"""
+    script, secret = sandbox.script(body, init=False), sandbox.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    # A way to write 127.0.0.1 that does not show that it is this machine.
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "0x7f.0.0.1", "MASTER_PORT": str(free_port())}
+    one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    one.expect("waits")
+    assert not any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    works(finish([zero, one]))
+    sandbox.nothing_left()
+
+
 def test_slurm(sandbox: Sandbox) -> None:
     script = sandbox.script(WORKS)
     common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port())}

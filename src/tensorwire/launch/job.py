@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from tensorwire.control import Cause, Member
+from tensorwire.control.address import connect
 from tensorwire.control.reach import Route
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
@@ -318,12 +319,14 @@ def _meet(place: Place, children: list[Child]) -> Rendezvous:
 
 
 def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: _Hook) -> Job:
+    if meeting.patience:  # rank 0 may not have begun; whoever goes on from here finds its coordinator
+        connect(meeting.address, meeting.patience).close()
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):
             children.append(start_server(index, meeting.address, meeting.secret))
     host = listening_host(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
-    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, patience=meeting.patience)
+    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host)
     return Job(place, member, children, hook)
 
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tensorwire.control.client import split_address
+from tensorwire.control.address import split_address
 from tensorwire.errors import ArgumentError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
-from tensorwire.control.client import split_address
+from tensorwire.control.address import await_name, split_address
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.ports import look
@@ -29,7 +29,7 @@ from tensorwire.launch.watch import Watch, job_members
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
-# How long the launchers of other nodes wait for that of node 0.
+# How long the launchers of other nodes wait for that of node 0, and all for the name of its host.
 JOIN_SECONDS = 300.0
 _SIGNALS = {
     signal.SIGINT: Cause("the user", "interrupted the job"),
@@ -130,6 +130,8 @@ class Run:
         if o.node == 0:
             host, port = ("127.0.0.1", 0) if o.rendezvous is None else split_address(o.rendezvous)
             host = "127.0.0.1" if o.rendezvous is not None and is_loopback(o.rendezvous) else host
+            if o.nodes > 1:
+                await_name(host, JOIN_SECONDS)
             self._coordinator = Coordinator(
                 secret.encode(),
                 workers=workers,
