@@ -134,6 +134,14 @@ def test_alone_and_again(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.parametrize("name", ["TENSORWIRE_SERVER_THREADS", "TENSORWIRE_TIMEOUT"])
+def test_a_setting_that_others_would_stumble_over_is_refused_first(sandbox: Sandbox, name: str) -> None:
+    result = sandbox.python(sandbox.script("print('on')"), **{name: "x"}).finish()
+    assert (result.status, result.out.strip()) == (1, "")
+    assert result.err.splitlines()[-1].startswith(f"tensorwire.errors.ArgumentError: {name} must be a ")
+    sandbox.nothing_left()
+
+
 def test_an_exception_alone_is_told_by_python(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script("raise ValueError('x')")).finish()
     assert (result.status, result.err.count("Traceback"), result.err.splitlines()[-1]) == (1, 1, "ValueError: x")

@@ -24,8 +24,9 @@ from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups
-from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, worker_environment
+from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
 from tensorwire.launch.watch import Watch, job_members
+from tensorwire.store.client import step_timeout
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
@@ -78,6 +79,8 @@ class Run:
         options.check()
         self._options = options
         self._beat, self._lost_after = heartbeat(os.environ)
+        server_threads(os.environ)
+        step_timeout(os.environ)
         # A worker that goes on computing ends itself after the grace; then it is our turn.
         self._leave_seconds = grace_seconds(os.environ) + 1.0
         self._running: dict[str, int] = {}  # name -> process group
