@@ -22,12 +22,7 @@ if {words!r} in " ".join(sys.orig_argv) and os.environ.get("TENSORWIRE_INDEX", "
     os.kill(os.getpid(), signal.SIGKILL)
 """
 ENDS = "import sys; sys.exit({status})"
-# Says why once the process of its first argument has gone.
-SAYS = """
-import os, select, sys
-select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-sys.exit("ValueError: the cause")
-"""
+SAYS = "import sys; input(); sys.exit('ValueError: the cause')"
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +50,23 @@ def test_who_dies_at_the_start_is_named(
         Team(Way("mine", kind), Cast("fcn5", workers=2, servers=2, shrink=64))
 
 
-def start(stack: ExitStack, name: str, code: str, *arguments: object) -> Program:
+def start(stack: ExitStack, name: str, code: str) -> Program:
     """A program of a few lines, ended with ``stack``."""
-    program = Program((sys.executable, "-I", "-c", code, *map(str, arguments)), {}, name=name)
+    program = Program((sys.executable, "-I", "-c", code), {}, name=name)
     stack.callback(program.close)
     return program
 
 
-def test_a_server_that_left_with_its_job_is_not_the_cause() -> None:
+def test_a_server_that_left_with_its_job_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
-        server = start(stack, "server 0", ENDS.format(status=1))
-        worker = start(stack, "worker 0", SAYS, server.process.pid)
+        server, worker = start(stack, "server 0", ENDS.format(status=1)), start(stack, "worker 0", SAYS)
+        left = server.left
+
+        def seen() -> bool:
+            worker.say("now")  # whose end comes second
+            return left()
+
+        monkeypatch.setattr(server, "left", seen)
         with pytest.raises(ProgramFailed, match=r"^worker 0 ended: ValueError: the cause$"):
             hear_all([worker], silent=[server])
 
