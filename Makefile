@@ -16,8 +16,9 @@ WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
+# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.

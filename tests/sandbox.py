@@ -21,7 +21,7 @@ MARK = "TENSORWIRE_TEST_MARK"
 WAITS = "job.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
-HANG_SECONDS = 40.0  # only a guard: nothing here is ever timed
+HANG_SECONDS = 60.0  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves.
 _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 

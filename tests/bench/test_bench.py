@@ -117,6 +117,7 @@ def test_faults(sandbox: Sandbox) -> None:
     assert "heartbeat 0.1 s, lost after 1 s" in records[-1]["workload"]
 
 
+@pytest.mark.usefixtures("only_link")
 def test_link(sandbox: Sandbox) -> None:
     file = sandbox.folder / "figures.json"
     arguments = ("--link", "1gbit", "--rounds", "1", "--quick", "--json", str(file))

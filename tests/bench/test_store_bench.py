@@ -66,6 +66,7 @@ def test_the_same_values_as_grpc() -> None:
     assert values["tensorwire"] == values["grpc"]
 
 
+@pytest.mark.usefixtures("only_link")
 def test_over_a_link(sandbox: Sandbox) -> None:
     said, records = run(sandbox, "--link", "1gbit")
     if "skipped" in said:

@@ -99,6 +99,7 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert "53,600,266" in result.out  # the table of sizes tells the whole models
 
 
+@pytest.mark.usefixtures("only_link")
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     file = sandbox.folder / "figures.json"
     options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")

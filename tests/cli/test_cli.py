@@ -86,7 +86,14 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("TENSORWIRE_BEAT", "x"), ("TENSORWIRE_LOST_AFTER", "0.5"), ("TENSORWIRE_GRACE", "-1")]
+    ("name", "value"),
+    [
+        ("TENSORWIRE_BEAT", "x"),
+        ("TENSORWIRE_LOST_AFTER", "0.5"),
+        ("TENSORWIRE_GRACE", "-1"),
+        ("TENSORWIRE_SERVER_THREADS", "x"),
+        ("TENSORWIRE_TIMEOUT", "0"),
+    ],
 )
 def test_a_wrong_setting_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str

@@ -12,6 +12,7 @@ from tensorwire.launch.place import (
     heartbeat,
     is_loopback,
     listening_host,
+    server_threads,
     worker_environment,
 )
 
@@ -120,6 +121,13 @@ def test_times() -> None:
     for text in ("soon", "0", "-1", "nan", "inf"):
         with pytest.raises(ArgumentError, match="must be a number of seconds above 0"):
             grace_seconds({"TENSORWIRE_GRACE": text})
+
+
+def test_threads_of_a_server() -> None:
+    assert (server_threads({}), server_threads({"TENSORWIRE_SERVER_THREADS": "3"})) == (1, 3)
+    for text in ("many", "1.5", "0", "-1"):
+        with pytest.raises(ArgumentError, match=f"TENSORWIRE_SERVER_THREADS must be .*, not '?{text}"):
+            server_threads({"TENSORWIRE_SERVER_THREADS": text})
 
 
 def test_the_environment_of_a_worker() -> None:

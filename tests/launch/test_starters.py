@@ -65,6 +65,31 @@ job = tw.init(servers=1)
     sandbox.nothing_left()
 
 
+def test_the_other_ranks_may_start_first_on_several_hosts(sandbox: Sandbox) -> None:
+    """Rank 1 has the secret and waits for rank 0's coordinator; its server, which does not wait, is not there yet."""
+    body = f"""
+import tensorwire as tw
+from tensorwire.launch import job as joining
+wanted = joining.connect
+def connect(*arguments):
+    print("waits")
+    return wanted(*arguments)
+joining.connect = connect
+job = tw.init()
+{WORKS}"""
+    script, secret = sandbox.script(body, init=False), sandbox.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    # A way to write 127.0.0.1 that does not show that it is this machine.
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "0x7f.0.0.1", "MASTER_PORT": str(free_port())}
+    one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    one.expect("waits")
+    assert not any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    works(finish([zero, one]))
+    sandbox.nothing_left()
+
+
 def test_slurm(sandbox: Sandbox) -> None:
     script = sandbox.script(WORKS)
     common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port())}
@@ -106,6 +131,14 @@ def test_alone_and_again(sandbox: Sandbox) -> None:
     assert (result.status, result.err) == (0, "")
     assert "refused: init() was called before in this process; close() that job first" in result.out
     assert result.out.split()[-4:] == ["0", "1", "1", "2"]
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("name", ["TENSORWIRE_SERVER_THREADS", "TENSORWIRE_TIMEOUT"])
+def test_a_setting_that_others_would_stumble_over_is_refused_first(sandbox: Sandbox, name: str) -> None:
+    result = sandbox.python(sandbox.script("print('on')"), **{name: "x"}).finish()
+    assert (result.status, result.out.strip()) == (1, "")
+    assert result.err.splitlines()[-1].startswith(f"tensorwire.errors.ArgumentError: {name} must be a ")
     sandbox.nothing_left()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tensorwire.control.names import describe_exit
 from tensorwire.errors import ProgramFailed
 
 ACTORS = Path(__file__).parent / "actors"
@@ -90,10 +91,12 @@ def end_all() -> None:
 
 
 class Program:
-    """One process and the two pipes to it; on ``cores`` alone, if any are given."""
+    """One process and the two pipes to it; on ``cores`` alone, if any are given. Errors call it ``name``."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = ()) -> None:
-        self._command = command
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = (), name: str = ""
+    ) -> None:
+        self._name = name or " ".join(Path(word).name for word in command if word != "-m")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._read = b""
         with uninterrupted():
@@ -137,7 +140,7 @@ class Program:
                 raise ProgramFailed(f"{self._name} did not answer within {HANG_SECONDS:g} s")
             data = os.read(self.fileno(), 65536)
             if not data:
-                raise ProgramFailed(f"{self._name} ended: {self._last_words()}")
+                raise ProgramFailed(f"{self._name} {self._how_it_ended()}")
             self._read += data
         line, _, self._read = self._read.partition(b"\n")
         return line.decode()
@@ -156,34 +159,53 @@ class Program:
                         pipe.close()
             _running.discard(self)
 
-    @property
-    def _name(self) -> str:
-        return " ".join(Path(word).name for word in self._command if word != "-m")
+    def left(self) -> bool:
+        """Whether it has gone without a word and without a signal, as a server does when its job is over."""
+        if not self._ends_now():
+            return False
+        return self.process.returncode in (0, 1) and not self._words()
 
-    def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its output only
+    def _ends_now(self) -> bool:
+        """Waits a moment: it may have closed its output only."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
+        return self.process.returncode is not None
+
+    def _words(self) -> list[str]:
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"status {self.process.returncode}"
+        return self._errors.read().decode(errors="replace").strip().splitlines()
+
+    def _how_it_ended(self) -> str:
+        status = self.process.returncode if self._ends_now() else 0
+        words = self._words() if status >= 0 else []
+        return f"ended: {words[-1]}" if words else describe_exit(status)
+
+
+def hear_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) -> list[str]:
+    """The next line of each, in their order. Raises `ProgramFailed` as soon as one ends.
+
+    ``silent`` ones have nothing to say meanwhile, unless they fail. Those that leave do so because of another one,
+    which says why.
+    """
+    # One may have failed while the other waits for it: whoever speaks or ends is heard first.
+    waiting, watched = list(programs), list(silent)
+    heard: dict[Program, str] = {}
+    while waiting:
+        ready, _, _ = select.select([*waiting, *watched], [], [], HANG_SECONDS)
+        for program in ready or list(waiting):
+            if program in watched and program.left():
+                watched.remove(program)
+                continue
+            heard[program] = program.hear()
+            waiting.remove(program)
+    return [heard[program] for program in programs]
 
 
 def ask(programs: Sequence[Program], line: str, *, silent: Sequence[Program] = ()) -> list[Answer]:
-    """Gives all of them a line; their answers, in their order. Raises `ProgramFailed`.
-
-    ``silent`` ones have nothing to say meanwhile, unless they fail.
-    """
+    """Gives all of them a line; their answers, in their order. Raises `ProgramFailed`. ``silent``: see `hear_all`."""
     for program in programs:
         program.say(line)
-    # One may have failed while the other waits for it: whoever speaks or ends is heard first.
-    waiting = list(programs)
-    heard: dict[Program, Answer] = {}
-    while waiting:
-        ready, _, _ = select.select([*waiting, *silent], [], [], HANG_SECONDS)
-        for program in ready or list(waiting):
-            heard[program] = json.loads(program.hear())
-            waiting.remove(program)
-    return [heard[program] for program in programs]
+    return [json.loads(told) for told in hear_all(programs, silent=silent)]
 
 
 class Stage:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tensorwire.bench.baselines import peers_folder
 from tensorwire.bench.links import ADDRESSES
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask
+from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask, hear_all
 from tensorwire.errors import ProgramFailed
 from tensorwire.launch.secret import new_secret
 from tensorwire.observe.parts import Record, read_trace
@@ -69,7 +69,7 @@ class Team:
     def __init__(self, way: Way, cast: Cast) -> None:
         self.way = way
         self._cast = cast
-        self._others: list[Program] = []
+        self._others: list[Program] = []  # the servers, and before ours the coordinator
         self._workers: list[Program] = []
         self._rounds = 0
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
@@ -88,10 +88,11 @@ class Team:
             self.close()
             raise
 
-    def _program(self, place: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Program:
+    def _program(self, name: str, place: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Program:
         # gloo takes the interface of the host's name otherwise.
         common = {**MALLOC, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo"}
-        return Program((*self._cast.inside(place), *command), {**common, **environment})
+        name = f"{self.way.name}: {name}"
+        return Program((*self._cast.inside(place), *command), {**common, **environment}, name=name)
 
     def _store(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
@@ -106,7 +107,7 @@ class Team:
         host = ADDRESSES[0] if cast.ends else "127.0.0.1"
         module, arguments = "tensorwire.launch.coordinator", (cast.workers, cast.servers, host, 0)
         launch = (sys.executable, "-m", module, *map(str, arguments))
-        coordinator = self._program(0, launch, told)
+        coordinator = self._program("the coordinator", 0, launch, told)
         self._others.append(coordinator)
         line = coordinator.hear()
         if not line.startswith("listening "):
@@ -114,7 +115,8 @@ class Team:
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
         for index in range(cast.servers):
             command = (sys.executable, "-m", "tensorwire.launch.server")
-            self._others.append(self._program(index, command, {**told, "TENSORWIRE_INDEX": str(index)}))
+            own = {**told, "TENSORWIRE_INDEX": str(index)}
+            self._others.append(self._program(f"server {index}", index, command, own))
         return told
 
     def _grpc(self, environment: Mapping[str, str]) -> str:
@@ -123,20 +125,20 @@ class Team:
         for index in range(cast.servers):
             host = ADDRESSES[index % 2] if cast.ends else "127.0.0.1"
             command = (sys.executable, script, "server", str(index), str(cast.workers), host)
-            self._others.append(self._program(index, command, environment))
-        return ",".join(server.hear() for server in self._others)
+            self._others.append(self._program(f"server {index}", index, command, environment))
+        return ",".join(hear_all(self._others))
 
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         cast = self._cast
         for rank in range(cast.workers):
             command = actor("train", self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
             told = {**environment, "TENSORWIRE_RANK": str(rank)}
-            self._workers.append(self._program(rank + 1, command, told))
+            self._workers.append(self._program(f"worker {rank}", rank + 1, command, told))
+        servers = self._others[-cast.servers :] if self._others else []
+        hear_all(self._workers, silent=servers)
         for worker in self._workers:
-            worker.hear()
             worker.say("-")
-        for worker in self._workers:
-            worker.hear()  # ready
+        hear_all(self._workers, silent=servers)  # ready
 
     def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
         """One round of ``warm + count`` steps; the workers' answers, by rank. ``word``: see ``actors/train.py``."""

@@ -7,7 +7,6 @@ import itertools
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,11 +15,12 @@ from dataclasses import asdict
 from tensorwire import errors
 from tensorwire._native import Pulse, close_on_fork, forget_fd
 from tensorwire.control import frames
+from tensorwire.control.address import connect
 from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
-from tensorwire.errors import ArgumentError, JobEnded, PeerLost, ProtocolError, WorkerFinished
+from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WorkerFinished
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import Clock
 
@@ -30,9 +30,9 @@ _SLACK = 5.0  # the coordinator's own timeout comes first, with the better messa
 class Client:
     """Joins a job and speaks for one member. Heartbeats come from a native thread, whatever Python does.
 
-    ``address`` is ``HOST:PORT``; ``patience``: seconds to wait for a coordinator that has not started yet. Raises
-    `AuthenticationError`, `ProtocolError` (no such member, joined twice), `JobEnded` or `PeerLost` (nobody listens
-    there).
+    ``address`` is ``HOST:PORT``; ``patience``: seconds to wait for a coordinator that has no name yet, or has not
+    started. Raises `AuthenticationError`, `ProtocolError` (no such member, joined twice), `JobEnded` or `PeerLost`
+    (nobody listens there).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Client:
         self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._sock = _connect(address, patience, timeout)
+        self._sock = connect(address, patience, timeout)
         try:
             self.welcome = self._join(secret, role, index)
         except BaseException:
@@ -262,33 +262,3 @@ def _exception(answer: frames.Answer) -> errors.TensorwireError:
 def _seconds(timeout: float) -> float:
     """``timeout`` as it may travel."""
     return min(max(0.0, timeout), frames.MOST_SECONDS)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``[V6]:PORT``. Raises `ArgumentError`."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
-        raise ArgumentError(f"an address is HOST:PORT, not {address!r}")
-    return host, int(port)
-
-
-def _connect(address: str, patience: float, timeout: float) -> socket.socket:
-    host, port = split_address(address)
-    end = time.monotonic() + patience
-    while True:
-        try:
-            sock = socket.create_connection((host, port), timeout)
-            if sock.getsockname() != sock.getpeername():  # a port where nobody listens may answer to itself
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return sock
-            sock.close()
-            why = "nobody listens there"
-        except socket.gaierror as error:
-            raise PeerLost(f"cannot find the coordinator's host {host!r}: {error.strerror}") from None
-        except OSError as error:
-            why = error.strerror or str(error)
-        # On several machines nobody orders the starts.
-        if time.monotonic() >= end:
-            raise PeerLost(f"no coordinator answers at {address} ({why}): is the job running there?")
-        time.sleep(0.05)

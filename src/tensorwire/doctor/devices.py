@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from tensorwire.control.client import split_address
+from tensorwire.control.address import split_address
 from tensorwire.control.reach import Whereabouts, expected, whereabouts, why_not_shm
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice
 from tensorwire.device.verbs.ports import has_active_port

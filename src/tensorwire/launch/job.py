@@ -15,13 +15,15 @@ from types import TracebackType
 from typing import Protocol
 
 from tensorwire.control import Cause, Member
+from tensorwire.control.address import connect
 from tensorwire.control.reach import Route
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
-from tensorwire.launch.place import Place, device_choice, find_place, grace_seconds, listening_host
+from tensorwire.launch.place import Place, device_choice, find_place, grace_seconds, listening_host, server_threads
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
+from tensorwire.store.client import step_timeout
 
 # A lost peer is mostly somebody else's failure, which has a better account.
 _SECOND_HAND_SECONDS = 1.0
@@ -272,7 +274,8 @@ def init(
     place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
     if place.starter == "run":
         _buffer_lines()
-    grace_seconds(os.environ)
+    for said in (grace_seconds, server_threads, step_timeout):  # refuse what others would stumble over later
+        said(os.environ)
     children: list[Child] = []
     meeting: Rendezvous | None = None
     hook = _Hook(place)
@@ -318,12 +321,14 @@ def _meet(place: Place, children: list[Child]) -> Rendezvous:
 
 
 def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: _Hook) -> Job:
+    if meeting.patience:  # rank 0 may not have begun; whoever goes on from here finds its coordinator
+        connect(meeting.address, meeting.patience).close()
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):
             children.append(start_server(index, meeting.address, meeting.secret))
     host = listening_host(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
-    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, patience=meeting.patience)
+    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host)
     return Job(place, member, children, hook)
 
 

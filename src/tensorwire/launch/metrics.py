@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tensorwire.control.client import split_address
+from tensorwire.control.address import split_address
 from tensorwire.control.coordinator import Report
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import Counters

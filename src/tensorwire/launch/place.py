@@ -8,7 +8,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tensorwire.control.client import split_address
+from tensorwire.control.address import split_address
+from tensorwire.control.settings import seconds, whole
 from tensorwire.errors import ArgumentError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -48,7 +49,7 @@ def find_place(
     given = (rank is not None, world_size is not None, rendezvous is not None)
     if any(given) and not all(given):
         raise ArgumentError("init(rank=, world_size=, rendezvous=) belong together: give all three or none")
-    servers = servers if servers is not None else _number(environment, "TENSORWIRE_SERVERS")
+    servers = servers if servers is not None else whole(environment, "TENSORWIRE_SERVERS")
     if rank is not None and world_size is not None and rendezvous is not None:
         return _by_rank(rank, world_size, rendezvous, servers)
     if "TENSORWIRE_COORDINATOR" in environment:
@@ -62,7 +63,7 @@ def find_place(
     if "RANK" in environment and "WORLD_SIZE" in environment:
         where = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
         return _by_rank(_need(environment, "RANK"), _need(environment, "WORLD_SIZE"), where, servers)
-    if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", 1) != 1:
+    if "SLURM_PROCID" in environment and whole(environment, "SLURM_NTASKS", 1) != 1:
         mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
         return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
     return Place("alone", 0, 1, 1 if servers is None else servers, None, False)
@@ -77,28 +78,18 @@ def _by_rank(rank: int, workers: int, rendezvous: str, servers: int | None) -> P
 def _slurm_rendezvous(environment: Mapping[str, str]) -> str:
     if "MASTER_ADDR" in environment:
         host = environment["MASTER_ADDR"]
-    elif _number(environment, "SLURM_NNODES", 1) == 1:
+    elif whole(environment, "SLURM_NNODES", 1) == 1:
         host = "127.0.0.1"
     else:
         raise ArgumentError(
             "Slurm on several nodes: set MASTER_ADDR, e.g. to $(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
         )
-    port = environment.get("MASTER_PORT") or str(20000 + (_number(environment, "SLURM_JOB_ID", 0) or 0) % 20000)
+    port = environment.get("MASTER_PORT") or str(20000 + (whole(environment, "SLURM_JOB_ID", 0) or 0) % 20000)
     return f"{host}:{port}"
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int | None:
-    text = environment.get(name)
-    if text is None or text == "":
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"{name} must be a whole number, not {text!r}") from None
-
-
 def _need(environment: Mapping[str, str], name: str) -> int:
-    value = _number(environment, name)
+    value = whole(environment, name)
     if value is None:
         raise ArgumentError(f"{name} is not set: it belongs to the variables the launcher gives")
     return value
@@ -138,8 +129,8 @@ def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> st
 def heartbeat(environment: Mapping[str, str]) -> tuple[float, float]:
     """``TENSORWIRE_BEAT`` and ``TENSORWIRE_LOST_AFTER``: seconds between signs of life (1), and of silence until a
     process counts as lost (10). Raises `ArgumentError`."""
-    beat = _seconds(environment, "TENSORWIRE_BEAT", 1.0)
-    lost_after = _seconds(environment, "TENSORWIRE_LOST_AFTER", 10.0)
+    beat = seconds(environment, "TENSORWIRE_BEAT", 1.0)
+    lost_after = seconds(environment, "TENSORWIRE_LOST_AFTER", 10.0)
     if lost_after < 2 * beat:
         raise ArgumentError(
             f"TENSORWIRE_LOST_AFTER ({lost_after:g} s) must be at least twice TENSORWIRE_BEAT ({beat:g} s)"
@@ -149,18 +140,15 @@ def heartbeat(environment: Mapping[str, str]) -> tuple[float, float]:
 
 def grace_seconds(environment: Mapping[str, str]) -> float:
     """``TENSORWIRE_GRACE``: seconds that a process may take to leave by itself after the job failed (5)."""
-    return _seconds(environment, "TENSORWIRE_GRACE", 5.0)
+    return seconds(environment, "TENSORWIRE_GRACE", 5.0)
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e6:
-        raise ArgumentError(f"{name} must be a number of seconds above 0, not {text!r}")
-    return seconds
+def server_threads(environment: Mapping[str, str]) -> int:
+    """``TENSORWIRE_SERVER_THREADS``: the framework's threads in a server (1). Raises `ArgumentError`."""
+    threads = whole(environment, "TENSORWIRE_SERVER_THREADS", 1)
+    if threads is None or threads < 1:
+        raise ArgumentError(f"TENSORWIRE_SERVER_THREADS must be at least 1, not {threads}")
+    return threads
 
 
 def device_choice(environment: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
-from tensorwire.control.client import split_address
+from tensorwire.control.address import await_name, split_address
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.ports import look
@@ -24,12 +24,13 @@ from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups
-from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, worker_environment
+from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
 from tensorwire.launch.watch import Watch, job_members
+from tensorwire.store.client import step_timeout
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
-# How long the launchers of other nodes wait for that of node 0.
+# How long the launchers of other nodes wait for that of node 0, and all for the name of its host.
 JOIN_SECONDS = 300.0
 _SIGNALS = {
     signal.SIGINT: Cause("the user", "interrupted the job"),
@@ -78,6 +79,8 @@ class Run:
         options.check()
         self._options = options
         self._beat, self._lost_after = heartbeat(os.environ)
+        server_threads(os.environ)
+        step_timeout(os.environ)
         # A worker that goes on computing ends itself after the grace; then it is our turn.
         self._leave_seconds = grace_seconds(os.environ) + 1.0
         self._running: dict[str, int] = {}  # name -> process group
@@ -130,6 +133,8 @@ class Run:
         if o.node == 0:
             host, port = ("127.0.0.1", 0) if o.rendezvous is None else split_address(o.rendezvous)
             host = "127.0.0.1" if o.rendezvous is not None and is_loopback(o.rendezvous) else host
+            if o.nodes > 1:
+                await_name(host, JOIN_SECONDS)
             self._coordinator = Coordinator(
                 secret.encode(),
                 workers=workers,

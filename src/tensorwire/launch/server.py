@@ -16,7 +16,7 @@ import msgspec
 from tensorwire.control import Cause, Member
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
-from tensorwire.launch.place import device_choice, grace_seconds, listening_host
+from tensorwire.launch.place import device_choice, grace_seconds, listening_host, server_threads
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
 
@@ -31,9 +31,9 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     from tensorwire.store.server import StoreServer
     from tensorwire.store.state import answer_asks
 
-    torch.set_num_threads(int(os.environ.get("TENSORWIRE_SERVER_THREADS", "1")))
     asks: threading.Thread | None = None
     try:
+        torch.set_num_threads(server_threads(os.environ))
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
         asks = threading.Thread(target=answer_asks, args=(server,), name=f"{name} asks", daemon=True)
@@ -101,9 +101,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
     address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
     index = int(os.environ["TENSORWIRE_INDEX"])
-    host = listening_host(address, os.environ)
     on_parent_death(_leave)
     try:
+        host = listening_host(address, os.environ)
+        server_threads(os.environ)
         member = Member(address, secret, "server", index, device=device_choice(os.environ), host=host)
     except JobEnded:
         return 0  # meanwhile; how, others say

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire.control.client import split_address
+from tensorwire.control.address import await_name, split_address
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator
 from tensorwire.launch.place import Place, is_loopback, listening_host
@@ -61,6 +61,7 @@ def _start(place: Place, number: int, children: list[Child]) -> Rendezvous:
     if place.rendezvous is not None:
         host, port = split_address(place.rendezvous)
         host = "127.0.0.1" if is_loopback(place.rendezvous) else host
+        await_name(host, JOIN_SECONDS)
     elif place.several_hosts:
         host = listening_host(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ)
     child, address = start_coordinator(secret, place.workers, place.servers, host, port)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
+from tensorwire.control.settings import seconds
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
@@ -23,9 +24,9 @@ from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, i
 _TILE = 2 << 20
 
 
-def step_timeout() -> float:
-    """Seconds that a step may wait for other workers: ``TENSORWIRE_TIMEOUT``, 1800 by default."""
-    return float(os.environ.get("TENSORWIRE_TIMEOUT", "1800"))
+def step_timeout(environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds that a step may wait for other workers: ``TENSORWIRE_TIMEOUT`` (1800). Raises `ArgumentError`."""
+    return seconds(environment, "TENSORWIRE_TIMEOUT", 1800.0)
 
 
 class _Server:

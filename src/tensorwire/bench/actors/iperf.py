@@ -13,13 +13,19 @@ def serve(lines: Lines, host: str) -> None:
     """The server runs until the benchmark ends it."""
     command = ["iperf3", "--server", "--bind", host, "--forceflush"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    _await(server)
+    lines.hello(host)
+    for _ in lines.runs():
+        _await(server)  # it takes one client at a time, and is not done when that one is
+        lines.answer()
+
+
+def _await(server: subprocess.Popen[str]) -> None:
+    """Until the server listens, which it says before each client."""
     assert server.stdout is not None
     for line in server.stdout:
         if "listening" in line:
-            break
-    lines.hello(host)
-    for _ in lines.runs():
-        lines.answer()
+            return
 
 
 def send(lines: Lines, nbytes: int) -> None:
