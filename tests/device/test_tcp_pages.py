@@ -91,7 +91,7 @@ def serve(pipe: socket.socket) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "device closed", "silent"])
 def test_memory_reused_after_the_end_is_never_signalled(how: str) -> None:
-    """The target is stopped with a whole payload in its queue; before it goes on, its sender gives up and writes to it."""
+    """The target is stopped, a whole payload in its queue; before it goes on, its sender gives up and writes there."""
     with Forked(serve) as peer, quick("tcp") as device:
         address, packed = receive(peer.pipe)
         remote = RemoteRegion.unpack(packed)
