@@ -76,9 +76,9 @@ void copy_streaming(char* target, const char* source, size_t nbytes) {
 }  // namespace
 #endif
 
-void copy(void* target, const void* source, size_t nbytes) {
+void copy(void* target, const void* source, size_t nbytes, [[maybe_unused]] size_t streams_from) {
 #if defined(__x86_64__)
-    if (nbytes >= streaming_bytes) {
+    if (nbytes >= streams_from) {
         copy_streaming(static_cast<char*>(target), static_cast<const char*>(source), nbytes);
         return;
     }

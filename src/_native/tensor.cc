@@ -113,9 +113,9 @@ bool Tensor::overlaps(const char* begin, u64 length) const {
     return low < begin + length && begin < high;
 }
 
-void Tensor::gather(char* target) const {
+void Tensor::gather(char* target, size_t streams_from) const {
     if (!nbytes()) return;
-    if (dimensions_.empty()) return copy(target, data_, element_);
+    if (dimensions_.empty()) return copy(target, data_, element_, streams_from);
     const Dimension inner = dimensions_.back();
     std::vector<u64> at(dimensions_.size() - 1, 0);
     for (const char* row = data_;; ) {
@@ -143,7 +143,7 @@ int get_lent(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot lent_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_lent)}, {0, nullptr}};
 
-void gather(nb::object target, nb::object source) {
+void gather(nb::object target, nb::object source, bool part) {
     Py_buffer room;
     if (PyObject_GetBuffer(target.ptr(), &room, PyBUF_WRITABLE) != 0) throw nb::python_error();
     const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> keep(&room, &PyBuffer_Release);
@@ -153,9 +153,10 @@ void gather(nb::object target, nb::object source) {
     if (tensor.nbytes() != nbytes)
         throw nb::value_error(("it has " + std::to_string(tensor.nbytes()) + " bytes, and the room is " + std::to_string(nbytes)).c_str());
     if (tensor.overlaps(to, nbytes)) throw nb::value_error("it lies in the memory that it would be copied to");
-    if (nbytes < release_gil_bytes) return tensor.gather(to);
+    const size_t streams_from = part ? streaming_piece : streaming_bytes;
+    if (nbytes < release_gil_bytes) return tensor.gather(to, streams_from);
     Unlocked unlocked;
-    tensor.gather(to);
+    tensor.gather(to, streams_from);
 }
 }  // namespace
 
@@ -172,7 +173,8 @@ std::shared_ptr<Span> borrow(nb::object owner) {
 
 void bind_tensors(nb::module_& m) {
     nb::class_<Lent>(m, "Lent", "Memory of another library, lent by DLPack.", nb::type_slots(lent_slots));
-    m.def("gather", &gather, "target"_a, "source"_a, "Copies a tensor's elements, strided or not, in the order of its indices.");
+    m.def("gather", &gather, "target"_a, "source"_a, "part"_a = false,
+          "Copies a tensor's elements, strided or not, in the order of its indices: as a `part` of more than caches hold.");
 }
 
 }  // namespace tw

@@ -56,9 +56,9 @@ class Lent:
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-def gather(target: object, source: object) -> None:
+def gather(target: object, source: object, part: bool = False) -> None:
     """
-    Copies a tensor's elements, strided or not, in the order of its indices.
+    Copies a tensor's elements, strided or not, in the order of its indices: as a `part` of more than caches hold.
     """
 
 class Memory:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tensorwire._native import Window
+from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
-from tensorwire.observe import spans
+from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Bucket, Plan
+from tensorwire.store.plan import DTYPES, Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
 from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
@@ -93,6 +93,8 @@ class StoreClient:
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
         self._said: dict[int, bytes] = {}  # by bucket: what its slot says of the gradients in it
+        self._rooms = {id(b): self._rooms_of(b) for b in self.order}  # by bucket: where its pieces go
+        self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
         self._space = self._place_parameters()
         self._open()
 
@@ -161,6 +163,22 @@ class StoreClient:
     def memory(self, bucket: Bucket) -> memoryview:
         """The slot itself, without asking whether it is free: for views that are made once."""
         return self._servers[bucket.server].pushes[bucket.index].memory
+
+    def _rooms_of(self, bucket: Bucket) -> list[memoryview]:
+        memory, sizes = self.memory(bucket), [DTYPES[self.plan.tensors[p.tensor].dtype] for p in bucket.pieces]
+        return [
+            memory[p.offset : p.offset + (p.stop - p.start) * size]
+            for p, size in zip(bucket.pieces, sizes, strict=True)
+        ]
+
+    def copy(self, bucket: Bucket, number: int, values: object) -> None:
+        """Copies one piece of a bucket into its slot, which ``slot`` has said to be free.
+
+        ``values``: a tensor on the CPU, with the elements and of the dtype of the bucket's piece ``number``.
+        """
+        room = self._rooms[id(bucket)][number]
+        gather(room, values, self._large)
+        counters.add(copies=1, copied_bytes=room.nbytes)
 
     def send(self, bucket: Bucket, present: bytes | None = None) -> None:
         """Pushes a bucket whose slot has been filled. ``present``: a byte a piece, 0 where there is no gradient."""

@@ -99,8 +99,11 @@ class Rule:
         target = self._bytes[step % len(self._bytes)][bucket]
         target.copy_(tensor_over(slot, "uint8", 0, target.numel()))
 
-    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
-        """Brings the workers' gradients together. ``present[w][i]``: worker ``w`` has one for piece ``i``."""
+    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes], *, keep: bool) -> None:
+        """Brings the workers' gradients together. ``present[w][i]``: worker ``w`` has one for piece ``i``.
+
+        ``apply`` follows at once, or with ``keep`` after other buckets have been reduced.
+        """
 
     def norm2(self, bucket: int) -> float:
         """The sum of the squares of what ``reduce`` found, in float64."""
@@ -137,6 +140,10 @@ class OptimizerRule(Rule):
         self._class: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
         self._options: tuple[float, ...] = ()
         self._buckets = [_BucketRule(self, bucket, self._planes) for bucket in plan.buckets[server]]
+        # One for all buckets: sums that are used at once stay in the processor's cache.
+        sums = torch.empty(max((b.sum_bytes for b in self._buckets), default=0), dtype=torch.uint8)
+        for each in self._buckets:
+            each.share(sums)
 
     def build(self, by_group: dict[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of one bucket."""
@@ -156,8 +163,8 @@ class OptimizerRule(Rule):
         super().assign(bucket, slot, step)
         self._buckets[bucket].assigned(step)
 
-    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
-        self._buckets[bucket].reduce(slots, present)
+    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes], *, keep: bool) -> None:
+        self._buckets[bucket].reduce(slots, present, keep)
 
     def norm2(self, bucket: int) -> float:
         return self._buckets[bucket].norm2()
@@ -182,7 +189,8 @@ class _BucketRule:
         self._whole = spec.whole
         self._own = [[self._piece(plane, bucket.shard, piece) for piece in bucket.pieces] for plane in planes]
         self._masters = [self._master(own) for own in self._own[0]]
-        self._sums = [None if m is None else torch.empty_like(m) for m in self._masters]
+        self._shared: list[torch.Tensor | None] = []
+        self._kept: list[torch.Tensor | None] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         by_group: dict[int, list[torch.nn.Parameter]] = {}
         for piece, master in zip(bucket.pieces, self._masters, strict=True):
@@ -202,6 +210,26 @@ class _BucketRule:
         if not own.is_floating_point() or own.numel() == 0:
             return None
         return torch.nn.Parameter(own.float() if _is_half(own) else own)
+
+    @property
+    def sum_bytes(self) -> int:
+        """What the sums of its gradients take."""
+        return sum(_padded(m) for m in self._masters if m is not None)
+
+    def share(self, memory: torch.Tensor) -> None:
+        """Where sums go that are not kept."""
+        self._shared = self._sums(memory)
+
+    def _sums(self, memory: torch.Tensor) -> list[torch.Tensor | None]:
+        """Room for the sum of each piece, one behind the other."""
+        sums: list[torch.Tensor | None] = []
+        for master in self._masters:
+            if master is None:
+                sums.append(None)
+                continue
+            sums.append(memory[: master.nbytes].view(master.dtype).view(master.shape))
+            memory = memory[_padded(master) :]
+        return sums
 
     def _slot(self, worker: int, memory: memoryview) -> list[torch.Tensor]:
         """The pieces of a worker's slot; a slot never moves, so its views are made once."""
@@ -235,9 +263,11 @@ class _BucketRule:
                 master.data = own
 
     @torch.no_grad()
-    def reduce(self, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
+    def reduce(self, slots: Sequence[memoryview], present: Sequence[bytes], keep: bool) -> None:
+        if keep and not self._kept:
+            self._kept = self._sums(torch.empty(self.sum_bytes, dtype=torch.uint8))
         views = [self._slot(w, slot) for w, slot in enumerate(slots)]
-        for i, (master, total) in enumerate(zip(self._masters, self._sums, strict=True)):
+        for i, (master, total) in enumerate(zip(self._masters, self._kept if keep else self._shared, strict=True)):
             if master is None or total is None:
                 continue
             mine = [view[i] for view, there in zip(views, present, strict=True) if there[i]]
@@ -271,6 +301,10 @@ class _BucketRule:
                 yield Held(piece, self._tensors[piece.tensor], master, self._optimizer, self._whole)
 
 
+def _padded(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // 64) * 64
+
+
 def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
@@ -290,7 +324,9 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: int) -
         rest = gradients[1:]
     for gradient in rest:
         total.add_(gradient)
-    return total if divisor == 1 else total.div_(divisor)
+    if divisor & (divisor - 1) == 0:
+        return total if divisor == 1 else total.mul_(1 / divisor)  # the same bits, and faster
+    return total.div_(divisor)
 
 
 def _like(template: Any, value: float) -> Any:

@@ -199,7 +199,8 @@ class StoreServer:
         clipped: list[int] = []
         for bucket in self._arriving():
             ready = clock()
-            self.rule.reduce(bucket, [w.slots[bucket] for w in self.workers], self._present(bucket))
+            slots = [w.slots[bucket] for w in self.workers]
+            self.rule.reduce(bucket, slots, self._present(bucket), keep=head.max_norm > 0)
             if head.max_norm:
                 spans.add("update", self.step, ready, clock())
                 clipped.append(bucket)

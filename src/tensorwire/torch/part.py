@@ -13,7 +13,7 @@ import torch
 from tensorwire._native import Window
 from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
 from tensorwire.launch import Job
-from tensorwire.observe import counters, ranges, spans
+from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.plan import PAGE, Bucket, Plan
@@ -52,7 +52,6 @@ class Part:
             _log.info("%s: %s", self.client.name, self.summary())
         job.at_close(self.finish)
         job.at_uneven(self)
-        self._slots = {id(b): self._pieces(b) for b in self.client.order}
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
         for bucket in self.client.order:
             for i in {piece.tensor for piece in bucket.pieces}:
@@ -100,11 +99,6 @@ class Part:
     def summary(self) -> str:
         """One line for people."""
         return self.plan.summary(self._job.num_workers, len(self.client.windows))
-
-    def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        memory = self.client.memory(bucket)
-        tensors = self.client.plan.tensors
-        return [tensor_over(memory, tensors[p.tensor].dtype, p.offset, p.stop - p.start) for p in bucket.pieces]
 
     def _tensors(self, window: Window) -> list[torch.Tensor]:
         """The parameters' tensors in a window."""
@@ -161,19 +155,17 @@ class Part:
                 f"the gradient of {name!r} is {g.dtype} {list(g.shape)} on {g.device}, "
                 f"its parameter {p.dtype} {list(p.shape)} on {p.device}"
             )
-        return g.reshape(-1)
+        return g.detach().reshape(-1)
 
     def push(self, bucket: Bucket, values: Callable[[int], torch.Tensor | None]) -> None:
         """Copies the values of a bucket's tensors, each a flat row or None, into its slot, and sends it."""
         self.client.slot(bucket)
         present = bytearray(len(bucket.pieces))
-        for n, (piece, slot) in enumerate(zip(bucket.pieces, self._slots[id(bucket)], strict=True)):
+        for n, piece in enumerate(bucket.pieces):
             value = values(piece.tensor)
-            if value is None:
-                continue
-            slot.copy_(value[piece.start : piece.stop])
-            present[n] = 1
-            counters.add(copies=1, copied_bytes=slot.nbytes)
+            if value is not None:
+                self.client.copy(bucket, n, value[piece.start : piece.stop])
+                present[n] = 1
         self._sent.add(id(bucket))
         self.client.send(bucket, bytes(present))
 

@@ -104,11 +104,10 @@ class Gradients:
 
     def _push(self, *, copied: bool) -> None:
         client = self._client
-        for bucket, slots in zip(client.order, self._slots, strict=True):
+        for bucket in client.order:
             client.slot(bucket)
-            for piece, slot in zip(bucket.pieces, slots, strict=True) if copied else ():
-                slot.copy_(self._private[piece.tensor][piece.start : piece.stop])
-                counters.add(copies=1, copied_bytes=slot.nbytes)
+            for number, piece in enumerate(bucket.pieces) if copied else ():
+                client.copy(bucket, number, self._private[piece.tensor][piece.start : piece.stop])
             client.send(bucket)
 
 
