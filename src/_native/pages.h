@@ -13,6 +13,9 @@
 
 namespace tw {
 
+// Only what queues up behind other data is lent. It saves processor time, but then the receiver alone copies: a lone write
+// arrives earlier when both ends copy at once.
+//
 // Bytes; below, a copy that stays in the caches costs less than the references do.
 constexpr u64 least_lent = u64{256} << 10;
 
