@@ -124,6 +124,8 @@ void connect_pair(int (&fds)[2]) {
     auto* address = reinterpret_cast<sockaddr*>(&at);
     REQUIRE(bind(listener, address, n) == 0 && listen(listener, 1) == 0 && getsockname(listener, address, &n) == 0);
     fds[0] = socket(AF_INET, SOCK_STREAM, 0);
+    const int little = 64 << 10;  // so that writes queue up
+    setsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
     REQUIRE(connect(fds[0], address, n) == 0);
     REQUIRE((fds[1] = accept(listener, nullptr, nullptr)) >= 0);
     ::close(listener);
