@@ -19,7 +19,7 @@ constexpr int reads_per_turn = 64;       // then other connections get theirs
 }  // namespace
 
 Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> l, PeerDevice peer)
-    : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), staging_(staging_bytes) {
+    : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), near_(within_machine(fd)), staging_(staging_bytes) {
     close_on_fork(fd_);
     enlist(&door_);
 }
@@ -29,7 +29,7 @@ Connection::~Connection() {
     if (fd_ >= 0) close_socket(fd_);
 }
 
-void Connection::close(const std::string& reason) {
+void Connection::close(const std::string& reason, bool own) {
     if (life->forked()) return;  // a thread that the child does not have may hold a mutex
     if (dead_.exchange(true)) return;
     shutdown(fd_, SHUT_RDWR);  // whoever is receiving comes back soon
@@ -46,10 +46,12 @@ void Connection::close(const std::string& reason) {
         unanswered.swap(pending_);
         into.swap(into_);
         at_ = nullptr;
+        if (lent_ > done()) sever(fd_);  // before anybody hears of it and reuses the memory
+        pipe_.close();
         close_socket(fd_);
         fd_ = -1;
     }
-    life->lose(reason);
+    own ? life->close(reason) : life->lose(reason);
     tell(~u64{0});
     engine_.drop(token_);
 }
@@ -86,12 +88,14 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
     char* at = memory ? memory->base + offset : nullptr;
     const bool idle = outgoing_.empty();
     if (frame.op == static_cast<u32>(Op::write)) {
-        outgoing_.push_back({frame, std::move(memory), at, frame.length, 0});
+        const bool lent = near_ && !idle && frame.length >= least_lent && memory->file() >= 0 && pipe_.open();
+        if (lent) lent_ = frame.id;
+        outgoing_.push_back({frame, std::move(memory), at, frame.length, 0, lent});
     } else {
         last_question_ = frame.id;
         std::lock_guard r(result_mutex_);
         pending_.push_back({frame.id, std::move(memory), at, frame.length});
-        outgoing_.push_back({frame, nullptr, nullptr, 0, 0});
+        outgoing_.push_back({frame, nullptr, nullptr, 0, 0, false});
     }
     bool sound = true;
     if (idle) sound = flush(finished);
@@ -108,31 +112,45 @@ void Connection::enqueue(Frame frame, std::shared_ptr<Span> span, const char* pa
         std::lock_guard g(send_mutex_);
         if (dead_) return;
         const bool idle = outgoing_.empty();
-        outgoing_.push_back({frame, std::move(span), payload, length, 0});
+        outgoing_.push_back({frame, std::move(span), payload, length, 0, false});
         if (idle) sound = flush(finished);
         else update_interest();
     }
     if (!sound) close("the source of a read cannot be read");
 }
 
+// As many frames as fit into one call, up to the first payload that is to be lent.
+ssize_t Connection::send_copied() {
+    iovec v[64];
+    int k = 0;
+    bool more = false;
+    for (auto& o : outgoing_) {
+        if (k > 62 || more) break;
+        if (o.sent < sizeof(Frame)) {
+            v[k++] = {reinterpret_cast<char*>(&o.frame) + o.sent, sizeof(Frame) - o.sent};
+            more = o.lent;
+            if (o.length && !o.lent) v[k++] = {const_cast<char*>(o.payload), o.length};
+        } else {
+            const u64 done = o.sent - sizeof(Frame);
+            v[k++] = {const_cast<char*>(o.payload) + done, o.length - done};
+        }
+    }
+    msghdr m{};
+    m.msg_iov = v;
+    m.msg_iovlen = static_cast<size_t>(k);
+    return sendmsg(fd_, &m, MSG_DONTWAIT | MSG_NOSIGNAL | (more ? MSG_MORE : 0));
+}
+
 bool Connection::flush(std::vector<std::shared_ptr<Span>>& finished) {
     while (!outgoing_.empty() && !dead_) {
-        iovec v[64];
-        int k = 0;
-        for (auto& o : outgoing_) {
-            if (k > 62) break;
-            if (o.sent < sizeof(Frame)) {
-                v[k++] = {reinterpret_cast<char*>(&o.frame) + o.sent, sizeof(Frame) - o.sent};
-                if (o.length) v[k++] = {const_cast<char*>(o.payload), o.length};
-            } else {
-                const u64 done = o.sent - sizeof(Frame);
-                v[k++] = {const_cast<char*>(o.payload) + done, o.length - done};
-            }
+        const Outgoing& first = outgoing_.front();
+        ssize_t n;
+        if (first.lent && first.sent >= sizeof(Frame)) {
+            const u64 done = first.sent - sizeof(Frame);
+            n = pipe_.send(fd_, first.payload + done, first.length - done);
+        } else {
+            n = send_copied();
         }
-        msghdr m{};
-        m.msg_iov = v;
-        m.msg_iovlen = static_cast<size_t>(k);
-        const ssize_t n = sendmsg(fd_, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EFAULT) return false;
@@ -193,7 +211,7 @@ void Connection::beat() {
     if (dead_ || !outgoing_.empty()) return;  // what waits to be sent is a sign of life, too
     Frame f;
     f.op = static_cast<u32>(Op::beat);
-    outgoing_.push_back({f, nullptr, nullptr, 0, 0});
+    outgoing_.push_back({f, nullptr, nullptr, 0, 0, false});
     flush(finished);
 }
 
@@ -425,6 +443,8 @@ void Connection::end_payload() {
         complete(frame_.id);
         return;
     }
+    // Its pages may have been the sender's own until we read them.
+    if (near_ && frame_.length >= least_lent && severed(fd_)) return (void)broken("its process closed the connection or died");
     applied_ = frame_.id;
     if (refused_ != Refusal::none) return refuse(frame_.id);
     if (frame_.signal_offset == no_signal) return;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "notices.h"
+#include "pages.h"
 #include "span.h"
 
 namespace tw {
@@ -56,8 +57,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
     u64 done() const { return done_.load(std::memory_order_acquire); }
     Refusal refusal(u64 id);
     u64 old_value(u64 id);
-    // Afterwards no thread touches the memory of any of its operations.
-    void close(const std::string& reason);
+    // Afterwards no thread touches the memory of any of its operations, and the peer signals nothing that it had not
+    // acknowledged and whose source may change. `own`: it is our own doing, and no loss.
+    void close(const std::string& reason, bool own = false);
 
     const std::shared_ptr<Life> life;
 
@@ -68,6 +70,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
         std::shared_ptr<Span> span;
         const char* payload;
         u64 length, sent;
+        bool lent;  // the payload goes by reference
     };
     struct Pending {
         u64 id;
@@ -77,6 +80,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     };
     void enqueue(Frame frame, std::shared_ptr<Span> span, const char* payload, u64 length);
     bool flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held; false: close it, once that is released
+    ssize_t send_copied();                                     // send_mutex_ held
     void update_interest();                                    // send_mutex_ held
     bool has_room() const { return posted_.load() - done() < most_outstanding; }
     bool poll();                                               // sends and receives what it can; whether anything moved
@@ -109,6 +113,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const u64 token_;
     const bool initiator_;
     const PeerDevice peer_;
+    const bool near_;  // the peer is on this machine
     std::atomic<bool> sent_{false}, heard_{false};  // since the last tick
     u32 silent_ = 0;  // ticks; drive_mutex_ held
     std::atomic<bool> dead_{false};
@@ -120,6 +125,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::deque<Outgoing> outgoing_;
     std::atomic<u64> posted_{0}, last_question_{0};  // a question: a read or an atomic
     u32 interest_ = 0;
+    PagePipe pipe_;
+    u64 lent_ = 0;  // the last write whose payload went by reference
 
     struct Told {
         u64 id, token;

@@ -342,7 +342,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("life", [](Connection& c) { return c.life; })
         .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)
         .def("old_value", &Connection::old_value, "id"_a)
-        .def("close", &Connection::close, "reason"_a, nb::call_guard<Unlocked>());
+        .def("close", &Connection::close, "reason"_a, "own"_a = false, nb::call_guard<Unlocked>());
 
     nb::class_<Sleepers>(m, "Sleepers", "Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their doors.")
         .def(nb::new_([](int fd, bool naps) { return std::make_shared<Sleepers>(fd, naps); }), "fd"_a, "naps"_a)

@@ -3,9 +3,11 @@
 // `threads` exits with 0 if every value was right, and the sanitizer turns any finding into another status. Two mistakes
 // can be asked for, to see that they are found: `threads racy` signals before the payload, `threads leaky` loses memory.
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +19,7 @@
 #include "engine.h"
 #include "monitor.h"
 #include "notices.h"
+#include "pages.h"
 
 using namespace tw;
 
@@ -111,13 +114,31 @@ void one_door() {
     await_word(span, 0, threads * each);
 }
 
+// Two ends of a connection within this machine.
+void connect_pair(int (&fds)[2]) {
+    const int listener = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t n = sizeof at;
+    auto* address = reinterpret_cast<sockaddr*>(&at);
+    REQUIRE(bind(listener, address, n) == 0 && listen(listener, 1) == 0 && getsockname(listener, address, &n) == 0);
+    fds[0] = socket(AF_INET, SOCK_STREAM, 0);
+    const int little = 64 << 10;  // so that writes queue up
+    setsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
+    REQUIRE(connect(fds[0], address, n) == 0);
+    REQUIRE((fds[1] = accept(listener, nullptr, nullptr)) >= 0);
+    ::close(listener);
+    for (int fd : fds) fcntl(fd, F_SETFL, O_NONBLOCK);
+}
+
 struct Ends {
     std::shared_ptr<Life> life = std::make_shared<Life>(), peer_life = std::make_shared<Life>();
     std::shared_ptr<Engine> engine = std::make_shared<Engine>(life, 0.001, patience), peer = std::make_shared<Engine>(peer_life, 0.001, patience);
     std::shared_ptr<Connection> out, in;
     Ends() {
         int fds[2];
-        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds) == 0);
+        connect_pair(fds);
         out = engine->connect(fds[0], true, std::make_shared<Life>(life), PeerDevice{1, 0.001});
         in = peer->connect(fds[1], false, std::make_shared<Life>(peer_life), PeerDevice{1, 0.001});
     }
@@ -224,6 +245,48 @@ void ends_under_way() {
     }
 }
 
+// Writes by reference, more of them than the sockets hold, from a place in the middle of a page; the last are cut off.
+void lent_pages() {
+    constexpr u64 nbytes = 2 * least_lent + 12345, steps = 20;
+    Ends ends;
+    auto inbox = region(payload_at + nbytes), source = region(nbytes + 77);
+    inbox->progress = ends.peer;
+    ends.peer->expose(7, inbox, true);
+    for (u64 step = 1; step <= steps; step++) {
+        memset(source->base, static_cast<int>(step), nbytes + 77);
+        Frame f = frame_of(Op::write, payload_at, nbytes);
+        f.signal_offset = 0;
+        f.signal_value = step;
+        post(ends, f, source, 77);
+        const u64 id = post(ends, f, source, 0);
+        await_word(inbox, 0, step, ends.peer.get());
+        complete(ends, id);
+        REQUIRE(holds_only(inbox->base + payload_at, nbytes, static_cast<char>(step)));
+    }
+    while (post(ends, frame_of(Op::write, payload_at, nbytes), source))
+        if (ends.out->done() > 3 * steps) ends.peer->close();
+    ends.close();
+}
+
+// splice() raises SIGPIPE, which would end this program.
+void a_peer_that_reads_no_more() {
+    int fds[2];
+    connect_pair(fds);
+    auto source = region(least_lent);
+    PagePipe pipe;
+    REQUIRE(within_machine(fds[0]) && pipe.open());
+    REQUIRE(pipe.send(fds[0], source->base, least_lent) > 0 && !severed(fds[0]));
+    sever(fds[1]);
+    REQUIRE(severed(fds[0]));
+    shutdown(fds[0], SHUT_RDWR);
+    PagePipe another;
+    REQUIRE(another.open());
+    ssize_t n = 0;
+    for (int i = 0; i < 2; i++) n = another.send(fds[0], source->base, least_lent);  // the first may be told of the reset
+    REQUIRE(n < 0 && errno == EPIPE);
+    for (int fd : fds) ::close(fd);
+}
+
 // A hang-up wakes a waiter, from the monitor's thread.
 void a_hang_up() {
     for (int round = 0; round < 20; round++) {
@@ -294,6 +357,8 @@ int main(int argc, char** argv) {
     one_door();
     two_engines();
     ends_under_way();
+    lent_pages();
+    a_peer_that_reads_no_more();
     a_hang_up();
     words_of_life();
     puts("every value was right");

@@ -156,17 +156,19 @@ class TcpDevice(Device):
         super().abort(reason)
         self._end_channels(reason)
 
-    def _end_channels(self, reason: str) -> None:
+    def _end_channels(self, reason: str, *, own: bool = False) -> None:
         with self._lock:
             channels, self._channels = self._channels, set()
         for channel in channels:
-            channel._connection.close(reason)
+            channel._connection.close(reason, own)
 
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
+        # First, because waits end with the device's life: the peers must know before anybody reuses memory.
+        self._end_channels("the device was closed", own=True)
         self.life.close("the device was closed")
-        self._end_channels("the channel was closed")
+        self._end_channels("the device was closed", own=True)  # those that were made meanwhile
         self._close_regions()
         self._acceptor.close()
         self._engine.close()
@@ -273,8 +275,8 @@ class TcpChannel(Channel):
             return
         with device._lock:
             device._channels.discard(self)
-        self.life.close("the channel was closed")
-        self._connection.close("the channel was closed")
+        self._connection.close("the channel was closed", own=True)
+        self.life.close("the channel was closed")  # it may have been lost before
 
 
 class TcpCompletion(Completion):

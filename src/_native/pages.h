@@ -1,0 +1,45 @@
+// Memory sent to a socket of the same machine by reference: its pages themselves lie in the receiver's queue until it has
+// read them, and only the receiver copies. sendmsg() would copy into pages of the kernel's first, and so would
+// MSG_ZEROCOPY, on loopback. sendfile() saves that copy, too, but looks up each page in the file by itself: half the gain.
+//
+// So what was lent must not change until the peer has answered, which a write asks of its source anyhow. If the connection
+// ends before, we `sever` it: our process may then reuse the memory, and the peer, which may be in the middle of reading
+// it, finds out by `severed` and uses nothing of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include "door.h"
+
+namespace tw {
+
+// Only what queues up behind other data is lent. It saves processor time, but then the receiver alone copies: a lone write
+// arrives earlier when both ends copy at once.
+//
+// Bytes; below, a copy that stays in the caches costs less than the references do.
+constexpr u64 least_lent = u64{256} << 10;
+
+class PagePipe {
+  public:
+    PagePipe() = default;
+    ~PagePipe() { close(); }
+    PagePipe(const PagePipe&) = delete;
+    PagePipe& operator=(const PagePipe&) = delete;
+    // False where there is no pipe to be had that is worth it.
+    bool open();
+    // As send() that does not wait and raises no signal; but what it does not take must be offered again, before all else.
+    ssize_t send(int socket, const char* from, u64 length);
+    void close();
+
+  private:
+    int out_ = -1, in_ = -1;
+    u64 size_ = 0, held_ = 0;  // held_: bytes in the pipe that the socket has not taken
+};
+
+// Whether both ends of a connected TCP socket have the same address, and so are on one machine.
+bool within_machine(int socket);
+// The peer learns at once, whoever else has the socket open, and what it has not read is void.
+void sever(int socket);
+bool severed(int socket);
+
+}  // namespace tw
