@@ -116,7 +116,7 @@ def test_a_payload_read_after_a_reset_is_not_signalled(reset: bool) -> None:
         assert receive(peer.pipe) == (0, int(not reset))
 
 
-@pytest.mark.parametrize("how", ["channel", "device"])
+@pytest.mark.parametrize("how", ["channel", "device", "abort"])
 @pytest.mark.parametrize("lent", [True, False])
 def test_who_ends_a_channel_takes_back_what_it_lent(how: str, lent: bool) -> None:
     """The other end, played by hand, reads nothing until then."""
@@ -127,7 +127,10 @@ def test_who_ends_a_channel_takes_back_what_it_lent(how: str, lent: bool) -> Non
             first = channel.write(memory.view(), remote.view())
             if lent:
                 channel.write(memory.view(0, LEAST), remote.view(0, LEAST))
-            (channel if how == "channel" else device).close()
+            if how == "abort":
+                device.abort("the job has ended")
+            else:
+                (channel if how == "channel" else device).close()
             with pytest.raises(PeerLost):
                 first.wait(SECONDS)
             ended = ""

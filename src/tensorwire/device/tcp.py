@@ -153,8 +153,10 @@ class TcpDevice(Device):
             self._engine.withdraw(key)
 
     def abort(self, reason: str) -> None:
-        super().abort(reason)
+        # First, because waits end with the device's life: the peers must know before anybody reuses memory.
         self._end_channels(reason)
+        super().abort(reason)
+        self._end_channels(reason)  # those that were made meanwhile
 
     def _end_channels(self, reason: str, *, own: bool = False) -> None:
         with self._lock:
@@ -165,10 +167,9 @@ class TcpDevice(Device):
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
-        # First, because waits end with the device's life: the peers must know before anybody reuses memory.
-        self._end_channels("the device was closed", own=True)
+        self._end_channels("the device was closed", own=True)  # first, as in abort()
         self.life.close("the device was closed")
-        self._end_channels("the device was closed", own=True)  # those that were made meanwhile
+        self._end_channels("the device was closed", own=True)
         self._close_regions()
         self._acceptor.close()
         self._engine.close()
