@@ -6,9 +6,9 @@ from tensorwire.store.arrivals import Arrivals
 from tensorwire.store.plan import TensorSpec, make_plan
 
 
-def arrivals(count: int) -> Arrivals:
+def arrivals(count: int, *, overlap: bool = True) -> Arrivals:
     plan = make_plan([TensorSpec(str(i), (1024,), "float32") for i in range(count)], 1, bucket_bytes=4096)
-    return Arrivals(plan.buckets[0])
+    return Arrivals(plan.buckets[0], overlap=overlap)
 
 
 def test_of_those_that_are_there_the_first_layers_is_next() -> None:
@@ -29,6 +29,17 @@ def test_of_those_that_are_there_the_first_layers_is_next() -> None:
         there.add(bucket)
 
     assert list(found.of_round(there.__contains__, come)) == looked == [2, 3, 0, 1, 4]
+
+
+def test_without_overlap_they_are_taken_as_they_came() -> None:
+    found = arrivals(4, overlap=False)
+    there: set[int] = set()
+
+    def come(bucket: int, seconds: float) -> None:
+        there.add(next(b for b in (3, 1, 2, 0) if b not in there))
+
+    assert list(found.of_round(there.__contains__, come)) == [3, 1, 2, 0]
+    assert list(found.of_round({0, 1, 2, 3}.__contains__, come)) == [3, 1, 2, 0]
 
 
 def test_one_that_nobody_expects_is_found_among_many_and_patience_grows_to_a_bound() -> None:

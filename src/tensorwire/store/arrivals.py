@@ -13,9 +13,14 @@ _NEAR = 16  # buckets that are looked at while others are there: arrivals keep a
 
 
 class Arrivals:
-    """Looks for buckets in the order in which they came in the round before."""
+    """Looks for buckets in the order in which they came in the round before.
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    Without ``overlap`` workers wait for all of them, and the next one is all that is looked for: looking further made a
+    step over a full link longer.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, overlap: bool) -> None:
+        self._near = _NEAR if overlap else 1
         self._urgency = [bucket.first for bucket in buckets]
         self._order = list(range(len(buckets)))
 
@@ -30,9 +35,9 @@ class Arrivals:
         there: list[tuple[tuple[int, int], int]] = []
         patience = _GLANCE
         while waiting or there:
-            came = [b for b in waiting[:_NEAR] if ready(b)]
+            came = [b for b in waiting[: self._near] if ready(b)]
             if not came and not there:
-                came = [b for b in waiting[_NEAR:] if ready(b)]
+                came = [b for b in waiting[self._near :] if ready(b)]
             for bucket in came:
                 waiting.remove(bucket)
                 self._order.append(bucket)

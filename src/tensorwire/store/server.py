@@ -109,7 +109,7 @@ class StoreServer:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
-        self._arrivals = Arrivals(self.plan.buckets[self.index])
+        self._arrivals = Arrivals(self.plan.buckets[self.index], overlap=spec.planes > 1)
         self._active = list(self.workers)  # who takes part in rounds
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
