@@ -16,7 +16,7 @@ from tensorwire.bench import models, report, training
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.records import MODES
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Way
+from tensorwire.bench.teams import Cast, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
 from tensorwire.errors import ProgramFailed, Unsupported
 from tensorwire.observe.parts import Record as Trace
@@ -205,3 +205,35 @@ def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install 'tensorwire\[plot\]'"):
         report.check_chart(str(tmp_path / "steps.png"))
+
+
+def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, told = 100 << 30, []
+
+    class Large:
+        """Stands for a team, of processes that take 30 GiB."""
+
+        def __init__(self, way: Way, cast: Cast) -> None:
+            self.way = way
+
+        def run(self, warm: int, count: int, word: str = "") -> list[Any]:
+            nonlocal left
+            left -= 30 << 30
+            return []
+
+        def finish(self) -> dict[str, Any]:
+            return {}
+
+        def __enter__(self) -> Large:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(training, "Team", Large)
+    monkeypatch.setattr(training, "available_bytes", lambda: left)
+    ways = training.ways("vgg16", "shm", ["ddp"], overlap=True)
+    notes = Notes(lambda text: None, told.append)
+    found = training.run(ways, Cast("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
+    assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
+    assert told == ["skipped: vgg16 over shm: DDP, gloo: 10.0 GiB of memory left, and others take up to 30.0 GiB"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from tensorwire._native import available_bytes
 from tensorwire.bench import baselines
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.links import cable
@@ -27,6 +28,8 @@ from tensorwire.observe.parts import parts_of_trace, typical
 
 WORKLOADS = (*MODELS, ELSEWHERE)
 PEERS = ("ddp", "grpc")
+LEFT_OUT = ("overlap", *PEERS)  # where memory is short
+ROOM = 1.25  # what there must be, of what the largest so far took
 NO_STORE, COMPUTE, OVERLAP = "no store", "compute alone", f"{OURS}, overlap"
 DDP, GRPC = "DDP, gloo", "gRPC store"
 REHEARSAL = "0"  # seconds that layers sleep while it is found out how long they are to
@@ -126,15 +129,23 @@ def contest(
 
 
 def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
-    """Starts all of them, has them take turns, and ends them; whoever fails and is not ours is left out."""
+    """Starts all of them, has them take turns, and ends them. Who fails and is not ours is left out, and who does not
+    fit into memory beside the others."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
         teams: dict[str, Team] = {}
+        most = 0  # bytes that one of them took
         for way in ways:
             notes.progress(f"{told}: starting {way.name}")
+            before = available_bytes()
+            if way.kind in LEFT_OUT and before < ROOM * most:
+                notes.skip(f"{told}: {way.name}: {_gib(before)} of memory left, and others take up to {_gib(most)}")
+                continue
             with _tolerated(way, notes):
-                teams[way.name] = stack.enter_context(Team(way, cast))
-                outcomes[way.name] = Outcome()
+                team = stack.enter_context(Team(way, cast))
+                team.run(0, 1, REHEARSAL)  # now it has all its memory
+                teams[way.name], outcomes[way.name] = team, Outcome()
+            most = max(most, before - available_bytes())
         word = _sleep(teams, course) if cast.workload == ELSEWHERE else ""
         for number in range(course.rounds):
             names = list(outcomes)
@@ -146,6 +157,10 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
         for name, outcome in outcomes.items():
             outcome.trace = teams[name].finish()
     return outcomes
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 
+from tensorwire._native import available_bytes
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -266,11 +266,9 @@ class StoreServer:
 
 def check_memory(nbytes: int, who: str) -> None:
     """Refuses a plan that does not fit the machine, before step 1. Raises `OutOfMemory`."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            if nbytes > available:
-                raise OutOfMemory(
-                    f"{who} would register {nbytes / 2**20:.0f} MiB, and this machine has {available / 2**20:.0f} MiB "
-                    "free: use more servers on other machines, or fewer workers a server"
-                )
+    available = available_bytes()
+    if nbytes > available:
+        raise OutOfMemory(
+            f"{who} would register {nbytes / 2**20:.0f} MiB, and this machine has {available / 2**20:.0f} MiB free: "
+            "use more servers on other machines, or fewer workers a server"
+        )
