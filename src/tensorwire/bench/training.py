@@ -22,6 +22,7 @@ from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
+from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ArgumentError, ProgramFailed, Unsupported
 from tensorwire.observe.parts import Record as Trace
 from tensorwire.observe.parts import parts_of_trace, typical
@@ -139,7 +140,7 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
             notes.progress(f"{told}: starting {way.name}")
             before, needed = available_bytes(), round(ROOM.get(way.kind, 0) * ours)
             if before < needed:
-                notes.skip(f"{told}: {way.name} may take {_gib(needed)} of memory, and {_gib(before)} are left")
+                notes.skip(f"{told}: {way.name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
                 continue
             with _tolerated(way, notes):
                 team = stack.enter_context(Team(way, cast))
@@ -158,10 +159,6 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
         for name, outcome in outcomes.items():
             outcome.trace = teams[name].finish()
     return outcomes
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 @contextlib.contextmanager
