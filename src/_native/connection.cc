@@ -31,7 +31,10 @@ Connection::~Connection() {
 
 void Connection::close(const std::string& reason, bool own) {
     if (life->forked()) return;  // a thread that the child does not have may hold a mutex
-    if (dead_.exchange(true)) return;
+    if (dead_.exchange(true)) {
+        if (own) closed_.wait(false);  // its memory is the caller's again once this returns
+        return;
+    }
     shutdown(fd_, SHUT_RDWR);  // whoever is receiving comes back soon
     std::deque<Outgoing> unsent;
     std::deque<Pending> unanswered;
@@ -52,6 +55,8 @@ void Connection::close(const std::string& reason, bool own) {
         fd_ = -1;
     }
     own ? life->close(reason) : life->lose(reason);
+    closed_ = true;
+    closed_.notify_all();
     tell(~u64{0});
     engine_.drop(token_);
 }

@@ -116,7 +116,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const bool near_;  // the peer is on this machine
     std::atomic<bool> sent_{false}, heard_{false};  // since the last tick
     u32 silent_ = 0;  // ticks; drive_mutex_ held
-    std::atomic<bool> dead_{false};
+    std::atomic<bool> dead_{false}, closed_{false};  // from the beginning of close(); from its end
     std::atomic<bool> sending_{false}, paused_{false}, midway_{false};  // something is left to send; replies pile up; half way
     Door door_;
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from wire import WRITE, frame, played
 from tensorwire.device import Channel, Region, RemoteRegion, TcpDevice, handshake
 from tensorwire.device.tcp import Address
 from tensorwire.errors import PeerLost
+from tensorwire.testing.fixtures import InThread
 from tensorwire.testing.patterns import HEAD, SECONDS, array, pattern
 
 LEAST = 256 << 10  # from here on they do
@@ -140,3 +143,26 @@ def test_who_ends_a_channel_takes_back_what_it_lent(how: str, lent: bool) -> Non
             except ConnectionResetError:
                 ended = "reset"
             assert ended == ("reset" if lent else "")
+
+
+def test_either_of_two_who_close_has_taken_it_back(in_thread: InThread) -> None:
+    """Whose close() returned may reuse the memory at once, though it was the other's that did the work."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
+        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        memory, remote = device.allocate(4 << 20), RemoteRegion("tcp", 1, 4 << 20, "write")
+        for _ in range(50):
+            with played(device, listener, address, b"t") as (channel, sock):
+                for _ in range(3):
+                    channel.write(memory.view(), remote.view())
+                both, events = threading.Barrier(2), list[int]()
+
+                def close(channel=channel, sock=sock, both=both, events=events) -> None:  # type: ignore[no-untyped-def]
+                    poll = select.poll()
+                    poll.register(sock, 0)
+                    both.wait(SECONDS)
+                    channel.close()
+                    events.extend(event for _, event in poll.poll(0))
+
+                for thread in [in_thread(close) for _ in range(2)]:
+                    thread.join(SECONDS)
+                assert [event & select.POLLERR for event in events] == [select.POLLERR] * 2

@@ -147,6 +147,21 @@ def test_a_full_channel_makes_its_user_wait(in_thread: InThread) -> None:
                 completion.wait(SECONDS)
 
 
+def test_nothing_is_held_back_once_the_channel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hands on is gone by then, even if the device has not heard yet that the channel is."""
+    with ShmDevice() as device, FaultyDevice(device, delay=1e-6) as faulty, device.allocate(8) as region:
+        channel = faulty.connect(device.address)
+        word = region.remote().view()
+        channel.signal(word, 1).wait(SECONDS)
+        with monkeypatch.context() as until_later:
+            until_later.setattr(channel._inner, "close", lambda: None)
+            channel.close()
+            with pytest.raises(PeerLost):
+                channel.signal(word, 2)
+        channel.close()
+        assert region.load(0) == 1
+
+
 def test_delays_keep_the_order_and_calls_come_back_first(devices: Devices) -> None:
     device, peer = devices
     with FaultyDevice(device, delay=0.002, seed=7) as faulty, faulty.connect(peer.address) as channel:

@@ -217,11 +217,11 @@ class ShmChannel(MappedChannel):
         assert isinstance(device, ShmDevice)
         if self.life.forked:
             return
+        self.life.close("the channel was closed")  # first: it is, whoever of two that close it returns first
         with device._lock:
             if self not in device._channels:
                 return
             device._channels.discard(self)
-        self.life.close("the channel was closed")
         self._vigil.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # ends a question that is waiting for its answer

@@ -217,6 +217,8 @@ class FaultyChannel(Channel):
             if not self._turn.wait_for(lambda: len(self._held) < _MOST_HELD, _POST_SECONDS):
                 raise WaitTimeout(f"the channel stayed full for {_POST_SECONDS:g} s; the operation was not started")
             self._check_alive()
+            if self._closed.is_set():  # its thread is gone, or about to go
+                raise PeerLost(f"{self.device.name}: the channel was closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._hand_on_all, name="tensorwire-faulty", daemon=True)
                 self._thread.start()

@@ -177,6 +177,22 @@ def test_closing_twice_and_in_any_order(spec: Spec) -> None:
             channel.signal(remote.view(), 2).wait(SECONDS)
 
 
+def test_it_is_closed_once_either_of_two_closes_returns(spec: Spec, in_thread: InThread) -> None:
+    with spec.make() as initiator, spec.make() as target:
+        for _ in range(30):
+            channel = initiator.connect(target.address)
+            both, lost = threading.Barrier(2), list[bool]()
+
+            def close(channel=channel, both=both, lost=lost) -> None:  # type: ignore[no-untyped-def]
+                both.wait(SECONDS)
+                channel.close()
+                lost.append(channel.lost)
+
+            for thread in [in_thread(close) for _ in range(2)]:
+                thread.join(SECONDS)
+            assert lost == [True, True]
+
+
 def test_closing_while_others_connect(spec: Spec, in_thread: InThread) -> None:
     for moment in (0, 1, 3, 8):
         with spec.make() as initiator:
