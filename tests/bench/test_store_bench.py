@@ -73,7 +73,8 @@ def test_over_a_link(sandbox: Sandbox) -> None:
         assert "--link 1gbit: " in said
         pytest.skip(said.strip())
     assert [(r["peer"], r["mode"]) for r in records] == [
-        (peer, mode) for mode in ("push", "pull", "push-and-pull") for peer in ("tensorwire", "iperf3")
+        *((peer, mode) for mode in ("push", "pull", "push-and-pull") for peer in ("tensorwire", "iperf3")),
+        ("iperf3 --bidir", "push-and-pull"),
     ]
     assert all(r["mode"] in MODES and "1gbit" in r["workload"] for r in records)
     assert "RDMA-MXNet" in said

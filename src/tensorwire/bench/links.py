@@ -86,11 +86,18 @@ def workloads(rate: str, names: tuple[str, str]) -> list[Workload]:
     made = []
     for mode, share in (("one-way", 0.97), ("both-ways", BOTH_WAYS[rate])):
         ours = Contender(OURS, _inside(names, "transfer", ("tcp", NBYTES, mode)))
-        iperf = Contender("iperf3", _inside(names, "iperf", (NBYTES,)))
+        theirs = iperf(names, NBYTES, both_ways=mode == "both-ways")
         title = f"tcp over a link of {rate}, writes of {size_text(NBYTES)}, {mode}"
         target = Target(shares={"iperf3": share})
-        made.append(Workload("device", "tcp", title, NBYTES, mode, (ours, iperf), ("iperf3",), target))
+        made.append(Workload("device", "tcp", title, NBYTES, mode, (ours, *theirs), ("iperf3",), target))
     return made
+
+
+def iperf(names: tuple[str, str], nbytes: int, *, both_ways: bool) -> tuple[Contender, ...]:
+    """iperf3 one way, and what it does ``both_ways`` itself: what the processors allow there."""
+    commands = _inside(names, "iperf", (nbytes,))
+    alone = Contender("iperf3", commands)
+    return (alone, Contender("iperf3 --bidir", commands, word="bidir")) if both_ways else (alone,)
 
 
 def inside(name: str) -> tuple[str, ...]:

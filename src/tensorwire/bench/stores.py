@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tensorwire.bench import links
 from tensorwire.bench.baselines import KEEP, Peer, Peers
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.programs import OURS, Contender, actor, actors
+from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target
 from tensorwire.bench.workloads import Model, find
 
@@ -104,8 +104,6 @@ def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]
         (*there, *actor("store", "worker", 0, *arguments, links.ADDRESSES[1])),
     )
     secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
-    target, initiator = actors("iperf", model.nbytes)
-    iperf = Contender("iperf3", ((*here, *target, links.ADDRESSES[0]), (*there, *initiator, links.ADDRESSES[1])))
     made = []
     for mode, word, share in (
         ("push", "push", _ONE_WAY),
@@ -115,5 +113,6 @@ def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]
         ours = Contender(OURS, commands, word=word, servers=1, environment=secret)
         title = f"tcp store over a link of {rate}, {model.title} ({model.nbytes / MIB:.1f} MiB)"
         shares = Target(shares={"iperf3": share})
-        made.append(Workload("store", "tcp", title, model.nbytes, mode, (ours, iperf), ("iperf3",), shares))
+        theirs = links.iperf(names, model.nbytes, both_ways=word == "born")
+        made.append(Workload("store", "tcp", title, model.nbytes, mode, (ours, *theirs), ("iperf3",), shares))
     return made

@@ -1,4 +1,7 @@
-"""iperf3 as a contender: ``target|initiator NBYTES HOST``. A round sends COUNT times NBYTES one way, by cubic."""
+"""iperf3 as a contender: ``target|initiator NBYTES HOST``. A round sends COUNT times NBYTES by cubic, one way.
+
+Word: ``bidir``, both ways at once; the slower one counts.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,19 @@ def _await(server: subprocess.Popen[str]) -> None:
 
 
 def send(lines: Lines, nbytes: int) -> None:
-    """A client a round; the time is what it reports of the bytes that the server received."""
+    """A client a round; the time is what it reports of the bytes that were received."""
     host = lines.hello()
     for run in lines.runs():
         total = nbytes * run.count
         command = ["iperf3", "--client", host, "--bytes", str(total), "--congestion", "cubic", "--json"]
+        if run.word:
+            command.append(f"--{run.word}")
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         told = json.loads(done.stdout)
         if "error" in told:
             raise SystemExit(told["error"])
-        received = told["end"]["sum_received"]
-        lines.answer(received["seconds"] * total / received["bytes"])
+        received = [way for key, way in told["end"].items() if key.startswith("sum_received")]
+        lines.answer(max(way["seconds"] * total / way["bytes"] for way in received))
 
 
 def main(role: str, nbytes: str, host: str) -> None:
