@@ -93,7 +93,8 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
     char* at = memory ? memory->base + offset : nullptr;
     const bool idle = outgoing_.empty();
     if (frame.op == static_cast<u32>(Op::write)) {
-        const bool lent = near_ && !idle && frame.length >= least_lent && memory->file() >= 0 && pipe_.open();
+        const bool large = frame.length >= (idle ? least_lent_alone : least_lent);
+        const bool lent = near_ && large && memory->file() >= 0 && pipe_.open();
         if (lent) lent_ = frame.id;
         outgoing_.push_back({frame, std::move(memory), at, frame.length, 0, lent});
     } else {

@@ -13,11 +13,11 @@
 
 namespace tw {
 
-// Only what queues up behind other data is lent. It saves processor time, but then the receiver alone copies: a lone write
-// arrives earlier when both ends copy at once.
-//
-// Bytes; below, a copy that stays in the caches costs less than the references do.
+// What a write is lent from, in bytes. Below the first, a copy that stays in the caches costs less than references do.
+// Lending saves processor time, but then the receiver alone copies: a write that goes out at once and alone arrives
+// earlier when both ends copy side by side, up to the second.
 constexpr u64 least_lent = u64{256} << 10;
+constexpr u64 least_lent_alone = u64{2} << 20;
 
 class PagePipe {
   public:
