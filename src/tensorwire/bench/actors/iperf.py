@@ -44,7 +44,7 @@ def send(lines: Lines, nbytes: int) -> None:
         if "error" in told:
             raise SystemExit(told["error"])
         received = [way for key, way in told["end"].items() if key.startswith("sum_received")]
-        lines.answer(max(way["seconds"] * total / way["bytes"] for way in received))
+        lines.answer(max(way["seconds"] * total / max(1, way["bytes"]) for way in received))
 
 
 def main(role: str, nbytes: str, host: str) -> None:
