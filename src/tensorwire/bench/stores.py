@@ -24,7 +24,7 @@ GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip insta
 # Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
 _SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
 _TCP = 3.0
-_ONE_WAY, _BOTH_WAYS = 0.95, {"1gbit": 0.95, "10gbit": 0.90}
+_ONE_WAY = 0.95
 GIGABIT = (
     "beside the figures over 1gbit, not measured here: RDMA-MXNet's TCP over 1 gigabit Ethernet, 1 worker, needs "
     "102.1 s for 10,000 pushes of 100,000 keys and values (its authors' table): 12 GB at 118 MB/s, 4 GB of them values"
@@ -108,7 +108,7 @@ def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]
     for mode, word, share in (
         ("push", "push", _ONE_WAY),
         ("pull", "pull", _ONE_WAY),
-        ("push-and-pull", "born", _BOTH_WAYS[rate]),
+        ("push-and-pull", "born", links.BOTH_WAYS[rate]),
     ):
         ours = Contender(OURS, commands, word=word, servers=1, environment=secret)
         title = f"tcp store over a link of {rate}, {model.title} ({model.nbytes / MIB:.1f} MiB)"

@@ -217,7 +217,7 @@ class ShmChannel(MappedChannel):
         assert isinstance(device, ShmDevice)
         if self.life.forked:
             return
-        self.life.close("the channel was closed")  # first: it is, whoever of two that close it returns first
+        self.life.close("the channel was closed")  # before another close() of it may return
         with device._lock:
             if self not in device._channels:
                 return
