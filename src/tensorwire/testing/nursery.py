@@ -38,6 +38,8 @@ class Nursery:
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
+        if self._socket.fileno() >= 0:
+            self._socket.shutdown(socket.SHUT_RDWR)  # a child of a test may have inherited it
         self._socket.close()
         self._process.wait()
 
