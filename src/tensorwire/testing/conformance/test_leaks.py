@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tensorwire.device import Channel, Device, RemoteRegion
@@ -12,26 +13,42 @@ from tensorwire.testing.fixtures import FarPair, Pair
 from tensorwire.testing.patterns import SECONDS
 from tensorwire.testing.spec import Spec
 
-ALLOWED = 6  # mappings that come and go with the allocator
+
+@dataclass(frozen=True)
+class Held:
+    """What this process has: descriptors, memory that it shares (all that a device maps; the allocator's is private),
+    and threads, native ones too."""
+
+    descriptors: int
+    mappings: int
+    threads: int
+
+    def grew_from(self, before: Held) -> bool:
+        return any(now > then for now, then in zip(astuple(self), astuple(before), strict=True))
 
 
-def held() -> tuple[int, int]:
-    """Descriptors and mappings of this process."""
+def held() -> Held:
     gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("\n")
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return Held(
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        mappings=sum(fields[1].endswith("s") for fields in maps),
+        threads=len(list(Path("/proc/self/task").iterdir())),
+    )
 
 
-def check_flat(before: tuple[int, int], after: tuple[int, int]) -> None:
-    assert after[0] <= before[0], "descriptors grow"
-    assert after[1] <= before[1] + ALLOWED, "mappings grow"
-
-
-def settle(before: tuple[int, int]) -> tuple[int, int]:
-    """What is held when targets have let go of channels, a moment after their initiators closed them."""
+def settle(before: Held) -> Held:
+    """What is held a moment later: targets let go of channels after their initiators closed them, and a thread that was
+    joined is still listed for a while."""
     end = time.monotonic() + SECONDS
-    while (now := held())[0] > before[0] and time.monotonic() < end:
+    while (now := held()).grew_from(before) and time.monotonic() < end:
         os.sched_yield()
     return now
+
+
+def check_flat(before: Held) -> None:
+    now = settle(before)
+    assert not now.grew_from(before), f"what is held grows: {before}, then {now}"
 
 
 def test_connecting_and_closing(pair: Pair) -> None:
@@ -48,7 +65,7 @@ def test_connecting_and_closing(pair: Pair) -> None:
     before = settle(before)
     for _ in range(100):
         connect()
-    check_flat(before, settle(before))
+    check_flat(before)
 
 
 def test_opening_and_closing_devices(spec: Spec) -> None:
@@ -61,7 +78,7 @@ def test_opening_and_closing_devices(spec: Spec) -> None:
     before = held()
     for _ in range(20):
         use()
-    check_flat(before, held())
+    check_flat(before)
 
 
 def one_round(channel: Channel, device: Device, remote: RemoteRegion) -> None:
@@ -76,7 +93,7 @@ def test_allocating_and_closing(pair: Pair) -> None:
         with pair.target.allocate(64) as region:
             region.remote("read")
             one_round(pair.channel, pair.initiator, region.remote())
-    check_flat(before, held())
+    check_flat(before)
 
 
 def test_allocating_and_closing_elsewhere(far: FarPair) -> None:
@@ -86,4 +103,4 @@ def test_allocating_and_closing_elsewhere(far: FarPair) -> None:
         remote = far.peer.allocate(64)
         one_round(far.channel, far.device, remote)
         far.peer.call("close_region", remote.key)
-    check_flat(before, held())
+    check_flat(before)
