@@ -121,20 +121,19 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
 def test_the_same_training_with_a_store_on_grpc_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     figures = tmp_path / "figures.json"
-    options = ["--compare", "grpc", "--data", "digits", "--width", "64", "--steps", "6", "--json", str(figures)]
+    # So many steps, since a worker may lose its processor between two spans, and find an update done.
+    options = ["--compare", "grpc", "--data", "digits", "--width", "64", "--steps", "200", "--json", str(figures)]
     done = start([str(FOLDER / "demo.py"), *options], tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     ours, theirs = json.loads(figures.read_text())
     assert (ours["store"], theirs["store"]) == ("tensorwire", "gRPC")
-    assert ours["steps"] == theirs["steps"] == 6
+    assert ours["steps"] == theirs["steps"] == 200
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     for run in (ours, theirs):
-        # Of so few and short steps nothing more is certain: a worker may lose its processor between two spans.
-        assert 0 < run["compute"] + run["update"] + run["exposed"] + run["idle"] <= run["seconds"] * (1 + 1e-9)
-        assert min(run["compute"], run["exposed"], run["samples_per_second"]) > 0
-        assert min(run["update"], run["idle"]) >= 0
+        assert run["compute"] + run["update"] + run["exposed"] + run["idle"] == pytest.approx(run["seconds"], rel=0.05)
+        assert min(run["update"], run["samples_per_second"]) > 0
     last = done.stdout.splitlines()[-1].split()
-    assert last == ["loss", "after", "6", "steps", f"{ours['loss']:.6f}", f"{theirs['loss']:.6f}"]
+    assert last == ["loss", "after", "200", "steps", f"{ours['loss']:.6f}", f"{theirs['loss']:.6f}"]
 
 
 def test_comparing_without_grpc_is_one_line_and_status_2(tmp_path: Path) -> None:
