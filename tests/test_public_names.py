@@ -16,7 +16,7 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
-LAYERS = ["observe", "device", "control", "edge", "store", "launch", "doctor", "torch", "bench", "cli", "testing"]
+LAYERS = ["observe", "device", "control", "edge", "graph", "store", "launch", "doctor", "torch", "bench", "cli", "testing"]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
     "tensorwire.torch": {"StoreOptimizer"},
@@ -34,6 +34,7 @@ PUBLIC = {
         "VerbsDevice",
         "View",
     },
+    "tensorwire.graph": {"Analysis", "Edge", "Graph", "Node", "Output", "Plan", "TensorSpec", "Unknown", "analyze"},
     "tensorwire.edge": {
         *("STRIPED_FROM", "TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec"),
         *("StripedConsumer", "StripedProducer", "Word", "stripes"),

@@ -1,0 +1,169 @@
+"""What a graph is to us: nodes in one global order, each with the tensor it makes. No framework is imported here.
+
+An importer fills it, one a framework. The order of the nodes is the order in which every process runs its own ones:
+that alone keeps edges that wait from waiting for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tensorwire.edge.tensor import DTYPES
+from tensorwire.errors import ArgumentError
+
+INPUT = "input"  # of the caller; every process passes one, and only who reads it needs the right values
+PARAMETER = "parameter"  # or a buffer: it stays where it is from call to call
+CALL = "call"
+ITEM = "item"  # one output of an operator that has several
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A length that is known only when the graph runs: how it is written, and the most it can be, if that is known."""
+
+    text: str
+    most: int | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Dim = int | Unknown
+
+
+def most(dim: Dim) -> int | None:
+    """The most that a length can be; None where nothing bounds it."""
+    return dim if isinstance(dim, int) else dim.most
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and layout of a tensor. ``stride`` is counted in elements; None: contiguous. ``offset``: elements of
+    its memory in front of it, for a view.
+
+    Raises `ArgumentError` for a dtype that no edge carries.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    stride: tuple[Dim, ...] | None = None
+    offset: Dim = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ArgumentError(f"an edge carries {', '.join(DTYPES)}; not {self.dtype!r}")
+        if self.stride is not None and len(self.stride) != len(self.shape):
+            raise ArgumentError(f"a tensor of {len(self.shape)} dimensions has as many strides, not {len(self.stride)}")
+
+    @property
+    def static(self) -> bool:
+        """Whether its shape is known before the graph runs."""
+        return all(isinstance(length, int) for length in (*self.shape, *(self.stride or ()), self.offset))
+
+    @property
+    def elements(self) -> int | None:
+        """How many it has, at most; None where nothing bounds it."""
+        lengths = [most(length) for length in self.shape]
+        return None if None in lengths else math.prod(length for length in lengths if length is not None)
+
+    @property
+    def extent(self) -> int | None:
+        """Elements of memory from its first to behind its last, at most; None where nothing bounds it."""
+        if self.stride is None:
+            return self.elements
+        if self.elements in (0, None):
+            return self.elements
+        reach = 1
+        for length, step in zip(self.shape, self.stride, strict=True):
+            longest, widest = most(length), most(step)
+            if widest is None or longest is None:
+                return None
+            reach += (longest - 1) * widest
+        return reach
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of memory that it spans, at most; None where nothing bounds it."""
+        extent = self.extent
+        return None if extent is None else extent * DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of the graph.
+
+    ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``host``: where
+    the user put it, None if nothing was said. ``present``: hosts that hold it before the graph runs (inputs and
+    parameters only); None: all. ``alias``: the input whose memory its output shares. ``writes``: inputs it changes in
+    place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice than sent. ``random``: it draws
+    random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...] = ()
+    kind: str = CALL
+    spec: TensorSpec | None = None
+    host: str | None = None
+    present: tuple[str, ...] | None = None
+    alias: str | None = None
+    writes: tuple[str, ...] = ()
+    fresh: bool = False
+    cheap: bool = False
+    random: bool = False
+    tuple_: bool = False
+    index: int = 0  # of an item: which output
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value that outlives the graph.
+
+    ``to``: the hosts that want it; elsewhere it stays where it is. ``caller``: it is given to the user, who may do with
+    it what he likes; else it is kept for the backward graph.
+    """
+
+    name: str
+    to: tuple[str, ...] = ()
+    caller: bool = False
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in their global order. Raises `ArgumentError` for a name used twice, or before its node."""
+
+    name: str
+    hosts: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...] = ()
+    place: Mapping[str, int] = field(init=False, repr=False, compare=False)  # of each name in the order
+
+    def __post_init__(self) -> None:
+        place: dict[str, int] = {}
+        for number, node in enumerate(self.nodes):
+            named = (*node.inputs, *node.writes, *((node.alias,) if node.alias else ()))
+            missing = [name for name in named if name not in place]
+            if missing or node.name in place:
+                what = f"uses {missing[0]!r} before it is there" if missing else "is there twice"
+                raise ArgumentError(f"graph {self.name}: node {node.name!r} {what}")
+            self._check_hosts(f"node {node.name!r}", (*((node.host,) if node.host else ()), *(node.present or ())))
+            place[node.name] = number
+        for output in self.outputs:
+            if output.name not in place:
+                raise ArgumentError(f"graph {self.name}: there is no node {output.name!r} to give out")
+            self._check_hosts(f"output {output.name!r}", output.to)
+        object.__setattr__(self, "place", place)
+
+    def _check_hosts(self, what: str, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            if host not in self.hosts:
+                raise ArgumentError(f"graph {self.name}: {what} is for {host}; the hosts are {', '.join(self.hosts)}")
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        return self.nodes[self.place[name]]
