@@ -9,7 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from tensorwire.graph.crossing import Crossings
-from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, Graph, Node
+from tensorwire.graph.ir import GIVEN, INPUT, ITEM, PARAMETER, SAVED, Graph, Node
+
+_WHY_GIVEN = {INPUT: "an input of the caller", PARAMETER: "a parameter", SAVED: "kept from the forward graph"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,8 @@ def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Bir
 
 
 def _why_copied(root: Node, operator: Node, source: str, crossing: Crossings) -> str:
-    if root.kind == PARAMETER:
-        return "a parameter"
-    if root.kind == INPUT:
-        return "an input of the caller"
+    if root.kind in GIVEN:
+        return _WHY_GIVEN[root.kind]
     if source not in crossing.runs.get(operator.name, ()):
         return "it came from another host"
     return "" if operator.fresh else f"{operator.op} does not allocate it"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from tensorwire.errors import ArgumentError
-from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, Graph, Node
+from tensorwire.graph.ir import GIVEN, ITEM, Graph, Node
 
 Hosts = frozenset[str]
 _NOWHERE: Hosts = frozenset()
@@ -33,7 +33,7 @@ def crossings(graph: Graph, home: dict[str, str]) -> Crossings:
     kept = {output.name for output in graph.outputs}
     runs: dict[str, Hosts] = {}
     for node in reversed(graph.nodes):
-        if node.kind in (INPUT, PARAMETER):
+        if node.kind in GIVEN:
             continue
         wanted = need[node.name]
         if node.kind == ITEM:
@@ -68,7 +68,7 @@ def _replicable(graph: Graph) -> set[str]:
     """What any host can compute by itself from what all of them have."""
     free: set[str] = set()
     for node in graph.nodes:
-        if node.kind in (INPUT, PARAMETER):
+        if node.kind in GIVEN:
             if node.present is None or len(node.present) == len(graph.hosts):
                 free.add(node.name)
         elif _cheap(node) and all(name in free for name in node.inputs):

@@ -15,6 +15,8 @@ from tensorwire.errors import ArgumentError
 
 INPUT = "input"  # of the caller; every process passes one, and only who reads it needs the right values
 PARAMETER = "parameter"  # or a buffer: it stays where it is from call to call
+SAVED = "saved"  # by the forward graph for its backward graph
+GIVEN = (INPUT, PARAMETER, SAVED)  # what is there before the graph runs
 CALL = "call"
 ITEM = "item"  # one output of an operator that has several
 

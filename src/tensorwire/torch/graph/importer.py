@@ -17,8 +17,34 @@ HostOf = Callable[[fx.Node], str | None]
 
 # What costs less to compute twice than to send, besides all that works element by element.
 _CHEAP = frozenset(
-    "arange full full_like scalar_tensor ones ones_like zeros zeros_like empty empty_like new_ones new_zeros new_full "
-    "new_empty eye tril triu cumsum index cat stack constant_pad_nd clone _to_copy repeat lift_fresh_copy".split()
+    [
+        "arange",
+        "full",
+        "full_like",
+        "scalar_tensor",
+        "ones",
+        "ones_like",
+        "zeros",
+        "zeros_like",
+        "empty",
+        "empty_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_empty",
+        "eye",
+        "tril",
+        "triu",
+        "cumsum",
+        "index",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "clone",
+        "_to_copy",
+        "repeat",
+        "lift_fresh_copy",
+    ]
 )
 
 
@@ -54,9 +80,8 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         return Node(node.name, "constant", kind=PARAMETER, spec=spec)
     inputs = tuple(dict.fromkeys(operand.name for operand in node.all_input_nodes))
     if node.target is operator.getitem:
-        return Node(
-            node.name, "item", inputs, ITEM, spec, host_of(node), alias=_alias(node, value), index=int(node.args[1])
-        )
+        index: Any = node.args[1]
+        return Node(node.name, "item", inputs, ITEM, spec, host_of(node), alias=_alias(node, value), index=index)
     writes = _writes(node)
     alias = _alias(node, value)
     target: Any = node.target
@@ -71,7 +96,7 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         alias=alias,
         writes=writes,
         fresh=alias is None and isinstance(target, torch._ops.OpOverload),
-        cheap=torch.Tag.pointwise in tags or _packet(target) in _CHEAP or spec is None and not _is_tuple(value),
+        cheap=torch.Tag.pointwise in tags or _packet(target) in _CHEAP or (spec is None and not _is_tuple(value)),
         random=torch.Tag.nondeterministic_seeded in tags,
         tuple_=_is_tuple(value),
     )
