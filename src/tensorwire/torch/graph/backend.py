@@ -42,6 +42,7 @@ def backend(module: fx.GraphModule, examples: Sequence[Any], *, options: dict[st
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         context = torch._guards.TracingContext.get()
+        context.fw_metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
         part = _Forward(graph, job, chosen, context.fw_metadata)
         _forwards[context] = part
         return _boxed(part)
@@ -52,7 +53,8 @@ def backend(module: fx.GraphModule, examples: Sequence[Any], *, options: dict[st
     compiler = aot_autograd(
         fw_compiler=forward, bw_compiler=backward, inference_compiler=forward, keep_inference_input_mutations=True
     )
-    return compiler(module, examples)
+    with torch._functorch.config.patch(donated_buffer=False):
+        return compiler(module, examples)
 
 
 def _boxed(part: _Part) -> Boxed:
