@@ -10,7 +10,7 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.graph.birth import Aliases, Birth, births
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
-from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
+from tensorwire.graph.ir import CALL, INPUT, ITEM, PARAMETER, Graph, TensorSpec
 from tensorwire.graph.kinds import BY_VALUE, DYNAMIC, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import layout
 
@@ -23,7 +23,8 @@ class Edge:
 
     ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
-    the outbox of ``source`` (None: in the pool), and ``offset``: bytes from there to its first element.
+    the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
+    parameter, which lives in registered memory of its own, and is only read during a run.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Edge:
     copied: str
     slot: int | None
     offset: int
+    lent: bool = False
 
     def __str__(self) -> str:
         what = "a number" if self.spec is None else str(self.spec)
@@ -44,6 +46,8 @@ class Edge:
         origin = f"born in {self.birthplace}" if self.birthplace else f"copied: {self.copied}"
         if self.kind == VALUE:
             origin = "by value"
+        elif self.lent:
+            origin = "lent"
         where = "" if self.slot is None else f", at {self.slot}+{self.offset}"
         return f"{self.name}: {self.source} -> {', '.join(self.targets)}: {what}, {self.kind}, {size}{where}, {origin}"
 
@@ -63,6 +67,11 @@ class Plan:
     holds: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[str, tuple[str, ...]], ...]
     outbox: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def loans(self) -> frozenset[tuple[str, str]]:
+        """Who lends parameters to whom."""
+        return frozenset((edge.source, target) for edge in self.edges if edge.lent for target in edge.targets)
 
     @cached_property
     def text(self) -> str:
@@ -97,14 +106,15 @@ def analyze(graph: Graph, default: str | None = None) -> Analysis:
     crossing = crossings(graph, homes(graph, default))
     aliases = Aliases(graph)
     birth = births(graph, crossing, aliases)
-    drafts = {name: _draft(graph, crossing, birth[name], name) for name in crossing.sent}
-    sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC}
+    written = {aliases.root(name) for node in graph.nodes for name in node.writes}
+    drafts = {name: _draft(graph, crossing, birth[name], name, name in written) for name in crossing.sent}
+    sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC and not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())
     return Analysis(_plan(graph, crossing, edges, slots.nbytes), crossing)
 
 
-def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
+def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str, written: bool) -> Edge:
     node = graph.node(name)
     kind = kind_of(node.spec)
     source, targets = crossing.sent[name]
@@ -116,7 +126,8 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
         elif node.spec is not None and isinstance(node.spec.offset, int):
             offset = node.spec.offset * DTYPES[node.spec.dtype]
     nbytes = 8 if node.spec is None else node.spec.nbytes
-    return Edge(name, source, targets, kind, node.spec, nbytes, birthplace, birth.index, copied, None, offset)
+    lent = node.kind == PARAMETER and kind == STATIC and not written
+    return Edge(name, source, targets, kind, node.spec, nbytes, birthplace, birth.index, copied, None, offset, lent)
 
 
 def _slot_bytes(graph: Graph, edge: Edge) -> int:

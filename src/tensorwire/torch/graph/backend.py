@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
-from tensorwire.graph.wires import Wires, same_as_others
+from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job, current
 from tensorwire.torch.graph.importer import Origin, import_graph
 from tensorwire.torch.graph.partition import Boxed, partition
@@ -42,8 +42,10 @@ def backend(module: fx.GraphModule, examples: Sequence[Any], *, options: dict[st
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         context = torch._guards.TracingContext.get()
-        context.fw_metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
-        part = _Forward(graph, job, chosen, context.fw_metadata)
+        metadata = context.fw_metadata
+        assert metadata is not None
+        metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
+        part = _Forward(graph, job, chosen, metadata)
         _forwards[context] = part
         return _boxed(part)
 
@@ -99,10 +101,20 @@ class _Part:
         )
         self.analysis = analyze(graph, self.options.hosts.get(""))
         member = self.job.member
-        same_as_others(self.analysis.plan, member, number, len(self.hosts), TIMEOUT)
-        self.wires = Wires(self.analysis.plan, self.me, member, number, TIMEOUT)
+        plan = self.analysis.plan
+        member.client.compare(f"graph {number}", plan.digest, plan.text, len(self.hosts), TIMEOUT)
+        self.wires = Wires(plan, self.me, member, number, TIMEOUT, self.borrowed())
         self.job.at_close(self.wires.close)
-        return partition(self.module, self.analysis, self.me, Post(self.wires), self.stands_in)
+        post = Post(self.wires)
+        places = {node.name: place for place, node in enumerate(self._given())}
+        for index, edge in enumerate(plan.edges):
+            if edge.lent and edge.source == self.me:
+                post.house(index, args[places[edge.name]])
+        return partition(self.module, self.analysis, self.me, post, self.stands_in)
+
+    def borrowed(self) -> frozenset[tuple[str, str]]:
+        """By lender and borrower, what is read here of what an earlier graph has lent."""
+        return frozenset()
 
     def origins(self, args: list[Any]) -> list[Origin]:
         raise NotImplementedError
@@ -180,6 +192,10 @@ class _Backward(_Part):
             holds = analysis.crossing.holds.get(node.name)
             found.append(Origin(INPUT) if holds is None else Origin(SAVED, self._ordered(holds)))
         return found
+
+    def borrowed(self) -> frozenset[tuple[str, str]]:
+        assert self.forward.analysis is not None
+        return self.forward.analysis.plan.loans
 
     def _ordered(self, hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in self.hosts if host in hosts)

@@ -43,6 +43,8 @@ def write_number(memory: memoryview, value: float) -> None:
 
 def read_number(memory: memoryview) -> int | float:
     """What ``write_number`` wrote; a bool comes as an int."""
+    whole: int
+    broken: float
     whole, broken = _NUMBER.unpack_from(memory)
     return whole if memory[16] else broken
 

@@ -28,6 +28,7 @@ class _Builder:
         self.module, self.analysis, self.me, self.post, self.stands_in = module, analysis, me, post, stands_in
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
+        self.received: set[str] = set()
         self.places = {edge.name: index for index, edge in enumerate(analysis.plan.edges)}
         self.born: dict[str, list[int]] = defaultdict(list)  # edges by their birthplace
         for index, edge in enumerate(analysis.plan.edges):
@@ -52,7 +53,7 @@ class _Builder:
                 self._call(self.post.sender(self.places[node.name]), self.made[node.name])
         self.graph.set_codegen(fx.graph._BoxedCodeGen())
         built = fx.GraphModule(self.module, self.graph)
-        return built.forward  # type: ignore[no-any-return]
+        return built.forward
 
     def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         return self.graph.call_function(function, args)
@@ -60,14 +61,10 @@ class _Builder:
     def _value(self, node: fx.Node) -> fx.Node:
         """The value of ``node`` here: made here, there from the beginning, or received now."""
         sent = self.analysis.crossing.sent.get(node.name)
-        if sent is not None and self.me in sent[1] and node.name not in self._received:
-            self._received.add(node.name)
+        if sent is not None and self.me in sent[1] and node.name not in self.received:
+            self.received.add(node.name)
             self.made[node.name] = self._call(self.post.receiver(self.places[node.name], node.meta.get("val")))
         return self.made[node.name]
-
-    @property
-    def _received(self) -> set[str]:
-        return self.__dict__.setdefault("_seen", set())
 
     def _run(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:

@@ -29,6 +29,8 @@ class Post:
         edge = self.wires.plan.edges[index]
         if edge.spec is None:
             return _named(lambda value: self._send_number(index, edge, value), "send", edge)
+        if edge.lent:
+            return _named(lambda value: self._lend(index, edge, value), "lend", edge)
         kinds = {VALUE: self._send_value, STATIC: self._send_static, BOUNDED: self._send_bounded}
         if edge.kind not in kinds:
             raise Unsupported(f"{edge.name}: {edge.spec} has no bound")
@@ -41,6 +43,8 @@ class Post:
         if edge.spec is None:
             return _named(lambda: self._receive_number(index, edge), "receive", edge)
         dtype = traced.dtype
+        if edge.lent:
+            return _named(lambda: self._borrow(index, edge, dtype), "borrow", edge)
         assert edge.slot is not None
         at = edge.slot + edge.offset
         if edge.kind == BOUNDED:
@@ -79,7 +83,7 @@ class Post:
         self.wires.send(index, 24)
 
     def _send_value(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
+        held = self.wires.held
         assert edge.slot is not None
         if value.numel():
             torch.frombuffer(held, dtype=value.dtype, count=value.numel(), offset=edge.slot).view(value.shape).copy_(
@@ -88,7 +92,7 @@ class Post:
         self.wires.send(index, max(1, value.numel() * value.element_size()))
 
     def _send_static(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
+        held = self.wires.held
         assert held is not None
         assert edge.slot is not None
         assert edge.spec is not None
@@ -100,7 +104,7 @@ class Post:
         self.wires.send(index, edge.nbytes)
 
     def _send_bounded(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
+        held = self.wires.held
         assert held is not None
         assert edge.slot is not None
         assert edge.nbytes is not None
@@ -112,11 +116,33 @@ class Post:
         counters.add(copies=1, copied_bytes=nbytes)
         self.wires.send(index, PREFIX + nbytes)
 
+    def house(self, index: int, parameter: torch.Tensor) -> None:
+        """Moves a parameter that is lent into the memory that it is lent from, so that no run copies it."""
+        self._copy_loan(index, self.wires.plan.edges[index], parameter)
+        if parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size():  # it has it for itself
+            parameter.data = self._lent(index, parameter)
+
+    def _lent(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        return over(self.wires.loan(index), 0, parameter.dtype, parameter.shape, parameter.stride())
+
+    def _copy_loan(self, index: int, edge: Edge, parameter: torch.Tensor) -> None:
+        self._lent(index, parameter).copy_(parameter.detach())
+        counters.add(copies=1, copied_bytes=edge.nbytes or 0)
+
+    def _lend(self, index: int, edge: Edge, parameter: torch.Tensor) -> None:
+        if parameter.data_ptr() != self.wires.loan(index).ctypes.data:
+            self._copy_loan(index, edge, parameter)
+        self.wires.lend(index)
+
+    def _borrow(self, index: int, edge: Edge, dtype: torch.dtype) -> torch.Tensor:
+        assert edge.spec is not None
+        return over(self.wires.receive(index), 0, dtype, edge.spec.shape, edge.spec.stride)
+
     # ---- receiving
 
     def _receive_number(self, index: int, edge: Edge) -> Any:
         assert edge.slot is not None
-        return read_number(memoryview(self.wires.receive(index))[edge.slot :])
+        return read_number(self.wires.receive(index).data[edge.slot :])
 
     def _receive_value(self, index: int, at: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
         value = torch.empty(shape, dtype=dtype)
@@ -129,7 +155,7 @@ class Post:
         held = self.wires.receive(index)
         assert edge.slot is not None
         assert edge.spec is not None
-        shape, stride = read_shape(memoryview(held)[edge.slot :], len(edge.spec.shape))
+        shape, stride = read_shape(held.data[edge.slot :], len(edge.spec.shape))
         return over(held, edge.slot + PREFIX, dtype, shape, stride)
 
 
