@@ -16,7 +16,20 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
-LAYERS = ["observe", "device", "control", "edge", "graph", "store", "launch", "doctor", "torch", "bench", "cli", "testing"]
+LAYERS = [
+    "observe",
+    "device",
+    "control",
+    "edge",
+    "graph",
+    "store",
+    "launch",
+    "doctor",
+    "torch",
+    "bench",
+    "cli",
+    "testing",
+]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
     "tensorwire.torch": {"StoreOptimizer"},
