@@ -18,12 +18,11 @@ from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job, current
 from tensorwire.torch.graph.importer import Origin, import_graph
 from tensorwire.torch.graph.partition import Boxed, partition
+from tensorwire.torch.graph.party import party_of
 from tensorwire.torch.graph.post import Post
 
 SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
-TIMEOUT = 1800.0
 
-_plans = 0  # graphs of this process, in the order in which they first ran: the same everywhere
 _forwards: weakref.WeakKeyDictionary[Any, _Part] = weakref.WeakKeyDictionary()
 
 
@@ -75,8 +74,8 @@ class _Part:
 
     def __init__(self, module: fx.GraphModule, job: Job, options: Options) -> None:
         self.module, self.job, self.options = module, job, options
-        self.hosts = tuple(f"worker:{rank}" for rank in range(job.num_workers))
-        self.me = f"worker:{job.rank}"
+        self.party = party_of(job)
+        self.hosts, self.me = self.party.hosts, self.party.me
         self.analysis: Analysis | None = None
         self.wires: Wires | None = None
         self.run: Boxed | None = None
@@ -94,17 +93,17 @@ class _Part:
             raise self.job.member.explain(error) from None
 
     def _prepare(self, args: list[Any]) -> Boxed:
-        global _plans
-        number, _plans = _plans, _plans + 1
         graph = import_graph(
-            self.module, f"{number} ({self.name})", self.hosts, self.origins(args), self.outputs(), self.host_of
+            self.module,
+            f"{self.party.next_number} ({self.name})",
+            self.hosts,
+            self.origins(args),
+            self.outputs(),
+            self.host_of,
         )
         self.analysis = analyze(graph, self.options.hosts.get(""))
-        member = self.job.member
         plan = self.analysis.plan
-        member.client.compare(f"graph {number}", plan.digest, plan.text, len(self.hosts), TIMEOUT)
-        self.wires = Wires(plan, self.me, member, number, TIMEOUT, self.borrowed())
-        self.job.at_close(self.wires.close)
+        self.wires = self.party.connect(plan, self.borrowed())
         post = Post(self.wires)
         places = {node.name: place for place, node in enumerate(self._given())}
         for index, edge in enumerate(plan.edges):
