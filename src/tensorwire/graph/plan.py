@@ -98,16 +98,19 @@ class Analysis:
     crossing: Crossings
 
 
-def analyze(graph: Graph, default: str | None = None) -> Analysis:
-    """Runs all passes. ``default``: the host of what nothing binds.
+def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -> Analysis:
+    """Runs all passes. ``default``: the host of what nothing binds. ``copies``: nothing is born in registered memory,
+    and nothing lent; all is copied there, to compare with.
 
     Raises `ArgumentError` for a value that is needed and that no host has.
     """
     crossing = crossings(graph, homes(graph, default))
     aliases = Aliases(graph)
     birth = births(graph, crossing, aliases)
+    if copies:
+        birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
     written = {aliases.root(name) for node in graph.nodes for name in node.writes}
-    drafts = {name: _draft(graph, crossing, birth[name], name, name in written) for name in crossing.sent}
+    drafts = {name: _draft(graph, crossing, birth[name], name, copies or name in written) for name in crossing.sent}
     sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC and not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())

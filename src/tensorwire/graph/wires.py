@@ -30,6 +30,8 @@ from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, Door, Inflow
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
 
 _POLL = 0.005  # seconds between looks at two words at once
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
@@ -193,13 +195,14 @@ class Wires:
 
     def send(self, index: int, nbytes: int) -> None:
         """Makes edge ``index``, whose ``nbytes`` lie in the outbox, arrive at its targets."""
-        edge, bank = self.plan.edges[index], self.bank
+        edge, bank, start = self.plan.edges[index], self.bank, clock()
         assert bank is not None
         assert edge.slot is not None
         for host in edge.targets:
             target = self._out[host]
             source = self._outboxes[bank.number][target.channel.device.name]
             target.send(index, self.run, bank, source.view(edge.slot + edge.offset, nbytes), self._timeout)
+        spans.add("push", self.run, start, clock(), edge.name)
 
     def loan(self, index: int) -> Held:
         """The memory that edge ``index``, which is lent, is to live in."""
@@ -215,7 +218,10 @@ class Wires:
     def receive(self, index: int) -> Held:
         """Waits for edge ``index``; the bytes of its source's outbox, in which it lies where the plan says, or those
         that were lent. Raises `PeerLost` or `WaitTimeout`."""
-        return self._in[self.plan.edges[index].source].receive(index, self.run, self._timeout)
+        edge, start = self.plan.edges[index], clock()
+        held = self._in[edge.source].receive(index, self.run, self._timeout)
+        spans.add("wait", self.run, start, clock(), edge.name)
+        return held
 
     def end(self) -> None:
         """Ends the run: what it left is held by its tensors alone, and what was lent has been given back."""

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
+from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job, current
 from tensorwire.torch.graph.importer import Origin, import_graph
@@ -32,6 +33,7 @@ class Options:
 
     hosts: dict[str, str]
     outputs: str = "small"
+    mode: str = "zerocopy"
 
 
 def backend(module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
@@ -77,7 +79,7 @@ class _Part:
         self.party = party_of(job)
         self.hosts, self.me = self.party.hosts, self.party.me
         self.analysis: Analysis | None = None
-        self.wires: Wires | None = None
+        self.wires: Wires | RpcWires | None = None
         self.run: Boxed | None = None
 
     def __call__(self, args: list[Any]) -> Any:
@@ -101,9 +103,10 @@ class _Part:
             self.outputs(),
             self.host_of,
         )
-        self.analysis = analyze(graph, self.options.hosts.get(""))
+        mode = self.options.mode
+        self.analysis = analyze(graph, self.options.hosts.get(""), copies=mode != "zerocopy")
         plan = self.analysis.plan
-        self.wires = self.party.connect(plan, self.borrowed())
+        self.wires = self.party.connect(plan, self.borrowed(), rpc=mode == "rpc")
         post = Post(self.wires)
         places = {node.name: place for place, node in enumerate(self._given())}
         for index, edge in enumerate(plan.edges):

@@ -11,6 +11,7 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BOUNDED, STATIC, VALUE
 from tensorwire.graph.plan import PREFIX
+from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
 from tensorwire.torch.graph.memory import extent_bytes, over, read_number, read_shape, write_number, write_shape
@@ -21,7 +22,7 @@ Function = Callable[..., Any]
 class Post:
     """The ends of a plan's edges at one host, as functions over tensors."""
 
-    def __init__(self, wires: Wires) -> None:
+    def __init__(self, wires: Wires | RpcWires) -> None:
         self.wires = wires
 
     def sender(self, index: int) -> Function:
