@@ -11,6 +11,7 @@ from tensorwire.errors import DeviceError
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 
 LINE = 64  # bytes between words: each has its cache line
+RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
 # Words in the source's memory, one of each a target; behind them a credit word a bank.
@@ -34,6 +35,11 @@ def pack(run: int, bank: int) -> int:
     return run << 8 | bank
 
 
+def arrival(place: int, run: int) -> int:
+    """Where the arrival word is of an edge, the ``place``-th of its pair of hosts, in that run."""
+    return 8 * (place * RUNS + run % RUNS)
+
+
 class Inflow:
     """What this host receives from ``host``. ``loans``: bytes of each edge that is lent."""
 
@@ -42,8 +48,8 @@ class Inflow:
     ) -> None:
         self.host, self._channel, self._nbytes, self._ledger = host, channel, nbytes, ledger
         self.maps = channel.device.capabilities.maps
-        self._place = {edge: LINE * at for at, edge in enumerate(edges)}
-        self._words = channel.device.allocate(max(LINE, LINE * len(edges)))
+        self._place = {edge: at for at, edge in enumerate(edges)}
+        self._words = channel.device.allocate(max(LINE, 8 * RUNS * len(edges)))
         self._banks: list[Bank] = []
         self._regions: list[Region] = []
         self._lent: dict[int, Held] = {}
@@ -115,7 +121,7 @@ class Inflow:
 
     def receive(self, edge: int, run: int, timeout: float) -> Held:
         """Waits for ``edge``; the memory in which it lies: the source's outbox, or its own where it is lent."""
-        offset = self._place[edge]
+        offset = arrival(self._place[edge], run)
         self._words.wait(offset, run << 8, timeout, self._channel)
         lent = self._lent.get(edge)
         if lent is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorwire.device import Channel, Completion, RemoteRegion, View
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
-from tensorwire.graph.inflow import BEGUN, CREDITS, GRANT, LINE, RETURNED, Door, pack
+from tensorwire.graph.inflow import BEGUN, CREDITS, GRANT, LINE, RETURNED, Door, arrival, pack
 from tensorwire.observe import counters
 
 
@@ -14,7 +14,7 @@ class Outflow:
     def __init__(self, host: str, channel: Channel, edges: list[int], banks: bool, ledger: Ledger) -> None:
         self.host, self.channel, self._ledger = host, channel, ledger
         self._uses_banks = banks
-        self._place = {edge: LINE * at for at, edge in enumerate(edges)}
+        self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
         self._inboxes: list[RemoteRegion] = []
         self._landings: dict[int, RemoteRegion] = {}
@@ -52,7 +52,7 @@ class Outflow:
 
     def send(self, edge: int, run: int, bank: Bank, source: View, timeout: float) -> None:
         """Makes ``source``, a part of ``bank``, arrive as ``edge``."""
-        word, value = self._arrivals.view(self._place[edge], 8), pack(run, bank.number)
+        word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, bank.number)
         if self.maps:
             self.channel.signal(word, value)
             counters.mapped(source.nbytes)
@@ -62,7 +62,7 @@ class Outflow:
 
     def lend(self, edge: int, run: int, source: View) -> None:
         """Makes ``source``, which is lent, arrive as ``edge``."""
-        word, value = self._arrivals.view(self._place[edge], 8), pack(run, 0)
+        word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, 0)
         if self.maps:
             self.channel.signal(word, value)
             counters.mapped(source.nbytes)

@@ -6,8 +6,8 @@ Parameters that cross are *lent*: they live in registered memory of their own, a
 
 Words, all 8 bytes and growing:
 
-- ``arrival``, one an edge and target, in the target's memory: the run whose value is there, and in the low 8 bits the
-  outbox bank;
+- ``arrival``, a ring of them an edge and target, in the target's memory: the run whose value is there, and in the low
+  8 bits the outbox bank;
 - ``credit``, one a target and outbox bank, in the source's memory: the last run of that bank that the target let go of;
 - ``grant``, one a target that does not map, in the source's memory: the run that may be written, and in the low 8 bits
   the inbox bank;
@@ -177,6 +177,8 @@ class Wires:
                 if all(target.let_go(bank) for target in targets):
                     return bank
             waiting = [target for target in targets if ours and not target.let_go(ours[0])]
+            if ours and not waiting:
+                continue  # let go just now
             if all(target.has_begun(self.run) for target in waiting):
                 return self._grow()
             if time.monotonic() >= end:
