@@ -46,7 +46,7 @@ def run(
 
     def work(party: Party) -> list[Any]:
         wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, Post(wires), stands_in=True)
+        call = partition(module, analysis, party.me, Post(wires))
         results: list[Any] = []
         for _ in range(times):
             wires.begin()

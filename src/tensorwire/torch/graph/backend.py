@@ -72,7 +72,7 @@ class _Part:
     """One graph at this host. Planned at its first run: only then it is known where its inputs are."""
 
     name = ""
-    stands_in = True  # for what another host holds; else there is nothing in its place
+    keeps = True  # something in the place of what another host holds; gradients are None there
 
     def __init__(self, module: fx.GraphModule, job: Job, options: Options) -> None:
         self.module, self.job, self.options = module, job, options
@@ -112,7 +112,8 @@ class _Part:
         for index, edge in enumerate(plan.edges):
             if edge.lent and edge.source == self.me:
                 post.house(index, args[places[edge.name]])
-        return partition(self.module, self.analysis, self.me, post, self.stands_in)
+        shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
+        return partition(self.module, self.analysis, self.me, post, shown=shown, keeps=self.keeps)
 
     def borrowed(self) -> frozenset[tuple[str, str]]:
         """By lender and borrower, what is read here of what an earlier graph has lent."""
@@ -179,7 +180,7 @@ class _Forward(_Part):
 
 class _Backward(_Part):
     name = "backward"
-    stands_in = False
+    keeps = False
 
     def __init__(self, module: fx.GraphModule, job: Job, options: Options, forward: _Part) -> None:
         super().__init__(module, job, options)

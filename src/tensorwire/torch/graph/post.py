@@ -60,18 +60,6 @@ class Post:
         """``op``, whose outputs are born in the slots of ``edges``."""
         return op  # type: ignore[no-any-return]
 
-    def stand_in(self, traced: Any) -> Function:
-        """``make()`` for a value that this host does not hold."""
-        if not isinstance(traced, torch.Tensor):
-            return _plain(lambda: 0)
-        if all(isinstance(length, int) for length in (*traced.shape, *traced.stride())):
-            shape, stride, dtype = tuple(traced.shape), traced.stride(), traced.dtype
-            return _plain(lambda: _without_memory(shape, stride, dtype))
-        shape = tuple(_hint(length) for length in traced.shape)
-        stride = tuple(_hint(step) for step in traced.stride())
-        dtype = traced.dtype
-        return _plain(lambda: _without_memory(shape, stride, dtype))
-
     # ---- sending
 
     def _memory(self, edge: Edge) -> memoryview:
@@ -163,18 +151,3 @@ class Post:
 def _named(function: Function, what: str, edge: Edge) -> Function:
     function.__name__ = f"{what}_{edge.name}"
     return function
-
-
-def _plain(function: Function) -> Function:
-    function.__name__ = "stand_in"
-    return function
-
-
-def _hint(length: Any) -> int:
-    return int(length) if isinstance(length, int) else int(length.node.hint)
-
-
-def _without_memory(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    empty = torch.empty_strided(shape, stride, dtype=dtype)
-    empty.untyped_storage().resize_(0)
-    return empty
