@@ -18,8 +18,8 @@ import tensorwire
 SOURCE = Path(tensorwire.__file__).parent
 LAYERS = ["observe", "device", "control", "edge", "store", "launch", "doctor", "torch", "bench", "cli", "testing"]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
-    "tensorwire.torch": {"StoreOptimizer"},
+    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire.torch": {"StoreOptimizer", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",
