@@ -211,6 +211,8 @@ def test_the_host_of_a_process_is_its_place_in_the_job() -> None:
 
 
 def gone_from(job: tw.Job) -> list[str]:
+    with pytest.raises(ArgumentError, match=r"no 'worker:2': this job has the hosts worker:0, worker:1"):
+        tw.torch.place(Net(), {"first": "worker:2"})
     model = tw.torch.place(Net(), HOSTS)
     return [n for n, p in model.named_parameters() if lives(p) is not None]
 

@@ -354,6 +354,23 @@ def test_a_placed_model_that_is_not_compiled_names_the_line_that_called_it() -> 
         model(batch())
 
 
+def test_a_module_that_hands_on_its_input_computes_nothing_anywhere() -> None:
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Identity(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:  # a frame that breaks in a loop is left out: its parts are compiled by themselves
+                x = part(x)
+                torch._dynamo.graph_break()
+            return x
+
+    recorder = recorded(placed(Loops(), {"parts": A}))
+    assert recorder.kinds() == ["forward", "backward"]
+    assert recorder.graphs[0].all == {A}
+
+
 def test_unplaced_models_and_copies_run_uncompiled() -> None:
     model = placed(Model(), {"": A})
     x = batch()

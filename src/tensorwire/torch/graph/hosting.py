@@ -50,6 +50,9 @@ class Scope:
     def of_frame(cls, hosts: Hosts | None = None) -> Scope:
         """For a backend, while dynamo calls it. ``hosts``: of its options, relative to the compiled model.
 
+        Such hosts are known from the first graph on only: what ran uncompiled before is not noticed, and a model of
+        which dynamo captures nothing never comes here. ``place`` notices both.
+
         Raises `ArgumentError` for hosts that do not fit the model, or differ from what `place` was given.
         """
         if hosts:

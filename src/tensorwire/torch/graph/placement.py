@@ -131,12 +131,13 @@ def host_of_call(ids: Iterable[int], around: Spot | None) -> str | None:
 
     ``ids``: of the modules that were called, outermost first. They tell by which of its parents a shared one was.
     """
-    paths, hosts = (around.paths, around.hosts) if around is not None else (("",), {})
-    for key in ids:
-        if (found := _spots.get(key)) is not None:
-            spot = found[1]
-            paths, hosts = tuple(p for p in spot.paths if any(_inside(p, q) for q in paths)) or spot.paths, spot.hosts
-    return host_at(paths[0], hosts)
+    spots = [found[1] for key in ids if (found := _spots.get(key)) is not None]
+    if not spots:
+        return around.host if around is not None else None
+    paths: tuple[str, ...] = around.paths if around is not None else ("",)
+    for spot in spots if len(spots[-1].paths) > 1 else spots[-1:]:
+        paths = tuple(p for p in spot.paths if any(_inside(p, q) for q in paths)) or spot.paths
+    return host_at(paths[0], spots[-1].hosts)
 
 
 def _inside(path: str, parent: str) -> bool:

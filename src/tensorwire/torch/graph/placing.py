@@ -32,7 +32,7 @@ def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
     parameters that are not plain tensors on the CPU; the model is as before then.
     """
     inner = unwrapped(model)
-    mine = _own_host(host)
+    mine = _own_host(host, hosts)
     _check_tensors(inner)
     register(inner, hosts)
     watch(inner)
@@ -71,11 +71,16 @@ def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
     return model
 
 
-def _own_host(host: str | None) -> str:
-    if host is None:
-        return f"worker:{current().rank}"
-    check_host(host)
-    return host
+def _own_host(host: str | None, hosts: Hosts) -> str:
+    if host is not None:
+        check_host(host)
+        return host
+    job = current()
+    workers = [f"worker:{rank}" for rank in range(job.num_workers)]
+    for name in hosts.values() if isinstance(hosts, Mapping) else ():  # the rest is refused later
+        if name not in workers:
+            raise ArgumentError(f"there is no {name!r}: this job has the hosts {', '.join(workers)}")
+    return workers[job.rank]
 
 
 def _check_tensors(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
@@ -62,8 +63,11 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
-    if not torch.compiler.is_compiling() and _runs.begun.pop(id(module), -1) == _runs.graphs:
-        _refuse(module)
+    if torch.compiler.is_compiling() or _runs.begun.pop(id(module), -1) != _runs.graphs:
+        return
+    given = {id(a) for a in tree_leaves(args)}
+    if any(isinstance(r, torch.Tensor) and id(r) not in given for r in tree_leaves(result)):
+        _refuse(module)  # what hands on its inputs, as torch.nn.Identity does, computed nothing
 
 
 def _refuse(module: torch.nn.Module) -> None:
