@@ -31,8 +31,8 @@ LAYERS = [
     "testing",
 ]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
-    "tensorwire.torch": {"StoreOptimizer"},
+    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire.torch": {"StoreOptimizer", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",

@@ -1,8 +1,9 @@
 """Tensorwire for PyTorch."""
 
+from tensorwire.torch.graph.placing import place, unplace
 from tensorwire.torch.optimizer import StoreOptimizer
 from tensorwire.torch.profiling import show_ranges
 
 show_ranges()
 
-__all__ = ["StoreOptimizer"]
+__all__ = ["StoreOptimizer", "place", "unplace"]
