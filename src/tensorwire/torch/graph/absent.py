@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import Unsupported
+from tensorwire.torch.graph.elsewhere import hollow
 
 Function = Callable[..., Any]
 
@@ -23,9 +24,7 @@ def shown_elsewhere(traced: torch.Tensor) -> Function:
     rank, dtype = traced.dim(), traced.dtype
 
     def make(*numbers: int) -> torch.Tensor:
-        made = torch.empty_strided(numbers[:rank], numbers[rank:], dtype=dtype)
-        made.untyped_storage().resize_(0)
-        return made
+        return hollow(numbers[:rank], numbers[rank:], dtype)
 
     return _called("shown_elsewhere", make)
 
