@@ -81,7 +81,11 @@ class Part:
     def _import(self, args: list[Any]) -> Graph:
         name = f"{self.party.next_number} ({self.what})"
         origins, outputs = self.origins(args), self.outputs()
-        return import_graph(self.module, name, self.party.hosts, origins, outputs, self.scope.host_of)
+        return import_graph(self.module, name, self.party.hosts, origins, outputs, self.host_of)
+
+    def host_of(self, node: fx.Node) -> str | None:
+        """Where the user put a node."""
+        return self.scope.host_of(node)
 
     def origins(self, args: list[Any]) -> list[Origin]:
         """Where each argument is."""
@@ -155,6 +159,10 @@ class Backward(Part):
     def __init__(self, module: fx.GraphModule, forward: Forward) -> None:
         super().__init__(module, forward.job, forward.options, forward.scope)
         self.forward = forward
+
+    def host_of(self, node: fx.Node) -> str | None:
+        """Of the gradient of a node. Sums of gradients belong to no module: they are where their operands are."""
+        return self.scope.host_of(node) if node.meta.get("custom") or node.meta.get("fwd_nn_module_stack") else None
 
     def _planned(self) -> Analysis:
         assert self.forward.analysis is not None
