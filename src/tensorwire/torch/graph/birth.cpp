@@ -47,16 +47,17 @@ struct Allocation {
     size_t nbytes;
 };
 
-// One call of an operator, in one thread.
+// One call of an operator, in one thread. An operator that is written in Python may have others within it.
 struct Watch {
     Arm arms[kMost];
     int armed = 0;
     std::vector<Allocation> log;
+    Watch* outer = nullptr;
 };
 
-// A thread's watch while an operator is watched, else null: all that an ordinary allocation looks at.
+// A thread's innermost watch, null if no operator is watched: all that an ordinary allocation looks at.
 thread_local Watch* watching = nullptr;
-thread_local std::unique_ptr<Watch> watch_of_thread;
+thread_local std::unique_ptr<Watch> ended;  // the last one, for its log, and to be used again
 
 // Who owns the memory of each storage that was born and lives. By address and not in the deleter's context: mkldnn takes
 // raw memory, whose context must be its address, and an operator that changed its ways may take ours for that.
@@ -176,10 +177,9 @@ EXPORT int install() {
 }
 
 // From now on, until end(), the skips[i]-th allocation (from 0) of places[i].nbytes bytes in this thread lies in
-// places[i], and all are logged. Returns 0, -1 if this thread is in between already, or 1 + i if a storage that was born
-// in places[i] still lives, or places[i] is there twice; then nothing was changed.
+// places[i], and all are logged. Watches within watches see their own. Returns 0, or 1 + i if a storage that was born in
+// places[i] still lives, or places[i] is there twice; then nothing was changed. count is at most kMost.
 EXPORT int begin(int count, const Place* places, const uint32_t* skips) {
-    if (watching != nullptr || count > kMost) return -1;
     for (int i = 0; i < count; i++) {
         if (places[i].nbytes == 0) continue;
         if (is_taken(places[i].address)) return 1 + i;
@@ -187,37 +187,38 @@ EXPORT int begin(int count, const Place* places, const uint32_t* skips) {
             if (places[j].nbytes > 0 && places[j].address == places[i].address) return 1 + i;
         }
     }
-    if (watch_of_thread == nullptr) watch_of_thread = std::make_unique<Watch>();
-    Watch& watch = *watch_of_thread;
-    watch.log.clear();
+    Watch* watch = ended ? ended.release() : new Watch;
+    watch->log.clear();
     for (int i = 0; i < count; i++) {
         if (places[i].nbytes == 0) continue;
         Py_IncRef(places[i].owner);
-        watch.arms[watch.armed++] = {places[i], skips[i]};
+        watch->arms[watch->armed++] = {places[i], skips[i]};
     }
-    watching = &watch;
+    watch->outer = watching;
+    watching = watch;
     return 0;
 }
 
-// Ends what begin() began. Returns how many places were not used.
+// Ends what the last begin() began. Returns how many places were not used.
 EXPORT int end() {
     Watch* watch = watching;
     if (watch == nullptr) return 0;
-    watching = nullptr;
+    watching = watch->outer;
     PyObject* owners[kMost];
     int left = watch->armed;
     for (int i = 0; i < left; i++) owners[i] = watch->arms[i].place.owner;
-    watch->armed = 0;  // before an owner's end runs any code, which may watch again
-    for (int i = 0; i < left; i++) Py_DecRef(owners[i]);
+    watch->armed = 0;
+    ended.reset(watch);
+    for (int i = 0; i < left; i++) Py_DecRef(owners[i]);  // last: an owner's end may be any code
     return left;
 }
 
-// Among the allocations of exactly nbytes between the last begin() and end() of this thread, the number (from 0) of the
-// last one that was at address; -1 if there was none.
+// Among the allocations of exactly nbytes that the last watch saw, the number (from 0) of the last one that was at
+// address; -1 if there was none.
 EXPORT int64_t which(const void* address, size_t nbytes) {
     int64_t count = 0, found = -1;
-    if (watch_of_thread == nullptr) return found;
-    for (const Allocation& made : watch_of_thread->log) {
+    if (ended == nullptr) return found;
+    for (const Allocation& made : ended->log) {
         if (made.nbytes != nbytes) continue;
         if (made.address == address) found = count;
         count++;

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.torch.graph.allocator import MOST_OUTPUTS, ONLY_RECORD, SWITCH, allocator, why_not
+from tensorwire.torch.graph.allocator import MOST_OUTPUTS, ONLY_RECORD, SWITCH, Allocator, allocator, why_not
 from tensorwire.torch.graph.outs import OutVariant
 from tensorwire.torch.graph.place import Place, copied, over
 
-__all__ = ["Birthplace", "Place", "over", "why_not"]
+__all__ = ["Birthplace", "Place", "alive", "over", "why_not"]
 
 Outcome = tuple[Any, tuple[int, ...]]
 
@@ -60,45 +60,35 @@ class Birthplace:
         """
         if len(places) != len(self.outputs):
             raise ArgumentError(f"{self._op}: {len(self.outputs)} outputs need as many places, not {len(places)}")
-        if self._allocator is None:
-            return self._without_allocator(places, args, kwargs)
-        began, result = self._watched(places, args, kwargs)
+        native = self._allocator
+        if native is None:
+            result = self._copied(places, args, kwargs)
+        else:
+            result = _born(native, places, self._skips, self._op, args, kwargs)
         if type(result) is torch.Tensor and result.data_ptr() == places[0].address:
             return result, ()
-        tensors = [result] if isinstance(result, torch.Tensor) else list(result)
+        tensors = list(result) if isinstance(result, (tuple, list)) else [result]
         if all(place.holds(tensor) for place, tensor in zip(places, self._picked(tensors), strict=True)):
             return result, ()
-        kind = _kind(result)
+        kind = type(result) if isinstance(result, (tuple, list)) else operator.itemgetter(0)
         del result  # a storage that leaves its place is to die at once
-        if began == 0:
-            self._learn(places, tensors)
+        if native is not None:
+            self._learn(native, places, tensors)
         return self._settled(places, tensors, kind)
 
-    def _watched(self, places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-        assert self._allocator is not None
-        packed = places[0].packed if len(places) == 1 else b"".join([place.packed for place in places])
-        began = 0
-        try:
-            began = self._allocator.begin(len(places), packed, self._skips)
-            if began > 0:
-                raise ArgumentError(
-                    f"{self._op}: a tensor that was born at {places[began - 1].address:#x} still lives there,"
-                    " or two outputs have this place: an output needs memory of its own"
-                )
-            # Below 0: this thread is amid another birth, whose operator is written in Python. Then there is no watch.
-            return began, self._op(*args, **kwargs)
-        finally:
-            if began == 0:
-                self._allocator.end()
-
-    def _without_allocator(self, places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-        if self._out is not None and (made := self._out(places[0], args, kwargs)) is not None:
-            return made, ()
+    def _copied(self, places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Without the allocator: the ``out=`` variant's result in its place, or the operator's anywhere."""
+        for n, place in enumerate(places):
+            if place.laid or (place.nbytes and place.address in [other.address for other in places[:n]]):
+                raise _refusal(self._op, place)
+        if self._out is None:
+            return self._op(*args, **kwargs)
+        made = self._out(places[0], args, kwargs)
+        if made is not None:
+            return made
         result = self._op(*args, **kwargs)
-        if self._out is not None and (made := self._out.prove(result, places[0], args, kwargs)) is not None:
-            return made, ()
-        tensors = [result] if isinstance(result, torch.Tensor) else list(result)
-        return self._settled(places, tensors, _kind(result))
+        proof = self._out.prove(result, places[0], args, kwargs)
+        return result if proof is None else proof
 
     def _picked(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         for i in self.outputs:
@@ -106,14 +96,13 @@ class Birthplace:
                 raise ArgumentError(f"output {i} of {self._op} is no tensor in this call")
         return [tensors[i] for i in self.outputs]
 
-    def _learn(self, places: Sequence[Place], tensors: Sequence[Any]) -> None:
+    def _learn(self, native: Allocator, places: Sequence[Place], tensors: Sequence[Any]) -> None:
         """Finds, for each output that is not in its place, which allocation of its size it was."""
-        assert self._allocator is not None
         skips = list(_unpack(self._skips))
         for n, (place, tensor) in enumerate(zip(places, self._picked(tensors), strict=True)):
             if not place.holds(tensor):
                 storage = tensor.untyped_storage()
-                found = self._allocator.which(storage.data_ptr(), storage.nbytes())
+                found = native.which(storage.data_ptr(), storage.nbytes())
                 skips[n] = found if 0 <= found < ONLY_RECORD else ONLY_RECORD
         self._skips = _pack(skips)
 
@@ -143,22 +132,51 @@ class Birthplace:
                 nbytes = tensors[i].untyped_storage().nbytes()
                 tensors[i] = copied(tensors[i], torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         for i, place in own.items():
-            if self._allocator and self._allocator.taken(place.address) and not place.holds(tensors[i]):
+            if alive(place) and not place.holds(tensors[i]):
                 # What the operator keeps for itself, or what a finalizer or a signal's handler made meanwhile.
                 raise Unsupported(f"{self._op}: the place of output {i} went to a tensor of others: set {SWITCH}=off")
 
     def _memory(self, place: Place) -> torch.Tensor:
         """The bytes of a place, as if they were born there."""
         if self._allocator is None:
-            return place.bytes()
-        began = 0
-        try:
-            began = self._allocator.begin(1, place.packed, _FIRST)
-            made = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu") if began == 0 else place.bytes()
-        finally:
-            if began == 0:
-                self._allocator.end()
-        return made if place.holds(made) else place.bytes()
+            return place.lay()
+        options = {"dtype": torch.uint8, "device": "cpu"}
+        bytes_: torch.Tensor = _born(self._allocator, [place], _FIRST, torch.empty, (place.nbytes,), options)
+        return bytes_
+
+
+def alive(place: Place) -> bool:
+    """Whether a storage that was born or copied there still lives: until it dies, nothing else can be born there."""
+    native = allocator()
+    return place.laid if native is None else bool(native.taken(place.address))
+
+
+def _born(
+    native: Allocator,
+    places: Sequence[Place],
+    skips: bytes,
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls with the places armed."""
+    packed = places[0].packed if len(places) == 1 else b"".join([place.packed for place in places])
+    began = 0
+    try:
+        began = native.begin(len(places), packed, skips)
+        if began:
+            raise _refusal(op, places[began - 1])
+        return op(*args, **kwargs)
+    finally:
+        if began == 0:
+            native.end()
+
+
+def _refusal(op: Any, place: Place) -> ArgumentError:
+    return ArgumentError(
+        f"{op}: a tensor that was born at {place.address:#x} still lives there, or two outputs have this place:"
+        " an output needs memory of its own"
+    )
 
 
 def _check_outputs(op: Any, outputs: Sequence[int]) -> None:
@@ -174,14 +192,6 @@ def _check_outputs(op: Any, outputs: Sequence[int]) -> None:
                 raise ArgumentError(
                     f"output {i} of {op} is memory of an argument: its birthplace is where that is made"
                 )
-
-
-def _kind(result: Any) -> Callable[[list[Any]], Any]:
-    """What makes one like ``result`` of its tensors."""
-    if isinstance(result, torch.Tensor):
-        return operator.itemgetter(0)
-    kind: type[list[Any]] = type(result)
-    return kind
 
 
 def _pack(skips: Sequence[int]) -> bytes:

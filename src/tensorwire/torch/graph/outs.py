@@ -71,7 +71,7 @@ class OutVariant:
 
 def _unshaped(place: Place, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of no elements over a place: an ``out=`` operator gives it its shape."""
-    return torch.empty(0, dtype=dtype, device="cpu").set_(place.bytes().untyped_storage(), 0, (0,), (1,))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(place.lay().untyped_storage(), 0, (0,), (1,))
 
 
 def _signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:

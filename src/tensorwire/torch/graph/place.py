@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 
 ALIGNMENT = 64  # of torch's own memory. Elsewhere some kernels compute other bits.
+
+# What storages lie over that were made by `Place.lay`, by address: it lives as long as they.
+_laid: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
 
 _PACKED = struct.Struct("@PNP")  # as birth.cpp has it: address, nbytes, owner
 
@@ -32,7 +38,8 @@ class Place:
         if offset < 0 or self.nbytes < 0 or offset + self.nbytes > room:
             raise ArgumentError(f"{self.nbytes} bytes at {offset} are not within the {room} bytes of their owner")
         self.owner, self.offset = owner, offset
-        self.address = self.bytes().data_ptr()  # 0 if there are none, as everywhere in torch
+        # 0 if there are no bytes, as everywhere in torch.
+        self.address = np.frombuffer(owner, np.uint8, self.nbytes, offset).ctypes.data if self.nbytes else 0
         if self.address % ALIGNMENT:
             raise ArgumentError(f"a tensor is born at a multiple of {ALIGNMENT} bytes, not at {self.address:#x}")
         self.packed = _PACKED.pack(self.address, self.nbytes, id(owner))
@@ -42,9 +49,18 @@ class Place:
         # The cheap question first: nearly all outputs begin where their storage does.
         return tensor.data_ptr() == self.address or tensor.untyped_storage().data_ptr() == self.address
 
-    def bytes(self) -> torch.Tensor:
+    def lay(self) -> torch.Tensor:
         """A new storage over this memory, as a tensor of bytes; it keeps the owner."""
-        return over(self.owner, dtype=torch.uint8, shape=(self.nbytes,), offset=self.offset)
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        array = np.frombuffer(self.owner, np.uint8, self.nbytes, self.offset)
+        _laid[self.address] = array
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    @property
+    def laid(self) -> bool:
+        """Whether a storage that ``lay`` made still lives."""
+        return self.address in _laid
 
 
 def over(
@@ -53,11 +69,13 @@ def over(
     """A tensor over the memory of ``owner``, ``offset`` bytes into it; it keeps ``owner``. Contiguous by default.
 
     ``strides`` are in elements. A tensor of no elements needs no memory, and keeps nothing.
-    Raises `ArgumentError` if ``owner`` has no writable buffer, or not so much.
+    Raises `ArgumentError` if ``owner`` has no writable buffer, or not so much, and for negative lengths and strides.
     """
     room = _writable(owner)
     if strides is None:
-        strides = torch.empty(shape, dtype=dtype, device="meta").stride()
+        strides = [math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape))]  # as torch does
+    if len(strides) != len(shape) or min([*shape, *strides], default=0) < 0:
+        raise ArgumentError(f"as many strides as lengths, none negative; not {tuple(shape)} and {tuple(strides)}")
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     count = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
