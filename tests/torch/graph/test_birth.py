@@ -92,11 +92,9 @@ def test_some_outputs_in_their_places_and_others_not() -> None:
 
 
 def test_in_place_operators_are_refused_and_their_target_stays_born() -> None:
-    for op in (aten.add_.Tensor, aten.relu_.default, aten.view.default, aten.t.default, aten.mm.out):
+    for op in (aten.add_.Tensor, aten.relu_.default, aten.mm.out):
         with pytest.raises(ArgumentError, match="memory of an argument"):
             Birthplace(op)
-    with pytest.raises(ArgumentError, match="memory of an argument"):
-        Birthplace(aten.split.Tensor, (1,))
     birth, x = Birthplace(aten.relu.default), torch.randn(16)
     for _ in range(2):
         where = place(64)
@@ -104,6 +102,33 @@ def test_in_place_operators_are_refused_and_their_target_stays_born() -> None:
         result.add_(1.0)
         assert where.holds(result)
         assert torch.equal(torch.from_numpy(where.owner).view(torch.float32), x.relu() + 1.0)
+
+
+def test_views_are_refused_and_those_that_pretend_to_be_none() -> None:
+    x = torch.randn(4, 4)
+    for op, *rest in [
+        (aten.view.default, [16]),
+        (aten.t.default,),
+        (aten.split.Tensor, 2),
+        (aten._unsafe_view.default, [16]),
+        (aten.unsafe_split.Tensor, 2),
+        (aten.unsafe_split_with_sizes.default, [1, 3]),
+        (aten.unsafe_chunk.default, 2),
+        (aten.lift.default,),
+    ]:
+        assert listed(op(x, *rest))[0].data_ptr() == x.data_ptr()
+        with pytest.raises(ArgumentError, match="memory of an argument"):
+            Birthplace(op)
+
+
+def test_an_argument_that_comes_back_is_copied_each_time() -> None:
+    birth, x = Birthplace(aten.conj_physical.default), torch.randn(16)
+    assert aten.conj_physical(x) is x
+    for n in range(1, 4):
+        where = place(64)
+        result, astray = birth([where], (x,))
+        assert (where.holds(result), astray, birth.missed) == (True, (), n)
+        assert torch.equal(result, x)
 
 
 @pytest.mark.parametrize("outputs", [(), (0, 0), (-1,), tuple(range(9))])

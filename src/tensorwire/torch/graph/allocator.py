@@ -48,18 +48,23 @@ def allocator() -> Allocator | None:
 
     Raises `ArgumentError` for another value of ``TENSORWIRE_BIRTH`` than ``on`` and ``off``.
     """
-    found = _attempt()
+    found = _found()
     return found if isinstance(found, Allocator) else None
 
 
 def why_not() -> str | None:
     """Why there is no allocator, in one line; None if there is one."""
-    found = _attempt()
+    found = _found()
     return found if isinstance(found, str) else None
 
 
 @functools.cache
-def _attempt() -> Allocator | str:
+def _found() -> Allocator | str:
+    return _find()
+
+
+def _find() -> Allocator | str:
+    """Looks for it anew: the allocator, or why there is none."""
     if (switch := os.environ.get(SWITCH, "on")) not in ("on", "off"):
         raise ArgumentError(f"{SWITCH} is on or off, not {switch!r}")
     if switch == "off":

@@ -15,9 +15,15 @@ from tensorwire.torch.graph.allocator import MOST_OUTPUTS, ONLY_RECORD, SWITCH, 
 from tensorwire.torch.graph.outs import OutVariant
 from tensorwire.torch.graph.place import Place, copied, over
 
-__all__ = ["Birthplace", "Place", "alive", "over", "why_not"]
+__all__ = ["Birthplace", "Place", "alive", "is_new", "over", "why_not"]
 
 Outcome = tuple[Any, tuple[int, ...]]
+
+# Their schemas say that they make new tensors, and they make views.
+_SECRET_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in ("_unsafe_view", "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk", "lift")
+)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -27,7 +33,8 @@ class Birthplace:
 
     Nothing is known of ``op`` but what it allocates. Its first call is watched: an output was the k-th allocation of
     its size, and is copied to its place. In later calls the k-th allocation of that size is the place. Where that
-    misses, the output is copied, and k learned anew. Bits and strides are those of ``op`` alone.
+    misses, the output is copied, and k learned anew. Bits and strides are those of ``op`` alone. An output that is an
+    argument after all, which some operators return as it is, is copied each time.
 
     ``op`` is a node of a graph: an operator that makes new tensors on the CPU, called without gradients. Without the
     allocator (see `why_not`) its ``out=`` variant is taken if there is a real one, else each output is copied. Any
@@ -67,9 +74,9 @@ class Birthplace:
             result = _born(native, places, self._skips, self._op, args, kwargs)
         if type(result) is torch.Tensor and result.data_ptr() == places[0].address:
             return result, ()
-        tensors = list(result) if isinstance(result, (tuple, list)) else [result]
-        if all(place.holds(tensor) for place, tensor in zip(places, self._picked(tensors), strict=True)):
+        if type(result) is tuple and self._there(places, result):
             return result, ()
+        tensors = list(result) if isinstance(result, (tuple, list)) else [result]
         kind = type(result) if isinstance(result, (tuple, list)) else operator.itemgetter(0)
         del result  # a storage that leaves its place is to die at once
         if native is not None:
@@ -89,6 +96,16 @@ class Birthplace:
         result = self._op(*args, **kwargs)
         proof = self._out.prove(result, places[0], args, kwargs)
         return result if proof is None else proof
+
+    def _there(self, places: Sequence[Place], result: tuple[Any, ...]) -> bool:
+        """In a hurry: False may be wrong."""
+        try:
+            for place, i in zip(places, self.outputs, strict=True):
+                if result[i].data_ptr() != place.address:
+                    return False
+        except (AttributeError, IndexError):  # there is no such output in this call
+            return False
+        return True
 
     def _picked(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         for i in self.outputs:
@@ -145,6 +162,21 @@ class Birthplace:
         return bytes_
 
 
+def is_new(op: Any, output: int) -> bool:
+    """Whether that output of an operator is a new tensor, by its schema and by what is known of those that hide it.
+
+    Raises `ArgumentError` if ``op`` has no such output.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return True
+    returns = op._schema.returns
+    listed = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+    if not listed and output >= len(returns):
+        raise ArgumentError(f"{op} has {len(returns)} outputs; there is no {output}")
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name not in _SECRET_VIEWS and returns[0 if listed else output].alias_info is None
+
+
 def alive(place: Place) -> bool:
     """Whether a storage that was born or copied there still lives: until it dies, nothing else can be born there."""
     native = allocator()
@@ -182,16 +214,9 @@ def _refusal(op: Any, place: Place) -> ArgumentError:
 def _check_outputs(op: Any, outputs: Sequence[int]) -> None:
     if not 0 < len(set(outputs)) == len(outputs) <= MOST_OUTPUTS or min(outputs) < 0:
         raise ArgumentError(f"outputs are 1 to {MOST_OUTPUTS} different numbers from 0 on, not {tuple(outputs)}")
-    if isinstance(op, torch._ops.OpOverload):
-        returns = op._schema.returns
-        listed = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
-        for i in outputs:
-            if not listed and i >= len(returns):
-                raise ArgumentError(f"{op} has {len(returns)} outputs; there is no {i}")
-            if returns[0 if listed else i].alias_info is not None:
-                raise ArgumentError(
-                    f"output {i} of {op} is memory of an argument: its birthplace is where that is made"
-                )
+    for i in outputs:
+        if not is_new(op, i):
+            raise ArgumentError(f"output {i} of {op} is memory of an argument: its birthplace is where that is made")
 
 
 def _pack(skips: Sequence[int]) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 from tensorwire.errors import ArgumentError
@@ -16,8 +15,8 @@ from tensorwire.observe import counters
 
 ALIGNMENT = 64  # of torch's own memory. Elsewhere some kernels compute other bits.
 
-# What storages lie over that were made by `Place.lay`, by address: it lives as long as they.
-_laid: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
+# What storages lie over that `Place.lay` made, by address. It lives as long as they do.
+_laid: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
 
 _PACKED = struct.Struct("@PNP")  # as birth.cpp has it: address, nbytes, owner
 
@@ -38,8 +37,10 @@ class Place:
         if offset < 0 or self.nbytes < 0 or offset + self.nbytes > room:
             raise ArgumentError(f"{self.nbytes} bytes at {offset} are not within the {room} bytes of their owner")
         self.owner, self.offset = owner, offset
-        # 0 if there are no bytes, as everywhere in torch.
-        self.address = np.frombuffer(owner, np.uint8, self.nbytes, offset).ctypes.data if self.nbytes else 0
+        self.address = 0  # if there are no bytes, as everywhere in torch
+        if self.nbytes:
+            flat = torch.frombuffer(owner, dtype=torch.uint8, count=self.nbytes, offset=offset)
+            self.address = flat.data_ptr()
         if self.address % ALIGNMENT:
             raise ArgumentError(f"a tensor is born at a multiple of {ALIGNMENT} bytes, not at {self.address:#x}")
         self.packed = _PACKED.pack(self.address, self.nbytes, id(owner))
@@ -53,9 +54,10 @@ class Place:
         """A new storage over this memory, as a tensor of bytes; it keeps the owner."""
         if not self.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        array = np.frombuffer(self.owner, np.uint8, self.nbytes, self.offset)
-        _laid[self.address] = array
-        return torch.frombuffer(array, dtype=torch.uint8)
+        # An array of numpy's would not do: it may keep the owner's base in the owner's stead.
+        view = memoryview(self.owner).cast("B")[self.offset : self.offset + self.nbytes]
+        _laid[self.address] = view
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     @property
     def laid(self) -> bool:
@@ -72,17 +74,22 @@ def over(
     Raises `ArgumentError` if ``owner`` has no writable buffer, or not so much, and for negative lengths and strides.
     """
     room = _writable(owner)
-    if strides is None:
-        strides = [math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape))]  # as torch does
-    if len(strides) != len(shape) or min([*shape, *strides], default=0) < 0:
-        raise ArgumentError(f"as many strides as lengths, none negative; not {tuple(shape)} and {tuple(strides)}")
+    if min(shape, default=0) < 0 or (
+        strides is not None and (len(strides) != len(shape) or min(strides, default=0) < 0)
+    ):
+        raise ArgumentError(f"as many strides as lengths, none negative; not {tuple(shape)} and {strides}")
     if 0 in shape:
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    count = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        like = torch.empty(shape, dtype=dtype, device="cpu")
+        return like if strides is None else like.as_strided_(shape, strides)
+    if strides is None:
+        count = math.prod(shape)
+    else:
+        count = 1 + sum([(length - 1) * stride for length, stride in zip(shape, strides, strict=True)])
     if offset < 0 or offset + count * dtype.itemsize > room:
         raise ArgumentError(f"{count} elements of {dtype} at {offset} are not within the {room} bytes of their owner")
     flat = torch.frombuffer(owner, dtype=dtype, count=count, offset=offset)
-    return flat.as_strided_(shape, strides)  # in place, so that it is nobody's view
+    # In place, so that it is nobody's view.
+    return flat.resize_(shape) if strides is None else flat.as_strided_(shape, strides)
 
 
 def copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
