@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe import counters
 from tensorwire.torch.graph.allocator import allocator, why_not
-from tensorwire.torch.graph.birth import Birthplace
+from tensorwire.torch.graph.birth import Birthplace, alive
 from tensorwire.torch.graph.place import same_storage
 from tests.torch.graph.operators import CASES, Case
 from tests.torch.graph.rooms import listed, nbytes, place
@@ -294,12 +296,26 @@ def test_raw_memory_of_mkldnn_may_be_a_place() -> None:
     native = allocator()
     assert native is not None
     x = torch.randn(64, 64)
-    plain = x.to_mkldnn().to_dense()  # ours is asked to free what is not ours
+    plain = x.to_mkldnn().to_dense()
     where = place(nbytes(x))
     native.begin(1, where.packed, b"\0\0\0\0")
     opaque = x.to_mkldnn()
     assert native.end() == 0
-    assert native.taken(where.address)
+    assert alive(where)
     assert torch.equal(opaque.to_dense(), plain)
     del opaque
-    assert not native.taken(where.address)
+    assert not alive(where)
+
+
+def test_raw_memory_of_mkldnn_that_is_not_ours_is_freed() -> None:
+    x = torch.ones(1 << 22)
+    x.to_mkldnn()
+    before = resident()
+    for _ in range(64):
+        x.to_mkldnn()
+    assert resident() - before < 8 * nbytes(x)
+
+
+def resident() -> int:
+    """Bytes of memory that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
