@@ -58,6 +58,7 @@ class Plan:
 
     ``nodes``: by name, operator and the hosts it runs on. ``holds``: the hosts that have each value that outlives the
     graph. ``reads``: the hosts that need right values of each input. ``outbox``: bytes of one outbox by host.
+    ``callers``: the values that share memory with what callers get, who may change it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Plan:
     holds: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[str, tuple[str, ...]], ...]
     outbox: tuple[tuple[str, int], ...]
+    callers: frozenset[str]
 
     @cached_property
     def loans(self) -> frozenset[tuple[str, str]]:
@@ -114,7 +116,9 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC and not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())
-    return Analysis(_plan(graph, crossing, edges, slots.nbytes), crossing)
+    given = {aliases.root(output.name) for output in graph.outputs if output.caller}
+    callers = frozenset(name for name in crossing.sent if aliases.root(name) in given)
+    return Analysis(_plan(graph, crossing, edges, slots.nbytes, callers), crossing)
 
 
 def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str, written: bool) -> Edge:
@@ -149,7 +153,9 @@ def _slot_bytes(graph: Graph, edge: Edge) -> int:
     return nbytes
 
 
-def _plan(graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: dict[str, int]) -> Plan:
+def _plan(
+    graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: dict[str, int], callers: frozenset[str]
+) -> Plan:
     def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in graph.hosts if host in hosts)
 
@@ -166,4 +172,5 @@ def _plan(graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: di
         tuple((output.name, ordered(crossing.holds[output.name])) for output in graph.outputs),
         tuple((name, ordered(frozenset(hosts))) for name, hosts in readers.items()),
         tuple(sorted(outbox.items())),
+        callers,
     )

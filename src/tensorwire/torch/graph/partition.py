@@ -33,6 +33,7 @@ class _Builder:
     ) -> None:
         self.module, self.analysis, self.me, self.post = module, analysis, me, post
         self.shown, self.keeps = shown, keeps
+        self.callers = analysis.plan.callers
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.received: set[str] = set()
@@ -75,7 +76,9 @@ class _Builder:
         sent = self.analysis.crossing.sent.get(node.name)
         if sent is not None and self.me in sent[1] and node.name not in self.received:
             self.received.add(node.name)
-            self.made[node.name] = self._call(self.post.receiver(self.places[node.name], node.meta.get("val")))
+            dtype = getattr(node.meta["val"], "dtype", None)
+            own = node.name in self.callers
+            self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
         return self.made[node.name]
 
     def _run(self, node: fx.Node) -> None:
@@ -86,7 +89,8 @@ class _Builder:
             assert isinstance(node.target, torch._ops.OpOverload)
             args = fx.map_arg(node.args, self._value)
             kwargs = fx.map_arg(node.kwargs, self._value)
-            made = self.graph.call_function(self.post.birthplace(node.target, births), args, kwargs)
+            birth = self.post.birthplace(node.target, births, node.meta["val"])
+            made = self.graph.call_function(birth, args, kwargs)
         else:
             made = self.graph.node_copy(node, self._value)
         self.made[node.name] = made
