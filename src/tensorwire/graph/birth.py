@@ -42,9 +42,19 @@ class Aliases:
         return self._root[name]
 
 
+def callers(graph: Graph, crossing: Crossings, aliases: Aliases) -> set[tuple[str, str]]:
+    """The values, by their root, whose memory users get into their hands, and the hosts on which they do."""
+    return {
+        (aliases.root(output.name), host)
+        for output in graph.outputs
+        if output.caller
+        for host in output.to or crossing.holds[output.name]
+    }
+
+
 def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Birth]:
     """The birth of every value that is sent."""
-    given = {aliases.root(output.name) for output in graph.outputs if output.caller}
+    given = callers(graph, crossing, aliases)
     written: dict[str, int] = {}  # by root, where it is last changed in place
     for place, node in enumerate(graph.nodes):
         for name in node.writes:
@@ -54,7 +64,7 @@ def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Bir
         root = graph.node(aliases.root(name))
         operator = graph.node(root.inputs[0]) if root.kind == ITEM else root
         why = _why_copied(root, operator, source, crossing)
-        if not why and root.name in given:
+        if not why and (root.name, source) in given:
             why = "the caller gets it"
         if not why and written.get(root.name, -1) > graph.place[name]:
             why = "it is changed in place after it was sent"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.graph.birth import Aliases, Birth, births
+from tensorwire.graph.birth import Aliases, Birth, births, callers
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, PARAMETER, Graph, TensorSpec
@@ -56,19 +56,19 @@ class Edge:
 class Plan:
     """What runs where, what crosses, and where that lies.
 
-    ``nodes``: by name, operator and the hosts it runs on. ``holds``: the hosts that have each value that outlives the
+    ``nodes``: by name, operator and the hosts it runs on. ``gets``: the hosts that get each value that outlives the
     graph. ``reads``: the hosts that need right values of each input. ``outbox``: bytes of one outbox by host.
-    ``callers``: the values that share memory with what callers get, who may change it.
+    ``callers``: the values that a host copies when it has received them, as its user gets them, who may change them.
     """
 
     name: str
     hosts: tuple[str, ...]
     nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
     edges: tuple[Edge, ...]
-    holds: tuple[tuple[str, tuple[str, ...]], ...]
+    gets: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[str, tuple[str, ...]], ...]
     outbox: tuple[tuple[str, int], ...]
-    callers: frozenset[str]
+    callers: frozenset[tuple[str, str]]
 
     @cached_property
     def loans(self) -> frozenset[tuple[str, str]]:
@@ -81,7 +81,7 @@ class Plan:
         lines = [f"graph {self.name} on {', '.join(self.hosts)}"]
         lines += [f"edge {edge}" for edge in self.edges]
         lines += [f"outbox {host}: {nbytes} bytes" for host, nbytes in self.outbox]
-        lines += [f"output {name}: {', '.join(hosts)}" for name, hosts in self.holds]
+        lines += [f"output {name}: {', '.join(hosts)}" for name, hosts in self.gets]
         lines += [f"input {name}: {', '.join(hosts)}" for name, hosts in self.reads]
         lines += [f"{name} = {op}: {', '.join(hosts)}" for name, op, hosts in self.nodes]
         return "\n".join(lines)
@@ -116,9 +116,10 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC and not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())
-    given = {aliases.root(output.name) for output in graph.outputs if output.caller}
-    callers = frozenset(name for name in crossing.sent if aliases.root(name) in given)
-    return Analysis(_plan(graph, crossing, edges, slots.nbytes, callers), crossing)
+    given = callers(graph, crossing, aliases)
+    own = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
+    copied = frozenset((name, host) for name, host in own if (aliases.root(name), host) in given)
+    return Analysis(_plan(graph, crossing, edges, slots.nbytes, copied), crossing)
 
 
 def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str, written: bool) -> Edge:
@@ -154,7 +155,11 @@ def _slot_bytes(graph: Graph, edge: Edge) -> int:
 
 
 def _plan(
-    graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: dict[str, int], callers: frozenset[str]
+    graph: Graph,
+    crossing: Crossings,
+    edges: tuple[Edge, ...],
+    outbox: dict[str, int],
+    copied: frozenset[tuple[str, str]],
 ) -> Plan:
     def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in graph.hosts if host in hosts)
@@ -169,8 +174,8 @@ def _plan(
         graph.hosts,
         tuple((n.name, n.op, ordered(crossing.runs[n.name])) for n in graph.nodes if n.kind in (CALL, ITEM)),
         edges,
-        tuple((output.name, ordered(crossing.holds[output.name])) for output in graph.outputs),
+        tuple((output.name, ordered(frozenset(output.to) or crossing.holds[output.name])) for output in graph.outputs),
         tuple((name, ordered(frozenset(hosts))) for name, hosts in readers.items()),
         tuple(sorted(outbox.items())),
-        callers,
+        copied,
     )

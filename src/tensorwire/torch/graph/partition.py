@@ -33,7 +33,7 @@ class _Builder:
     ) -> None:
         self.module, self.analysis, self.me, self.post = module, analysis, me, post
         self.shown, self.keeps = shown, keeps
-        self.callers = analysis.plan.callers
+        self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.received: set[str] = set()
@@ -77,7 +77,7 @@ class _Builder:
         if sent is not None and self.me in sent[1] and node.name not in self.received:
             self.received.add(node.name)
             dtype = getattr(node.meta["val"], "dtype", None)
-            own = node.name in self.callers
+            own = (node.name, self.me) in self.analysis.plan.callers
             self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
         return self.made[node.name]
 
@@ -98,7 +98,7 @@ class _Builder:
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        if self.me in self.analysis.crossing.holds[value.name]:
+        if value.name in self.gets:
             return self._value(value)
         traced = value.meta["val"]
         if value.name in self.shown:
