@@ -101,9 +101,9 @@ class Node:
 
     ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``host``: where
     the user put it, None if nothing was said. ``present``: hosts that hold it before the graph runs (inputs and
-    parameters only); None: all. ``alias``: the input whose memory its output shares. ``writes``: inputs it changes in
-    place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice than sent. ``random``: it draws
-    random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
+    parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
+    ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
+    than sent. ``random``: it draws random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
     """
 
     name: str

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tensorwire.edge.tensor import DTYPES
-from tensorwire.graph.birth import Aliases, Birth, births
+from tensorwire.graph.aliases import Aliases
+from tensorwire.graph.birth import Birth, births
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
@@ -15,6 +15,7 @@ from tensorwire.graph.kinds import BY_VALUE, DYNAMIC, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import layout
 
 PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
+NUMBER = 8  # bytes of a number that is no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Plan:
     """What runs where, what crosses, and where that lies.
 
     ``nodes``: by name, operator and the hosts it runs on. ``holds``: the hosts that have each value that outlives the
-    graph. ``reads``: the hosts that need right values of each input. ``outbox``: bytes of one outbox by host.
+    graph. ``reads``: the hosts whose caller has to pass the right value of each input. ``outbox``: bytes of one outbox
+    by host.
     """
 
     name: str
@@ -92,64 +94,49 @@ class Analysis:
 def analyze(graph: Graph, default: str | None = None) -> Analysis:
     """Runs all passes. ``default``: the host of what nothing binds.
 
-    Raises `ArgumentError` for a value that is needed and that no host has.
+    Raises `ArgumentError` for a value that is needed and that no host has, and for one that is read on a host after it
+    was changed in place on another.
     """
-    crossing = crossings(graph, homes(graph, default))
     aliases = Aliases(graph)
+    crossing = crossings(graph, homes(graph, default, aliases), aliases)
     birth = births(graph, crossing, aliases)
-    drafts = {name: _draft(graph, crossing, birth[name], name) for name in crossing.sent}
-    sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC}
+    drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
+    sizes = {edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC}
     slots = layout(graph, crossing, birth, aliases, sizes)
-    edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())
+    edges = tuple(replace(edge, slot=slots.at.get(edge.name)) for edge in drafts)
     return Analysis(_plan(graph, crossing, edges, slots.nbytes), crossing)
 
 
 def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
-    node = graph.node(name)
-    kind = kind_of(node.spec)
+    spec = graph.node(name).spec
+    nbytes = NUMBER if spec is None else spec.nbytes
     source, targets = crossing.sent[name]
-    copied, birthplace, offset = birth.why, birth.operator or "", 0
-    if birthplace:
-        root = graph.node(birth.root)
-        if kind != STATIC or root.spec is None or not root.spec.static:
-            copied, birthplace = "its size varies" if kind != VALUE else "it is small", ""
-        elif node.spec is not None and isinstance(node.spec.offset, int):
-            offset = node.spec.offset * DTYPES[node.spec.dtype]
-    nbytes = 8 if node.spec is None else node.spec.nbytes
-    return Edge(name, source, targets, kind, node.spec, nbytes, birthplace, birth.index, copied, None, offset)
+    born = birth.operator or ""
+    return Edge(name, source, targets, kind_of(spec), spec, nbytes, born, birth.index, birth.why, None, birth.offset)
 
 
-def _slot_bytes(graph: Graph, edge: Edge) -> int:
+def _slot_bytes(edge: Edge, birth: Birth) -> int:
     if edge.kind == VALUE:
         return BY_VALUE
+    if edge.birthplace:
+        return birth.nbytes
     assert edge.nbytes is not None
-    if edge.kind != STATIC:
-        return PREFIX + edge.nbytes
-    if not edge.birthplace:
-        return edge.nbytes
-    root = graph.node(edge.name)
-    while root.alias is not None:
-        root = graph.node(root.alias)
-    nbytes = None if root.spec is None else root.spec.nbytes
-    assert nbytes is not None, root  # only what has a size is born
-    return nbytes
+    return edge.nbytes if edge.kind == STATIC else PREFIX + edge.nbytes
 
 
 def _plan(graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: dict[str, int]) -> Plan:
     def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in graph.hosts if host in hosts)
 
-    readers: dict[str, set[str]] = {node.name: set() for node in graph.nodes if node.kind == INPUT}
-    for node in graph.nodes:
-        for name in node.inputs:
-            if name in readers:
-                readers[name] |= crossing.runs.get(node.name, frozenset())
+    inputs = [node.name for node in graph.nodes if node.kind == INPUT]
+    received = {edge.name: frozenset(edge.targets) for edge in edges}
+    reads = {name: crossing.holds[name] - received.get(name, frozenset()) for name in inputs}
     return Plan(
         graph.name,
         graph.hosts,
         tuple((n.name, n.op, ordered(crossing.runs[n.name])) for n in graph.nodes if n.kind in (CALL, ITEM)),
         edges,
         tuple((output.name, ordered(crossing.holds[output.name])) for output in graph.outputs),
-        tuple((name, ordered(frozenset(hosts))) for name, hosts in readers.items()),
+        tuple((name, ordered(hosts)) for name, hosts in reads.items()),
         tuple(sorted(outbox.items())),
     )
