@@ -91,8 +91,22 @@ class TensorSpec:
         extent = self.extent
         return None if extent is None else extent * DTYPES[self.dtype]
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements are known to follow one another, row by row."""
+        expected: Dim = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride or ()), strict=False):
+            if length != 1 and step != expected:
+                return False
+            if isinstance(length, int) and isinstance(expected, int):
+                expected *= length
+            else:  # no step in front of it is known to be right
+                expected = Unknown("")
+        return True
+
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        strides = "" if self.contiguous else f" strides [{', '.join(map(str, self.stride or ()))}]"
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]{strides}"
 
 
 @dataclass(frozen=True, slots=True)

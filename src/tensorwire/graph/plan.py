@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import msgspec
 
 from tensorwire.graph.aliases import Aliases
 from tensorwire.graph.birth import Birth, births
@@ -43,10 +47,27 @@ class Edge:
         what = "a number" if self.spec is None else str(self.spec)
         size = "of any size" if self.nbytes is None else f"{self.nbytes} bytes"
         origin = f"born in {self.birthplace}" if self.birthplace else f"copied: {self.copied}"
+        if self.birthplace and self.index:
+            origin += f" as output {self.index}"
         if self.kind == VALUE:
             origin = "by value"
         where = "" if self.slot is None else f", at {self.slot}+{self.offset}"
         return f"{self.name}: {self.source} -> {', '.join(self.targets)}: {what}, {self.kind}, {size}{where}, {origin}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What crosses from ``source`` to ``target`` in one run: so many edges, of ``nbytes`` of payload at most, besides
+    ``unbounded`` edges of any size. Of the others ``born`` cost no copy, ``copied`` one, ``values`` go by value."""
+
+    source: str
+    target: str
+    edges: int
+    nbytes: int
+    born: int
+    copied: int
+    values: int
+    unbounded: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,47 @@ class Plan:
     def digest(self) -> bytes:
         """SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).digest()
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Of each pair of hosts between which something crosses, in the order of the hosts."""
+        pairs: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.edges:
+            for target in edge.targets:
+                pairs.setdefault((edge.source, target), []).append(edge)
+        both = ((source, target) for source in self.hosts for target in self.hosts)
+        return tuple(_traffic(*pair, pairs[pair]) for pair in both if pair in pairs)
+
+    @property
+    def inboxes(self) -> dict[tuple[str, str], int]:
+        """Bytes of registered memory, a bank, that the second host of a pair has for the first one's outbox, where it
+        cannot map that."""
+        outbox = dict(self.outbox)
+        return {(one.source, one.target): outbox[one.source] for one in self.traffic}
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with its totals, as plain dicts, lists, strings and numbers."""
+        inboxes = [{"host": target, "of": source, "nbytes": n} for (source, target), n in self.inboxes.items()]
+        return {
+            "name": self.name,
+            "digest": self.digest.hex(),
+            "hosts": list(self.hosts),
+            "edges": msgspec.to_builtins(self.edges),
+            "traffic": msgspec.to_builtins(self.traffic),
+            "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
+            "inboxes": inboxes,
+            "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.holds],
+            "inputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.reads],
+            "nodes": [{"name": name, "op": op, "hosts": list(hosts)} for name, op, hosts in self.nodes],
+        }
+
+
+def _traffic(source: str, target: str, edges: Sequence[Edge]) -> Traffic:
+    values = sum(edge.kind == VALUE for edge in edges)
+    born = sum(edge.birthplace != "" for edge in edges)
+    unbounded = sum(edge.nbytes is None for edge in edges)
+    nbytes = sum(edge.nbytes or 0 for edge in edges)
+    return Traffic(source, target, len(edges), nbytes, born, len(edges) - born - values, values, unbounded)
 
 
 @dataclass(frozen=True)
