@@ -5,47 +5,37 @@ From the value that is sent the walk goes back through views and in-place operat
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
+from tensorwire.edge.tensor import DTYPES
+from tensorwire.graph.aliases import Aliases
 from tensorwire.graph.crossing import Crossings
-from tensorwire.graph.ir import GIVEN, INPUT, ITEM, PARAMETER, SAVED, Graph, Node
+from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, SAVED, Graph, Node, TensorSpec
+from tensorwire.graph.kinds import STATIC, VALUE, kind_of
 
 _WHY_GIVEN = {INPUT: "an input of the caller", PARAMETER: "a parameter", SAVED: "kept from the forward graph"}
+_SMALL, _VARIES = "it is small", "its size varies"
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """``root``: the value whose memory it is. ``operator`` allocates that as its output number ``index``; None where it
-    has to be copied, and ``why`` says why."""
+    """``root``: the value whose memory it is. ``operator`` allocates that, ``nbytes`` in all, as its output number
+    ``index``, and the value begins ``offset`` bytes from there. None where it has to be copied: ``why`` says why.
+    ``lent``: it is a parameter, which nothing changes during a run; no operator allocates it, and it is not copied."""
 
     root: str
     operator: str | None = None
     index: int = 0
+    offset: int = 0
+    nbytes: int = 0
     why: str = ""
-
-
-class Aliases:
-    """Who shares memory with whom: every value has one root."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._root: dict[str, str] = {}
-        self.shared: dict[str, list[str]] = defaultdict(list)  # by root, in order
-        for node in graph.nodes:
-            root = node.name if node.alias is None else self._root[node.alias]
-            self._root[node.name] = root
-            self.shared[root].append(node.name)
-
-    def root(self, name: str) -> str:
-        """The value whose memory ``name`` shows."""
-        return self._root[name]
+    lent: bool = False
 
 
 def callers(graph: Graph, crossing: Crossings, aliases: Aliases) -> set[tuple[str, str]]:
     """The values, by their root, whose memory users get into their hands, and the hosts on which they do."""
     return {
-        (aliases.root(output.name), host)
+        (aliases.root(output.name).name, host)
         for output in graph.outputs
         if output.caller
         for host in output.to or crossing.holds[output.name]
@@ -58,23 +48,35 @@ def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Bir
     written: dict[str, int] = {}  # by root, where it is last changed in place
     for place, node in enumerate(graph.nodes):
         for name in node.writes:
-            written[aliases.root(name)] = place
+            written[aliases.root(name).name] = place
     found = {}
     for name, (source, _) in crossing.sent.items():
-        root = graph.node(aliases.root(name))
+        root = aliases.root(name)
         operator = graph.node(root.inputs[0]) if root.kind == ITEM else root
-        why = _why_copied(root, operator, source, crossing)
+        why = _WHY_GIVEN.get(root.kind, "")
+        if not why and not operator.fresh:
+            why = f"{operator.op} does not allocate it"
         if not why and (root.name, source) in given:
             why = "the caller gets it"
         if not why and written.get(root.name, -1) > graph.place[name]:
             why = "it is changed in place after it was sent"
-        found[name] = Birth(root.name, None if why else operator.name, root.index, why)
+        lent = root.kind == PARAMETER and root.name == name and root.name not in written
+        found[name] = _birth(root, operator, graph.node(name).spec, why, lent)
     return found
 
 
-def _why_copied(root: Node, operator: Node, source: str, crossing: Crossings) -> str:
-    if root.kind in GIVEN:
-        return _WHY_GIVEN[root.kind]
-    if source not in crossing.runs.get(operator.name, ()):
-        return "it came from another host"
-    return "" if operator.fresh else f"{operator.op} does not allocate it"
+def _birth(root: Node, operator: Node, spec: TensorSpec | None, why: str, lent: bool) -> Birth:
+    kind = kind_of(spec)
+    if lent and kind == STATIC:
+        return Birth(root.name, lent=True)
+    if why or spec is None or kind == VALUE:
+        return Birth(root.name, why=why or _SMALL)
+    if kind != STATIC or root.spec is None or not root.spec.static:
+        return Birth(root.name, why=_VARIES)
+    assert isinstance(spec.offset, int)
+    assert spec.nbytes is not None
+    assert root.spec.nbytes is not None
+    offset = spec.offset * DTYPES[spec.dtype]
+    if offset + spec.nbytes > root.spec.nbytes:
+        return Birth(root.name, why=f"it shows more than {root.name}, whose memory it is")
+    return Birth(root.name, operator.name, root.index, offset, root.spec.nbytes)

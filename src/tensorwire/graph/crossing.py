@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from tensorwire.errors import ArgumentError
-from tensorwire.graph.ir import GIVEN, ITEM, Graph, Node
-
-Hosts = frozenset[str]
-_NOWHERE: Hosts = frozenset()
+from tensorwire.graph.aliases import Aliases
+from tensorwire.graph.ir import GIVEN, INPUT, ITEM, Graph, Node
+from tensorwire.graph.views import following
+from tensorwire.graph.writes import Hosts, check_writes, writers
 
 
 @dataclass(frozen=True)
@@ -22,52 +22,56 @@ class Crossings:
     sent: dict[str, tuple[str, tuple[str, ...]]]
 
 
-def crossings(graph: Graph, home: dict[str, str]) -> Crossings:
-    """Walks back from what is wanted. Raises `ArgumentError` for a value that is needed and that nobody has."""
-    everywhere = frozenset(graph.hosts)
-    free = _replicable(graph)
-    following = _following(graph, home)
+def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None) -> Crossings:
+    """Walks back from what is wanted. Raises `ArgumentError` for a value that is needed and that nobody has, and for
+    one that would be read elsewhere after it was changed in place."""
+    aliases = aliases or Aliases(graph)
     need: dict[str, set[str]] = defaultdict(set)
     for output in graph.outputs:
         need[output.name].update(output.to)
-    kept = {output.name for output in graph.outputs}
-    runs: dict[str, Hosts] = {}
-    for node in reversed(graph.nodes):
-        if node.kind in GIVEN:
-            continue
-        wanted = need[node.name]
-        if node.kind == ITEM:
-            where = frozenset(wanted | ({home[node.name]} if node.name in kept else set()))
-            if node.inputs[0] not in free and node.name not in following:
-                where = frozenset({home[node.name]})
-        elif node.name in free or node.name in following:
-            where = frozenset(wanted | ({home[node.name]} if node.name in kept or node.writes else set()))
-        else:
-            where = frozenset({home[node.name]})
-        runs[node.name] = where
-        for name in node.inputs:
-            need[name].update(where)
-    holds, sent = {}, {}
+    kept = set(need)
+    runs = _runs(graph, home, aliases, need)
+    check_writes(graph, runs, aliases)
+    holds: dict[str, Hosts] = {}
+    sent: dict[str, tuple[str, tuple[str, ...]]] = {}
     for node in graph.nodes:
-        at = runs.get(node.name)
-        if at is None:
-            at = everywhere if node.present is None else frozenset(node.present)
-        missing = _NOWHERE if node.tuple_ else frozenset(need[node.name]) - at
+        at = runs[node.name] if node.name in runs else _given(graph, node, need[node.name], node.name in kept)
+        missing = Hosts() if node.tuple_ else Hosts(need[node.name]) - at
         if missing:
-            if not at:
-                raise ArgumentError(f"{node.name} ({node.op}) is needed on {', '.join(sorted(missing))}; nobody has it")
-            source = home.get(node.name)
-            if source not in at:
-                source = next(host for host in graph.hosts if host in at)
-            sent[node.name] = (source, tuple(host for host in graph.hosts if host in missing))
+            sent[node.name] = (_source(graph, node, home, at, missing), _ordered(graph, missing))
         holds[node.name] = at | missing
     return Crossings(runs, holds, sent)
 
 
-def _replicable(graph: Graph) -> set[str]:
+def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Hosts]:
+    """Where every operator runs. Notes in ``need`` where each value is wanted."""
+    kept = set(need)
+    wandering = _replicable(graph, aliases)
+    follow = following(graph, home) | aliases.changed_views()
+    for node in graph.nodes:
+        if node.name in follow and (node.kind != ITEM or node.inputs[0] in wandering):
+            wandering.add(node.name)
+    writing = writers(graph, home, aliases, wandering)
+    runs: dict[str, Hosts] = {}
+    for node in reversed(graph.nodes):
+        if node.kind in GIVEN:
+            continue
+        if node.name in wandering:
+            where = frozenset(need[node.name] | ({home[node.name]} if node.name in kept else set()))
+        else:
+            where = writing.get(node.name) or frozenset({home[node.name]})
+        runs[node.name] = where
+        for name in node.inputs:
+            need[name].update(where)
+    return runs
+
+
+def _replicable(graph: Graph, aliases: Aliases) -> set[str]:
     """What any host can compute by itself from what all of them have."""
     free: set[str] = set()
     for node in graph.nodes:
+        if aliases.root(node.name).name in aliases.written:
+            continue
         if node.kind in GIVEN:
             if node.present is None or len(node.present) == len(graph.hosts):
                 free.add(node.name)
@@ -80,51 +84,23 @@ def _cheap(node: Node) -> bool:
     return not (node.random or node.writes) and (node.cheap or node.kind == ITEM or node.alias is not None)
 
 
-def _following(graph: Graph, home: dict[str, str]) -> set[str]:
-    """Views that are made where they are needed, because their base goes there: they show half of it or more.
-
-    Several narrow views of one base that go to one host count together.
-    """
-    views = {node.name for node in graph.nodes if node.alias is not None and not node.writes and not node.random}
-    following = {name for name in views if _is_wide(graph, graph.node(name))}
-    narrow: dict[tuple[str, str], list[Node]] = defaultdict(list)
-    seen: set[tuple[str, str]] = set()
-    for node in graph.nodes:
-        for name in node.inputs:
-            host = home.get(node.name)
-            if host is None or name not in views or name in following or home[name] == host:
-                continue
-            if (name, host) not in seen and not graph.node(name).tuple_:
-                seen.add((name, host))
-                narrow[_base(graph, name, views), host].append(graph.node(name))
-    for (base, _), group in narrow.items():
-        whole = _elements(graph.node(base))
-        if whole and sum(_elements(node) or 0 for node in group) * 2 >= whole:
-            for node in group:
-                name = node.name
-                while name != base:
-                    following.add(name)
-                    name = graph.node(name).alias or base
-    return following
+def _source(graph: Graph, node: Node, home: dict[str, str], at: Hosts, missing: Hosts) -> str:
+    if not at:
+        where = ", ".join(sorted(missing))
+        raise ArgumentError(f"graph {graph.name}: {node.name} ({node.op}) is needed on {where}; nobody has it")
+    host = home.get(node.name)
+    return host if host in at else next(host for host in graph.hosts if host in at)
 
 
-def _base(graph: Graph, name: str, views: set[str]) -> str:
-    while name in views:
-        alias = graph.node(name).alias
-        assert alias is not None
-        name = alias
-    return name
+def _given(graph: Graph, node: Node, need: set[str], kept: bool) -> Hosts:
+    """Where a value is from the beginning. What the caller passes to all has to be right only where it is read, and
+    counts as present only there; what is kept without being read, everywhere."""
+    if node.present is not None:
+        return frozenset(node.present)
+    if node.kind != INPUT or (kept and not need):
+        return frozenset(graph.hosts)
+    return frozenset(need)
 
 
-def _is_wide(graph: Graph, node: Node) -> bool:
-    assert node.alias is not None
-    if node.tuple_:  # its items decide
-        return True
-    view, base = _elements(node), _elements(graph.node(node.alias))
-    if view is None or base is None:  # of unknown length: as long as its base, or nobody knows
-        return True
-    return view * 2 >= base
-
-
-def _elements(node: Node) -> int | None:
-    return None if node.spec is None else node.spec.elements
+def _ordered(graph: Graph, hosts: Hosts) -> tuple[str, ...]:
+    return tuple(host for host in graph.hosts if host in hosts)

@@ -91,8 +91,22 @@ class TensorSpec:
         extent = self.extent
         return None if extent is None else extent * DTYPES[self.dtype]
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements are known to follow one another, row by row."""
+        expected: Dim = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride or ()), strict=False):
+            if length != 1 and step != expected:
+                return False
+            if isinstance(length, int) and isinstance(expected, int):
+                expected *= length
+            else:  # no step in front of it is known to be right
+                expected = Unknown("")
+        return True
+
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        strides = "" if self.contiguous else f" strides [{', '.join(map(str, self.stride or ()))}]"
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]{strides}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +115,9 @@ class Node:
 
     ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``host``: where
     the user put it, None if nothing was said. ``present``: hosts that hold it before the graph runs (inputs and
-    parameters only); None: all. ``alias``: the input whose memory its output shares. ``writes``: inputs it changes in
-    place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice than sent. ``random``: it draws
-    random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
+    parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
+    ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
+    than sent. ``random``: it draws random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
     """
 
     name: str

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from tensorwire.edge.tensor import DTYPES
-from tensorwire.graph.birth import Aliases, Birth, births, callers
+import msgspec
+
+from tensorwire.graph.aliases import Aliases
+from tensorwire.graph.birth import Birth, births, callers
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
-from tensorwire.graph.ir import CALL, INPUT, ITEM, PARAMETER, Graph, TensorSpec
+from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BY_VALUE, DYNAMIC, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import layout
 
 PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
+NUMBER = 8  # bytes of a number that is no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Edge:
         what = "a number" if self.spec is None else str(self.spec)
         size = "of any size" if self.nbytes is None else f"{self.nbytes} bytes"
         origin = f"born in {self.birthplace}" if self.birthplace else f"copied: {self.copied}"
+        if self.birthplace and self.index:
+            origin += f" as output {self.index}"
         if self.kind == VALUE:
             origin = "by value"
         elif self.lent:
@@ -52,13 +59,31 @@ class Edge:
         return f"{self.name}: {self.source} -> {', '.join(self.targets)}: {what}, {self.kind}, {size}{where}, {origin}"
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What crosses from ``source`` to ``target`` in one run: so many edges, of ``nbytes`` of payload at most, besides
+    ``unbounded`` edges of any size. Of the others ``born`` and ``lent`` cost no copy, ``copied`` one, ``values`` go by
+    value."""
+
+    source: str
+    target: str
+    edges: int
+    nbytes: int
+    born: int
+    lent: int
+    copied: int
+    values: int
+    unbounded: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What runs where, what crosses, and where that lies.
 
     ``nodes``: by name, operator and the hosts it runs on. ``gets``: the hosts that get each value that outlives the
-    graph. ``reads``: the hosts that need right values of each input. ``outbox``: bytes of one outbox by host.
-    ``callers``: the values that a host copies when it has received them, as its user gets them, who may change them.
+    graph. ``reads``: the hosts whose caller has to pass the right value of each input. ``outbox``: bytes of one outbox
+    by host. ``callers``: the values that a host copies when it has received them, as its user gets them, who may change
+    them.
     """
 
     name: str
@@ -91,6 +116,49 @@ class Plan:
         """SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).digest()
 
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Of each pair of hosts between which something crosses, in the order of the hosts."""
+        pairs: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.edges:
+            for target in edge.targets:
+                pairs.setdefault((edge.source, target), []).append(edge)
+        both = ((source, target) for source in self.hosts for target in self.hosts)
+        return tuple(_traffic(*pair, pairs[pair]) for pair in both if pair in pairs)
+
+    @property
+    def inboxes(self) -> dict[tuple[str, str], int]:
+        """Bytes of registered memory, a bank, that the second host of a pair has for the first one's outbox, where it
+        cannot map that."""
+        outbox = dict(self.outbox)
+        return {(one.source, one.target): outbox[one.source] for one in self.traffic}
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with its totals, as plain dicts, lists, strings and numbers."""
+        inboxes = [{"host": target, "of": source, "nbytes": n} for (source, target), n in self.inboxes.items()]
+        return {
+            "name": self.name,
+            "digest": self.digest.hex(),
+            "hosts": list(self.hosts),
+            "edges": msgspec.to_builtins(self.edges),
+            "traffic": msgspec.to_builtins(self.traffic),
+            "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
+            "inboxes": inboxes,
+            "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.gets],
+            "inputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.reads],
+            "nodes": [{"name": name, "op": op, "hosts": list(hosts)} for name, op, hosts in self.nodes],
+        }
+
+
+def _traffic(source: str, target: str, edges: Sequence[Edge]) -> Traffic:
+    values = sum(edge.kind == VALUE for edge in edges)
+    born = sum(edge.birthplace != "" for edge in edges)
+    unbounded = sum(edge.nbytes is None for edge in edges)
+    nbytes = sum(edge.nbytes or 0 for edge in edges)
+    lent = sum(edge.lent for edge in edges)
+    copied = len(edges) - born - lent - values
+    return Traffic(source, target, len(edges), nbytes, born, lent, copied, values, unbounded)
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -104,54 +172,42 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     """Runs all passes. ``default``: the host of what nothing binds. ``copies``: nothing is born in registered memory,
     and nothing lent; all is copied there, to compare with.
 
-    Raises `ArgumentError` for a value that is needed and that no host has.
+    Raises `ArgumentError` for a value that is needed and that no host has, and for one that is read on a host after it
+    was changed in place on another.
     """
-    crossing = crossings(graph, homes(graph, default))
     aliases = Aliases(graph)
+    crossing = crossings(graph, homes(graph, default, aliases), aliases)
     birth = births(graph, crossing, aliases)
     if copies:
         birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
-    written = {aliases.root(name) for node in graph.nodes for name in node.writes}
-    drafts = {name: _draft(graph, crossing, birth[name], name, copies or name in written) for name in crossing.sent}
-    sizes = {name: _slot_bytes(graph, edge) for name, edge in drafts.items() if edge.kind != DYNAMIC and not edge.lent}
+    drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
+    sizes = {
+        edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC and not edge.lent
+    }
     slots = layout(graph, crossing, birth, aliases, sizes)
-    edges = tuple(replace(edge, slot=slots.at.get(name)) for name, edge in drafts.items())
+    edges = tuple(replace(edge, slot=slots.at.get(edge.name)) for edge in drafts)
     given = callers(graph, crossing, aliases)
-    own = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
-    copied = frozenset((name, host) for name, host in own if (aliases.root(name), host) in given)
+    received = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
+    copied = frozenset((name, host) for name, host in received if (aliases.root(name).name, host) in given)
     return Analysis(_plan(graph, crossing, edges, slots.nbytes, copied), crossing)
 
 
-def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str, written: bool) -> Edge:
-    node = graph.node(name)
-    kind = kind_of(node.spec)
+def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
+    spec = graph.node(name).spec
+    nbytes = NUMBER if spec is None else spec.nbytes
     source, targets = crossing.sent[name]
-    copied, birthplace, offset = birth.why, birth.operator or "", 0
-    if birthplace:
-        root = graph.node(birth.root)
-        if kind != STATIC or root.spec is None or not root.spec.static:
-            copied, birthplace = "its size varies" if kind != VALUE else "it is small", ""
-        elif node.spec is not None and isinstance(node.spec.offset, int):
-            offset = node.spec.offset * DTYPES[node.spec.dtype]
-    nbytes = 8 if node.spec is None else node.spec.nbytes
-    lent = node.kind == PARAMETER and kind == STATIC and not written
-    return Edge(name, source, targets, kind, node.spec, nbytes, birthplace, birth.index, copied, None, offset, lent)
+    born = birth.operator or ""
+    kind, offset = kind_of(spec), birth.offset
+    return Edge(name, source, targets, kind, spec, nbytes, born, birth.index, birth.why, None, offset, birth.lent)
 
 
-def _slot_bytes(graph: Graph, edge: Edge) -> int:
+def _slot_bytes(edge: Edge, birth: Birth) -> int:
     if edge.kind == VALUE:
         return BY_VALUE
+    if edge.birthplace:
+        return birth.nbytes
     assert edge.nbytes is not None
-    if edge.kind != STATIC:
-        return PREFIX + edge.nbytes
-    if not edge.birthplace:
-        return edge.nbytes
-    root = graph.node(edge.name)
-    while root.alias is not None:
-        root = graph.node(root.alias)
-    nbytes = None if root.spec is None else root.spec.nbytes
-    assert nbytes is not None, root  # only what has a size is born
-    return nbytes
+    return edge.nbytes if edge.kind == STATIC else PREFIX + edge.nbytes
 
 
 def _plan(
@@ -164,18 +220,16 @@ def _plan(
     def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in graph.hosts if host in hosts)
 
-    readers: dict[str, set[str]] = {node.name: set() for node in graph.nodes if node.kind == INPUT}
-    for node in graph.nodes:
-        for name in node.inputs:
-            if name in readers:
-                readers[name] |= crossing.runs.get(node.name, frozenset())
+    inputs = [node.name for node in graph.nodes if node.kind == INPUT]
+    received = {edge.name: frozenset(edge.targets) for edge in edges}
+    reads = {name: crossing.holds[name] - received.get(name, frozenset()) for name in inputs}
     return Plan(
         graph.name,
         graph.hosts,
         tuple((n.name, n.op, ordered(crossing.runs[n.name])) for n in graph.nodes if n.kind in (CALL, ITEM)),
         edges,
         tuple((output.name, ordered(frozenset(output.to) or crossing.holds[output.name])) for output in graph.outputs),
-        tuple((name, ordered(frozenset(hosts))) for name, hosts in readers.items()),
+        tuple((name, ordered(hosts)) for name, hosts in reads.items()),
         tuple(sorted(outbox.items())),
         copied,
     )

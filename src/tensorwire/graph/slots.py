@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
-from tensorwire.graph.birth import Aliases, Birth
-from tensorwire.graph.causality import walk
+from tensorwire.graph.aliases import Aliases
+from tensorwire.graph.birth import Birth
+from tensorwire.graph.causality import Clock, walk
 from tensorwire.graph.crossing import Crossings
 from tensorwire.graph.ir import Graph
+from tensorwire.graph.space import Space
 
 ALIGNMENT = 64  # bytes: what vector instructions and TensorFlow ask for
 PAGE = 4096
@@ -35,80 +39,87 @@ class _Tenant:
     offset: int = 0
 
 
+class _Outbox:
+    """Who lives in a host's outbox. A tenant is out when its host knows that every host is done with it.
+
+    Each is watched at one host that may not be done; when that one is, at the next. So a move costs a logarithm.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.space = Space()
+        self._watched: dict[str, list[tuple[int, int, _Tenant]]] = defaultdict(list)  # heaps, by last use
+        self._number = 0  # so that no two entries of a heap are equal
+
+    def enter(self, tenant: _Tenant, place: int, clock: Clock) -> None:
+        """Gives ``tenant`` a slot at ``place`` of the order, when its host knows ``clock``."""
+        for host, heap in list(self._watched.items()):
+            while heap and heap[0][0] < self._done(host, place, clock):
+                self._watch(heappop(heap)[2], place, clock)
+        tenant.offset = self.space.take(tenant.nbytes)
+        self._watch(tenant, place, clock)
+
+    def _done(self, host: str, place: int, clock: Clock) -> int:
+        """The place before which ``host`` is done with all."""
+        return place if host == self.host else clock[host] + 1
+
+    def _watch(self, tenant: _Tenant, place: int, clock: Clock) -> None:
+        """Watches a host that may not be done with it; if there is none, its memory is free."""
+        for host, last in tenant.last.items():
+            if last >= self._done(host, place, clock):
+                self._number += 1
+                heappush(self._watched[host], (last, self._number, tenant))
+                return
+        self.space.give(tenant.offset, tenant.nbytes)
+
+
 def layout(
-    graph: Graph, crossing: Crossings, birth: dict[str, Birth], aliases: Aliases, sizes: dict[str, int]
+    graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
 ) -> Layout:
-    """Places the memory of every value in ``sizes`` (bytes by name; of a born one, those of its root)."""
-    tenants = _tenants(graph, crossing, birth, aliases, sizes)
+    """Places every value in ``sizes``: the bytes, by name, of each that lies in an outbox."""
     begins: dict[int, list[_Tenant]] = defaultdict(list)
-    for tenant in tenants:
+    for tenant in _tenants(graph, crossing, birth, aliases, sizes):
         begins[tenant.begin].append(tenant)
-    living: dict[str, list[_Tenant]] = defaultdict(list)  # by outbox, in the order of their offsets
-    nbytes = dict.fromkeys(graph.hosts, 0)
+    outboxes = {host: _Outbox(host) for host in graph.hosts}
     at: dict[str, int] = {}
     for place, knows in walk(graph, crossing):
         for tenant in begins.get(place, ()):
-            clock = knows[tenant.source]
-            neighbours = [
-                other
-                for other in living[tenant.source]
-                if any(
-                    last >= (place if host == tenant.source else clock[host] + 1) for host, last in other.last.items()
-                )
-            ]
-            tenant.offset = _gap(neighbours, tenant.nbytes)
-            neighbours.append(tenant)
-            neighbours.sort(key=lambda other: other.offset)
-            living[tenant.source] = neighbours
-            end = tenant.offset + tenant.nbytes
-            nbytes[tenant.source] = max(nbytes[tenant.source], end)
+            outboxes[tenant.source].enter(tenant, place, knows[tenant.source])
             at.update(dict.fromkeys(tenant.names, tenant.offset))
-    return Layout(at, {host: _up(size, PAGE) for host, size in nbytes.items()})
+    return Layout(at, {host: _up(outbox.space.nbytes, PAGE) for host, outbox in outboxes.items()})
 
 
 def _tenants(
-    graph: Graph, crossing: Crossings, birth: dict[str, Birth], aliases: Aliases, sizes: dict[str, int]
+    graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
 ) -> list[_Tenant]:
-    kept = {output.name for output in graph.outputs}
-    users = _last_users(graph, crossing)
-    found: dict[tuple[str, str], _Tenant] = {}
+    """Values that are born as one output share its memory; what is copied has memory of its own."""
+    last = _last_uses(graph, crossing, aliases)
+    found: dict[tuple[str, str, bool], _Tenant] = {}
     for name, nbytes in sizes.items():
         source, targets = crossing.sent[name]
-        born = birth[name].operator
-        key = (source, birth[name].root if born else name)
+        root, born = birth[name].root, birth[name].operator
+        key = (source, root if born else name, born is not None)
         tenant = found.get(key)
         if tenant is None:
-            tenant = found[key] = _Tenant(source, graph.place[born or name], nbytes)
-        tenant.nbytes = max(tenant.nbytes, _up(nbytes, ALIGNMENT))
+            tenant = found[key] = _Tenant(source, graph.place[born or name], _up(nbytes, ALIGNMENT))
         tenant.names.append(name)
         tenant.last[source] = max(tenant.last.get(source, -1), graph.place[name])
-        shared = aliases.shared[aliases.root(name)]
         for host in (*targets, *((source,) if born else ())):
-            for other in shared:
-                if other in kept and host in crossing.holds[other]:
-                    tenant.last[host] = FOREVER
-                tenant.last[host] = max(tenant.last.get(host, -1), users.get((other, host), -1))
-    return sorted(found.values(), key=lambda tenant: tenant.begin)
+            tenant.last[host] = max(tenant.last.get(host, -1), last.get((root, host), -1))
+    return list(found.values())
 
 
-def _last_users(graph: Graph, crossing: Crossings) -> dict[tuple[str, str], int]:
-    """By value and host, the place of the last operator there that uses it."""
-    users: dict[tuple[str, str], int] = {}
+def _last_uses(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[tuple[str, str], int]:
+    """By root and host, the place of the last operator there that uses any view of it."""
+    last: dict[tuple[str, str], int] = {}
     for place, node in enumerate(graph.nodes):
         for host in crossing.runs.get(node.name, ()):
             for name in node.inputs:
-                users[name, host] = place
-    return users
-
-
-def _gap(neighbours: list[_Tenant], nbytes: int) -> int:
-    """The lowest offset where so many bytes are free."""
-    offset = 0
-    for other in neighbours:
-        if other.offset - offset >= nbytes:
-            break
-        offset = max(offset, other.offset + other.nbytes)
-    return offset
+                last[aliases.root(name).name, host] = place
+    for output in graph.outputs:
+        for host in crossing.holds[output.name]:
+            last[aliases.root(output.name).name, host] = FOREVER
+    return last
 
 
 def _up(nbytes: int, to: int) -> int:

@@ -1,0 +1,65 @@
+"""Views that are made where they are needed, because their base goes there: they show half of it or more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tensorwire.graph.ir import Graph, Node
+
+
+def following(graph: Graph, home: dict[str, str]) -> set[str]:
+    """The views, by name, that run where they are wanted instead of crossing.
+
+    Several narrow views of one base that go to one host count together.
+    """
+    views = {node.name: node for node in graph.nodes if node.alias is not None and not (node.writes or node.random)}
+    bases = _bases(graph, views)
+    found = {name for name, node in views.items() if _is_wide(node, bases[name])}
+    narrow: dict[tuple[str, str], list[str]] = defaultdict(list)
+    seen: set[tuple[str, str]] = set()
+    for node in graph.nodes:
+        host = home.get(node.name)
+        if host is None:
+            continue
+        for name in node.inputs:
+            if name in views and name not in found and home[name] != host and (name, host) not in seen:
+                seen.add((name, host))
+                narrow[bases[name].name, host].append(name)
+    for (base, _), group in narrow.items():
+        whole = _elements(graph.node(base))
+        if whole and sum(_elements(views[name]) or 0 for name in group) * 2 >= whole:
+            _add_chains(found, views, group)
+    return found
+
+
+def _bases(graph: Graph, views: dict[str, Node]) -> dict[str, Node]:
+    """Of each view the node, no view itself, that it goes back to."""
+    bases: dict[str, Node] = {}
+    for name, node in views.items():
+        assert node.alias is not None
+        bases[name] = bases.get(node.alias) or graph.node(node.alias)
+    return bases
+
+
+def _is_wide(node: Node, base: Node) -> bool:
+    if node.tuple_:  # its items decide
+        return True
+    view, whole = _elements(node), _elements(base)
+    if view is None or whole is None:  # of unknown length: as long as its base, or nobody knows
+        return True
+    return view * 2 >= whole
+
+
+def _add_chains(found: set[str], views: dict[str, Node], names: list[str]) -> None:
+    """Adds views, and those on the way to their base."""
+    added: set[str] = set()
+    for first in names:
+        name: str | None = first
+        while name in views and name not in added:
+            added.add(name)
+            name = views[name].alias
+    found |= added
+
+
+def _elements(node: Node) -> int | None:
+    return None if node.spec is None else node.spec.elements

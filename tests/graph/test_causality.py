@@ -1,0 +1,61 @@
+"""What each host can know of the others."""
+
+from __future__ import annotations
+
+from tensorwire.graph.causality import walk
+from tensorwire.graph.crossing import crossings
+from tensorwire.graph.homes import homes
+from tests.graph.sketch import Sketch
+
+
+def known(s: Sketch, at: str, by: str) -> dict[str, str]:
+    """How far ``by`` knows each host to be when node ``at`` is to run: the name of the last node it knows done."""
+    graph = s.graph()
+    crossing = crossings(graph, homes(graph))
+    for place, knows in walk(graph, crossing):
+        if graph.nodes[place].name == at:
+            return {host: graph.nodes[last].name if last >= 0 else "" for host, last in knows[by].items()}
+    raise AssertionError(at)
+
+
+def test_who_received_nothing_knows_nothing() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.op("z", on="a")
+    assert known(s, "z", "a") == {"a": "x", "b": ""}
+
+
+def test_what_is_received_tells_of_its_sender_up_to_there() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.op("later", "y", on="b")
+    s.op("z", "y", on="a")
+    assert known(s, "z", "a") == {"a": "x", "b": "y"}
+
+
+def test_it_tells_nothing_before_it_is_used() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.op("other", on="a")
+    s.op("z", "y", on="a")
+    assert known(s, "other", "a")["b"] == ""
+
+
+def test_a_third_host_passes_on_what_it_knows() -> None:
+    s = Sketch("abc")
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.op("z", "y", on="c")
+    s.op("last", "z", on="a")
+    assert known(s, "last", "a") == {"a": "x", "b": "y", "c": "z"}
+
+
+def test_what_is_given_tells_only_that_it_was_sent() -> None:
+    s = Sketch()
+    s.parameter("w", on="b")
+    s.op("early", on="b")
+    s.op("x", "w", on="a")
+    assert known(s, "x", "a") == {"a": "", "b": "w"}

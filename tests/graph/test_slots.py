@@ -1,0 +1,125 @@
+"""Slots are used again, and never too early: whatever the order in which hosts get on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorwire.graph import Plan, analyze
+from tests.graph.programs import Writer
+from tests.graph.simulator import Simulation
+from tests.graph.sketch import Sketch
+
+
+def plan(s: Sketch) -> Plan:
+    return analyze(s.graph()).plan
+
+
+def slot(s: Sketch, name: str) -> int | None:
+    return next(edge.slot for edge in plan(s).edges if edge.name == name)
+
+
+def test_a_slot_is_used_again_once_an_answer_says_that_it_was_read() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", on="a")
+    s.op("end", "next", on="b")
+    assert (slot(s, "x"), slot(s, "next")) == (0, 0)
+
+
+def test_it_is_not_while_nobody_knows() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.op("next", on="a")
+    s.op("end", "next", on="b")
+    assert (slot(s, "x"), slot(s, "next")) == (0, 256)
+
+
+def test_it_is_not_while_one_of_several_hosts_may_read() -> None:
+    s = Sketch("abc")
+    s.op("x", on="a")
+    s.op("slow", "x", on="c")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", on="a")
+    s.op("end", "next", on="b")
+    assert slot(s, "next") == 256
+
+
+def test_it_is_not_while_its_own_host_uses_it() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", on="a")
+    s.op("own", "x", on="a")
+    s.op("end", "next", on="b")
+    assert slot(s, "next") == 256
+
+
+def test_it_is_not_while_a_view_of_it_is_used() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.view("shown", "x", on="b")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", on="a")
+    s.op("late", "shown", on="b")
+    s.op("end", "next", on="b")
+    assert slot(s, "next") == 256
+
+
+def test_an_operator_does_not_write_over_its_operands() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", "x", on="a")
+    s.op("end", "next", on="b")
+    assert slot(s, "next") == 256
+
+
+@pytest.mark.parametrize("where", ["", "b"])
+def test_what_outlives_the_graph_keeps_its_slot(where: str) -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("answer", "x", on="b")
+    s.op("next", "answer", on="a")
+    s.op("end", "next", on="b")
+    s.out("x", where)
+    assert slot(s, "next") == 256
+
+
+def test_an_outbox_is_as_long_as_its_fullest_moment_in_whole_pages() -> None:
+    s = Sketch()
+    for i in range(100):
+        s.op(f"x{i}", *([f"y{i - 1}"] if i else []), on="a", shape=(1024,))
+        s.op(f"y{i}", f"x{i}", on="b", shape=(1025,))
+    assert plan(s).outbox == (("a", 4096), ("b", 8192))
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), hosts=st.integers(2, 4), size=st.integers(4, 80))
+def test_every_host_reads_what_one_process_reads(seed: int, hosts: int, size: int) -> None:
+    program = Writer(random.Random(seed), hosts, size).program
+    graph = program.graph()
+    analysis = analyze(graph)
+    pairs = list(itertools.permutations(graph.hosts, 2))
+    for schedule, mapped in enumerate((0.0, 1.0, 0.5, 0.5)):
+        rng = random.Random(seed + schedule)
+        maps = {pair for pair in pairs if rng.random() < mapped}
+        Simulation(program, graph, analysis, maps).run(rng)
+
+
+def test_random_programs_use_slots_again() -> None:
+    """Else the property above would show nothing."""
+    shared = 0
+    for seed in range(20):
+        analysis = analyze(Writer(random.Random(seed), 3, 80).program.graph())
+        shared += sum(
+            n - 1 for n in Counter((e.source, e.slot) for e in analysis.plan.edges if not e.birthplace).values()
+        )
+    assert shared > 20
