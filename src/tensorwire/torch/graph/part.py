@@ -76,7 +76,10 @@ class Part:
             if edge.lent and edge.source == self.party.me:
                 post.house(index, args[places[edge.name]])
         shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
-        return partition(self.module, self.analysis, self.party.me, post, shown=shown, keeps=self.keeps)
+        replays = self.options.replay_random
+        return partition(
+            self.module, self.analysis, self.party.me, post, shown=shown, keeps=self.keeps, replays=replays
+        )
 
     def _import(self, args: list[Any]) -> Graph:
         name = f"{self.party.next_number} ({self.what})"

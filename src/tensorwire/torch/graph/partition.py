@@ -12,27 +12,43 @@ from torch import fx
 from tensorwire.graph import Analysis
 from tensorwire.torch.graph.absent import kept_elsewhere, length_of, shown_elsewhere
 from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.replay import replay
 
 Boxed = Callable[[list[Any]], Any]
 
 
 def partition(
-    module: fx.GraphModule, analysis: Analysis, me: str, post: Post, *, shown: Collection[str] = (), keeps: bool = False
+    module: fx.GraphModule,
+    analysis: Analysis,
+    me: str,
+    post: Post,
+    *,
+    shown: Collection[str] = (),
+    keeps: bool = False,
+    replays: bool = False,
 ) -> Boxed:
     """The function of ``me``: takes the list of all arguments, which it empties, and returns all outputs.
 
     What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
-    without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph.
+    without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. With ``replays`` random
+    numbers are drawn for the operators of other hosts, too.
     """
-    return _Builder(module, analysis, me, post, set(shown), keeps).build()
+    return _Builder(module, analysis, me, post, set(shown), keeps, replays).build()
 
 
 class _Builder:
     def __init__(
-        self, module: fx.GraphModule, analysis: Analysis, me: str, post: Post, shown: set[str], keeps: bool
+        self,
+        module: fx.GraphModule,
+        analysis: Analysis,
+        me: str,
+        post: Post,
+        shown: set[str],
+        keeps: bool,
+        replays: bool,
     ) -> None:
         self.module, self.analysis, self.me, self.post = module, analysis, me, post
-        self.shown, self.keeps = shown, keeps
+        self.shown, self.keeps, self.replays = shown, keeps, replays
         self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
@@ -56,6 +72,8 @@ class _Builder:
                 self.made[node.name] = self.graph.node_copy(node)
             elif self.me in crossing.runs[node.name]:
                 self._run(node)
+            elif self.replays and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                self._call(replay(node))
             sent = crossing.sent.get(node.name)
             if sent is not None and sent[0] == self.me:
                 self._call(self.post.sender(self.places[node.name]), self.made[node.name])
