@@ -32,7 +32,7 @@ LAYERS = [
 ]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
-    "tensorwire.torch": {"StoreOptimizer", "place", "unplace"},
+    "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",
