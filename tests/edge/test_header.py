@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,6 +238,13 @@ MALFORMED = {
 def test_malformed_headers(name: str) -> None:
     with pytest.raises(ProtocolError):
         unpack(MALFORMED[name], AT, ANY)
+
+
+def test_dtypes_have_the_numbers_that_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "edges.md").read_text()
+    listed = re.search(r"^Dtypes, from 0: (.*?)\.\n", page, re.M | re.S)
+    assert listed is not None
+    assert re.split(r",\s+", listed[1]) == list(DTYPES)
 
 
 def test_more_than_the_bound_is_refused() -> None:

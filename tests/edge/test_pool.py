@@ -41,12 +41,12 @@ def address(lease: Lease) -> int:
     return lease.slab.region.address + lease.offset
 
 
-def test_a_million_random_sizes(pool: Pool) -> None:
+def test_a_million_random_sizes(device: Device) -> None:
     """In bursts and lulls, from 1 byte to 8 MiB, dropped in any order.
 
     What is registered stays below three times the most that was ever asked for at once, and a slab a shared size.
     """
-    source = random.Random(1)
+    pool, source = Pool(device, limit=1 << 40), random.Random(1)
     live: list[tuple[int, int, Lease]] = []  # by address
     asked = most_asked = most_registered = 0
     most_live = 40

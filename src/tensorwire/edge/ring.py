@@ -28,7 +28,8 @@ _LINE = 64  # bytes; words and slots begin at multiples, so that no two of them 
 class Ring:
     """``depth`` slots for headers, each with room for ``bound`` bytes of payload; the same at both ends.
 
-    ``depth``: how many steps may be sent and not yet given back, at least 1. Raises `ArgumentError`.
+    ``depth``: how many steps may be sent and not yet given back, at least 1; whoever still holds the last tensor when
+    it asks for the next one needs 2. Raises `ArgumentError`.
     """
 
     depth: int
@@ -177,7 +178,13 @@ class RingProducer:
             if done():  # another thread took note of the credit that we would wait for
                 return
             end = end or time.monotonic() + timeout
-            self._outbox.region.wait(self._outbox.offset, number, max(0.0, end - time.monotonic()), self.channel)
+            try:
+                self._outbox.region.wait(self._outbox.offset, number, max(0.0, end - time.monotonic()), self.channel)
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"{self.channel.peer} gave nothing back within {timeout:g} s, of a ring of {self.ring.depth}: "
+                    "is it slow, or does it keep what it received?"
+                ) from None
             self.collect()
 
     def wait_for_credit(self, before: int, timeout: float) -> None:
@@ -220,7 +227,8 @@ class RingConsumer:
         self.mapped = mapped is not None
         self.memory = inbox.buffer
         self._records = self.memory if mapped is None else memoryview(mapped)[outbox.offset :]
-        self._written = [self._pair(number) for number in range(ring.depth)]
+        self._pairs = [self._pair(number) for number in range(ring.depth)]
+        self._written: list[Completion | None] = [None] * ring.depth
         self._next = collections.deque(range(ring.depth))  # in the order in which the producer takes them
         self._returned: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
@@ -239,7 +247,15 @@ class RingConsumer:
         if step <= self._last:
             raise ArgumentError(f"edge steps grow: step {step} after {self._last}")
         inbox = self.inbox
-        inbox.region.wait(inbox.offset, self._received + 1, timeout, self.channel)
+        try:
+            inbox.region.wait(inbox.offset, self._received + 1, timeout, self.channel)
+        except WaitTimeout:
+            if self._next:
+                raise
+            raise WaitTimeout(
+                f"nothing can come: all {self.ring.depth} slots of this ring are kept here. Let go of what was "
+                "received earlier, or make the ring deeper"
+            ) from None
         try:
             slot = self._next[0]
         except IndexError:
@@ -273,14 +289,10 @@ class RingConsumer:
         if self.channel.lost:  # also in a forked child: the records are its parent's
             return
         number = self._given + 1
-        _RECORD.pack_into(self._records, self.ring.record(number), slot)
         self._next.append(slot)  # first: the producer may use it at once
         self._given = number
         try:
-            if self.mapped:
-                self.channel.signal(self._credit, number)
-            else:
-                self.channel.write(*self._written[number % self.ring.depth], (self._credit, number))
+            self._give_credit(number, slot)
         except (PeerLost, RegionClosed):
             pass  # nobody is there to use it
         except WaitTimeout:  # the channel is full, and nothing was sent: the next one that comes back takes it along
@@ -288,3 +300,16 @@ class RingConsumer:
             self._given = number - 1
             self._returned.appendleft(slot)
             raise
+
+    def _give_credit(self, number: int, slot: int) -> None:
+        at = self.ring.record(number)
+        if self.mapped:
+            _RECORD.pack_into(self._records, at, slot)
+            self.channel.signal(self._credit, number)
+            return
+        place = number % self.ring.depth
+        earlier = self._written[place]
+        if earlier is not None:
+            earlier.wait()  # its record may still be on its way
+        _RECORD.pack_into(self._records, at, slot)
+        self._written[place] = self.channel.write(*self._pairs[place], (self._credit, number))
