@@ -243,18 +243,22 @@ def test_slabs_come_and_go(pair: Pair) -> None:
     ],
 )
 def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: int, why: str) -> None:
-    """Another access, an offset, a length, or a device: refused, and the right one is received afterwards."""
+    """Another access, an offset, a length, or a device: refused, and the right one is received afterwards.
+
+    In the first step, when the consumer has never seen the region, and in the second.
+    """
     producer, consumer = make_dynamic(pair, 2)
-    producer.send(1, filled(producer, 1), SPEC)
-    producer.flush(SECONDS)
-    consumer._ring.inbox.region.wait(0, 1, SECONDS, pair.back)
-    header = consumer._ring.memory[consumer._ring.ring.slot(0) :][:192]
-    right = bytes(header)
-    size = 8 if field in (128, 112) else 1
-    header[field : field + size] = value.to_bytes(size, "little")
-    if field == 112:  # a region said to be larger than it is
-        header[128:136] = (2**49).to_bytes(8, "little")
-    with pytest.raises((ProtocolError, RemoteAccessError), match=why):
-        consumer.receive(1, SECONDS)
-    header[:] = right
-    assert np.all(array_of(consumer.receive(1, SECONDS)) == 1)
+    for step in (1, 2):
+        producer.send(step, filled(producer, step), SPEC)
+        producer.flush(SECONDS)
+        consumer._ring.inbox.region.wait(0, step, SECONDS, pair.back)
+        header = consumer._ring.memory[consumer._ring.ring.slot(step - 1) :][:192]
+        right = bytes(header)
+        size = 8 if field in (128, 112) else 1
+        header[field : field + size] = value.to_bytes(size, "little")
+        if field == 112:  # a region said to be larger than it is
+            header[128:136] = (2**49).to_bytes(8, "little")
+        with pytest.raises((ProtocolError, RemoteAccessError), match=why):
+            consumer.receive(step, SECONDS)
+        header[:] = right
+        assert np.all(array_of(consumer.receive(step, SECONDS)) == step)
