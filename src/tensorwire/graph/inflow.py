@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from tensorwire.device import Channel, Region, RemoteRegion
+from tensorwire.edge import DynamicConsumer, Pool, Received, Ring
 from tensorwire.errors import DeviceError, PlanMismatch, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 
+T = TypeVar("T")
 LINE = 64  # bytes between words: each has its cache line
 RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
+RING = Ring(64)  # of a dynamic edge: so many runs may be alive at once
 _LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
@@ -23,12 +28,14 @@ GRANT, BEGUN, RETURNED, PLANNING, CREDITS = range(5)
 class Door(msgspec.Struct, frozen=True):
     """What a host tells one other about a plan.
 
-    Its words, its first banks, its memory for what is lent (by edge), and whether it maps the other's memory.
+    Its words, its first banks, by edge its memory for what is lent and for the rings of dynamic edges, and whether it
+    maps the other's memory.
     """
 
     words: bytes
     banks: list[bytes]
     loans: dict[int, bytes]
+    rings: dict[int, bytes]
     maps: bool
 
 
@@ -42,45 +49,51 @@ def arrival(place: int, run: int) -> int:
     return 8 * (place * RUNS + run % RUNS)
 
 
-def wait_for(
-    words: Region,
-    offset: int,
-    at_least: int,
-    timeout: float,
-    channel: Channel,
-    planning: int,
-    host: str,
-    ledger: Ledger,
-) -> None:
-    """Waits for the word at ``offset`` that ``host`` raises, unless that has gone on to plan another graph.
+def patiently(wait: Callable[[float], T], timeout: float, host: str, moved_on: Callable[[], bool], name: str) -> T:
+    """``wait(seconds)`` for something that ``host`` sends in a run of graph ``name``, unless that has moved on.
 
-    A host says so in the word at ``planning``, after all that it sends. Raises `PlanMismatch`, `PeerLost` or
-    `WaitTimeout`.
+    ``moved_on()``: whether it plans another graph; it says so after all that it sent before. Raises `PlanMismatch`, or
+    what ``wait`` raises.
     """
     end = time.monotonic() + timeout
     while True:
         left = end - time.monotonic()
         try:
-            words.wait(offset, at_least, min(_LOOK, left), channel)
-            return
+            return wait(min(_LOOK, left))
         except WaitTimeout:
-            elsewhere = words.load(planning) > ledger.plans()
-            if elsewhere and words.load(offset) < at_least:
-                raise PlanMismatch(
-                    f"{host} plans another graph, while this host runs graph {ledger.name} once more: did they get "
-                    "arguments of other shapes, or take another branch?"
-                ) from None
-            if left <= _LOOK:
-                raise
+            if not moved_on():
+                if left <= _LOOK:
+                    raise
+                continue
+        try:
+            return wait(0.0)
+        except WaitTimeout:
+            raise PlanMismatch(
+                f"{host} plans another graph, while this host runs graph {name} once more: did they get arguments of "
+                "other shapes, or take another branch?"
+            ) from None
 
 
 class Inflow:
-    """What this host receives from ``host``. ``loans``: bytes of each edge that is lent."""
+    """What this host receives from ``host``.
+
+    ``edges``: all of the pair. ``loans``: bytes of each that is lent. ``dynamic``: those of no known size, which are
+    read into ``pool`` where they cannot be mapped. ``nbytes``: of the source's outbox.
+    """
 
     def __init__(
-        self, host: str, channel: Channel, edges: list[int], loans: dict[int, int], nbytes: int, ledger: Ledger
+        self,
+        host: str,
+        channel: Channel,
+        edges: list[int],
+        loans: dict[int, int],
+        dynamic: list[int],
+        nbytes: int,
+        pool: Pool,
+        ledger: Ledger,
     ) -> None:
         self.host, self._channel, self._nbytes, self._ledger = host, channel, nbytes, ledger
+        self._pool = pool
         self.maps = channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
         self._planning = 8 * RUNS * len(edges)  # behind the arrival words
@@ -92,21 +105,29 @@ class Inflow:
         self._granted = 0
         self._grants: dict[int, Bank] = {}
         self._now: Held | None = None
+        self._rings = {edge: channel.device.allocate(RING.nbytes) for edge in dynamic}
+        self._consumers: dict[int, DynamicConsumer] = {}
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
             self._lent = {edge: hold(memoryview(region)) for edge, region in self._landings.items()}
-            for _ in range(BANKS if len(edges) > len(loans) else 0):
+            for _ in range(BANKS if len(edges) > len(loans) + len(dynamic) else 0):
                 self._new_bank()
 
     def door(self) -> Door:
         """For the source."""
         loans = {edge: region.remote("write").pack() for edge, region in self._landings.items()}
         banks = [region.remote("write").pack() for region in self._regions]
-        return Door(self._words.remote("write").pack(), banks, loans, self.maps)
+        rings = {edge: region.remote("write").pack() for edge, region in self._rings.items()}
+        return Door(self._words.remote("write").pack(), banks, loans, rings, self.maps)
 
     def open(self, door: Door) -> None:
         """Takes what the source told."""
         self._back = RemoteRegion.unpack(door.words)
+        for edge, region in self._rings.items():
+            outbox = RemoteRegion.unpack(door.rings[edge]).view()
+            self._consumers[edge] = DynamicConsumer(
+                self._channel, region.view(), outbox, ring=RING, pool=None if self.maps else self._pool
+            )
         if self.maps:
             for packed in door.banks:
                 self._map_bank(packed)
@@ -157,13 +178,25 @@ class Inflow:
     def receive(self, edge: int, run: int, timeout: float) -> Held:
         """Waits for ``edge``; the memory in which it lies: the source's outbox, or its own where it is lent."""
         offset = arrival(self._place[edge], run)
-        wait_for(self._words, offset, run << 8, timeout, self._channel, self._planning, self.host, self._ledger)
+        self._patiently(lambda seconds: self._words.wait(offset, run << 8, seconds, self._channel), timeout)
         lent = self._lent.get(edge)
         if lent is not None:
             return lent
         if self._now is None:
             self._now = self._hold(self._words.load(offset) & 255, run)
         return self._now
+
+    def receive_dynamic(self, edge: int, run: int, timeout: float) -> Received:
+        """Waits for ``edge``, which is dynamic: its prefix, and behind it the tensor."""
+        received = self._patiently(lambda seconds: self._consumers[edge].receive(run, seconds), timeout)
+        assert isinstance(received, Received)
+        return received
+
+    def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
+        return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
+
+    def _moved_on(self) -> bool:
+        return self._words.load(self._planning) > self._ledger.plans()
 
     def _hold(self, number: int, run: int) -> Held:
         if not self.maps:
@@ -190,5 +223,5 @@ class Inflow:
 
     def close(self) -> None:
         """Gives the memory back."""
-        for region in (self._words, *self._regions, *self._landings.values()):
+        for region in (self._words, *self._regions, *self._landings.values(), *self._rings.values()):
             region.close()

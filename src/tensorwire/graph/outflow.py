@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tensorwire.device import Channel, Completion, RemoteRegion, View
+from tensorwire.edge import DynamicProducer, Lease, Pool, Spec
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
 from tensorwire.graph.inflow import (
     BEGUN,
@@ -11,20 +14,38 @@ from tensorwire.graph.inflow import (
     LINE,
     PLANNING,
     RETURNED,
+    RING,
     RUNS,
     Door,
+    T,
     arrival,
     pack,
-    wait_for,
+    patiently,
 )
 from tensorwire.observe import counters
 
 
 class Outflow:
-    """What this host sends to ``host``. ``banks``: whether any of it lies in the outbox."""
+    """What this host sends to ``host``.
 
-    def __init__(self, host: str, channel: Channel, edges: list[int], banks: bool, ledger: Ledger) -> None:
+    ``edges``: all of the pair. ``dynamic``: those of no known size, which lie in ``pool``. ``banks``: whether any lies
+    in the outbox.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        channel: Channel,
+        edges: list[int],
+        dynamic: list[int],
+        banks: bool,
+        pool: Pool,
+        ledger: Ledger,
+    ) -> None:
         self.host, self.channel, self._ledger = host, channel, ledger
+        self.pool = pool
+        self._rings = {edge: channel.device.allocate(RING.nbytes) for edge in dynamic}
+        self.producers: dict[int, DynamicProducer] = {}
         self._uses_banks = banks
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
@@ -40,6 +61,16 @@ class Outflow:
         self.maps = door.maps
         self._inboxes = [RemoteRegion.unpack(packed) for packed in door.banks]
         self._landings = {edge: RemoteRegion.unpack(packed) for edge, packed in door.loans.items()}
+        for edge, region in self._rings.items():
+            inbox = RemoteRegion.unpack(door.rings[edge]).view()
+            self.producers[edge] = DynamicProducer(
+                self.channel, inbox, region.view(), ring=RING, pool=self.pool, access="write"
+            )
+
+    @property
+    def rings(self) -> dict[int, bytes]:
+        """For the target: where it gives back what it had of each dynamic edge."""
+        return {edge: region.remote("write").pack() for edge, region in self._rings.items()}
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the target holds nothing of the bank's last run."""
@@ -93,8 +124,18 @@ class Outflow:
             self.flush(timeout)
 
     def _wait(self, word: int, at_least: int, timeout: float) -> None:
-        where = (self.channel, LINE * PLANNING, self.host, self._ledger)
-        wait_for(self.words, LINE * word, at_least, timeout, *where)
+        self._patiently(lambda seconds: self.words.wait(LINE * word, at_least, seconds, self.channel), timeout)
+
+    def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
+        return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
+
+    def _moved_on(self) -> bool:
+        return self.words.load(LINE * PLANNING) > self._ledger.plans()
+
+    def send_dynamic(self, edge: int, run: int, lease: Lease, timeout: float) -> None:
+        """Makes what lies in ``lease`` arrive as ``edge``, once the target has a place for its header."""
+        spec = Spec((lease.nbytes,), "uint8")
+        self._patiently(lambda seconds: self.producers[edge].send(run, lease, spec, timeout=seconds), timeout)
 
     def plan_another(self, number: int) -> None:
         """Tells the target that this host plans its ``number``-th graph, counted from 1."""
@@ -108,4 +149,5 @@ class Outflow:
 
     def close(self) -> None:
         """Gives the memory back."""
-        self.words.close()
+        for region in (self.words, *self._rings.values()):
+            region.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tensorwire.control import Member
+from tensorwire.device import Device
+from tensorwire.edge import Pool
 from tensorwire.graph.plan import Plan
 from tensorwire.graph.rpc import Calls, RpcWires
-from tensorwire.graph.wires import Wires
+from tensorwire.graph.wires import Wires, make_pool
 
 
 class Party:
@@ -19,6 +21,7 @@ class Party:
         self.me = f"worker:{member.index}"
         self._wires: list[Wires | RpcWires] = []
         self._calls: Calls | None = None
+        self._pools: dict[str, Pool] = {}
 
     @property
     def next_number(self) -> int:
@@ -41,9 +44,13 @@ class Party:
             self._calls = self._calls or Calls(self.member)
             wires = RpcWires(plan, self.me, self._calls, number, self.timeout)
         else:
-            wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__)
+            wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__, self._pool)
         self._wires.append(wires)
         return wires
+
+    def _pool(self, device: Device) -> Pool:
+        """One a device, for all plans."""
+        return self._pools.setdefault(device.name, make_pool(device))
 
     def close(self) -> None:
         """Gives the memory of all plans back. Idempotent."""

@@ -25,25 +25,33 @@ import msgspec
 
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region
+from tensorwire.edge import Lease, Pool, Received
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, Door, Inflow
+from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
-from tensorwire.observe import spans
+from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
+MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
 _POLL = 0.005  # seconds between looks at two words at once
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
+
+
+def make_pool(device: Device) -> Pool:
+    """The memory of ``device`` for tensors of no known size."""
+    return Pool(device, limit=MOST_DYNAMIC)
 
 
 class Wires:
     """The wires of ``plan`` at host ``me``. All hosts make theirs in the same order; ``number`` tells them apart.
 
     ``borrowed``: by lender and borrower, who still reads during this plan what was lent by an earlier one (a backward
-    graph, what its forward graph saved). ``plans()``: how many plans this host has made. Makes regions and tells the
-    others of them, once: an RPC and a registration each. Raises `OutOfMemory`, `PeerLost`, `WaitTimeout` or
-    `JobEnded`.
+    graph, what its forward graph saved). ``plans()``: how many plans this host has made. ``pools(device)``: where
+    tensors of no known size lie. Makes regions and tells the others of them, once: an RPC and a registration each.
+    Raises `OutOfMemory`, `PeerLost`, `WaitTimeout` or `JobEnded`.
     """
 
     def __init__(
@@ -55,9 +63,10 @@ class Wires:
         timeout: float,
         borrowed: Collection[tuple[str, str]] = (),
         plans: Callable[[], int] = int,
+        pools: Callable[[Device], Pool] = make_pool,
     ) -> None:
         self.plan, self.me, self._timeout = plan, me, timeout
-        self._member, self._number = member, number
+        self._member, self._number, self._pools = member, number, pools
         self.run = 0
         self.bank: Bank | None = None  # of this run
         self.held: Held | None = None  # its bytes
@@ -81,12 +90,18 @@ class Wires:
     def _inflow(self, host: str, ledger: Ledger) -> Inflow:
         edges = self._edges(host, self.me)
         loans = {index: self.plan.edges[index].nbytes or 0 for index in edges if self.plan.edges[index].lent}
-        return Inflow(host, self._channel(host), edges, loans, dict(self.plan.outbox)[host], ledger)
+        channel = self._channel(host)
+        nbytes = dict(self.plan.outbox)[host]
+        return Inflow(host, channel, edges, loans, self._dynamic(edges), nbytes, self._pools(channel.device), ledger)
 
     def _outflow(self, host: str, ledger: Ledger) -> Outflow:
         edges = self._edges(self.me, host)
-        banks = any(not self.plan.edges[index].lent for index in edges)
-        return Outflow(host, self._channel(host), edges, banks, ledger)
+        channel, dynamic = self._channel(host), self._dynamic(edges)
+        banks = any(self.plan.edges[index].slot is not None for index in edges)
+        return Outflow(host, channel, edges, dynamic, banks, self._pools(channel.device), ledger)
+
+    def _dynamic(self, edges: list[int]) -> list[int]:
+        return [index for index in edges if self.plan.edges[index].kind == DYNAMIC]
 
     def _channel(self, host: str) -> Channel:
         role, _, index = host.partition(":")
@@ -134,7 +149,8 @@ class Wires:
                 for index, (memory, _) in self._loans.items()
                 if maps and host in self.plan.edges[index].targets
             }
-            self._tell(f"out/{host}", host, Door(outflow.words.remote("write").pack(), banks, loans, maps))
+            words = outflow.words.remote("write").pack()
+            self._tell(f"out/{host}", host, Door(words, banks, loans, outflow.rings, maps))
         for host, outflow in self._out.items():
             outflow.open(self._hear(f"in/{self.me}", host))
         for host, inflow in self._in.items():
@@ -214,6 +230,32 @@ class Wires:
             source = self._outboxes[bank.number][target.channel.device.name]
             target.send(index, self.run, bank, source.view(edge.slot + edge.offset, nbytes), self._timeout)
         spans.add("push", self.run, start, clock(), edge.name)
+
+    def room(self, index: int, nbytes: int) -> Lease:
+        """Memory for edge ``index``, which is dynamic, to be born in. Raises `OutOfMemory` or `WaitTimeout`."""
+        target = self._out[self.plan.edges[index].targets[0]]
+        return target.producers[index].room(nbytes, self._timeout)
+
+    def send_dynamic(self, index: int, lease: Lease) -> None:
+        """Makes edge ``index``, which lies in ``lease`` of ``room(index)``, arrive at its targets."""
+        edge, start = self.plan.edges[index], clock()
+        leases = {lease.slab.device.name: lease}
+        for host in edge.targets:
+            target = self._out[host]
+            device = target.channel.device.name
+            if device not in leases:  # memory of one device is not another's
+                leases[device] = other = target.producers[index].room(lease.nbytes, self._timeout)
+                other.memory[:] = memoryview(lease.hold)
+                counters.add(copies=1, copied_bytes=lease.nbytes)
+            target.send_dynamic(index, self.run, leases[device], self._timeout)
+        spans.add("push", self.run, start, clock(), edge.name)
+
+    def receive_dynamic(self, index: int) -> Received:
+        """Waits for edge ``index``, which is dynamic. Raises `PeerLost`, `WaitTimeout` or `OutOfMemory`."""
+        edge, start = self.plan.edges[index], clock()
+        received = self._in[edge.source].receive_dynamic(index, self.run, self._timeout)
+        spans.add("wait", self.run, start, clock(), edge.name)
+        return received
 
     def loan(self, index: int) -> Held:
         """The memory that edge ``index``, which is lent, is to live in."""

@@ -96,7 +96,7 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         host_of(node),
         alias=alias,
         writes=writes,
-        fresh=alias is None and isinstance(target, torch._ops.OpOverload) and is_new(target, 0),
+        fresh=alias is None and _allocates(target),
         cheap=torch.Tag.pointwise in tags or _packet(target) in _CHEAP or (spec is None and not _is_tuple(value)),
         random=torch.Tag.nondeterministic_seeded in tags,
         tuple_=_is_tuple(value),
@@ -128,6 +128,10 @@ def _is_tuple(value: Any) -> bool:
 
 def _packet(target: Any) -> str:
     return target._schema.name.removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _allocates(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.returns) and is_new(target, 0)
 
 
 def _writes(node: fx.Node) -> tuple[str, ...]:

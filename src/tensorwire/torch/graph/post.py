@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from tensorwire.errors import Unsupported
-from tensorwire.graph.kinds import BOUNDED, STATIC, VALUE
+from tensorwire.graph import Edge
+from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
+from tensorwire.graph.wires import Wires
 from tensorwire.torch.graph import receiving, sending
 from tensorwire.torch.graph.birth import Birthplace, Place
 from tensorwire.torch.graph.importer import spec_of
@@ -31,10 +33,9 @@ class Post:
             send = sending.number(wires, index, edge)
         elif edge.lent:
             send = sending.lent(wires, index, edge)
-        elif edge.kind in _SENDERS:
-            send = _SENDERS[edge.kind](wires, index, edge)
         else:
-            raise Unsupported(f"{edge.name}: {edge.spec} has no bound")
+            self._check(edge)
+            send = _SENDERS[edge.kind](wires, index, edge)
         return _named(send, f"send_{edge.name}")
 
     def receiver(self, index: int, dtype: torch.dtype | None, *, own: bool) -> Function:
@@ -45,6 +46,9 @@ class Post:
             receive = receiving.number(wires, index, at)
         elif edge.kind == VALUE:
             receive = receiving.small(wires, index, edge, at, dtype)
+        elif edge.kind == DYNAMIC:
+            self._check(edge)
+            receive = receiving.dynamic(wires, index, edge, dtype)
         elif edge.kind == BOUNDED:
             receive = receiving.bounded(wires, index, edge, at, dtype)
         else:
@@ -52,6 +56,10 @@ class Post:
         if own and edge.kind != VALUE:
             receive = receiving.own(receive)
         return _named(receive, f"receive_{edge.name}")
+
+    def _check(self, edge: Edge) -> None:
+        if edge.kind == DYNAMIC and not isinstance(self._wires, Wires):
+            raise Unsupported(f"mode='rpc' sends tensors of known or bounded size; {edge.name} is {edge.spec}")
 
     def birthplace(self, op: Any, edges: list[int], traced: Any) -> Function:
         """``op``, whose outputs are born in the slots of ``edges``; ``traced``: what it returned when captured."""
@@ -71,7 +79,7 @@ class Post:
         sending.house(self._wires, index, self._edges[index], parameter)
 
 
-_SENDERS = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded}
+_SENDERS = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded, DYNAMIC: sending.dynamic}
 
 
 def _named(function: Function, name: str) -> Function:

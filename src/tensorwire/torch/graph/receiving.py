@@ -9,6 +9,7 @@ import torch
 
 from tensorwire.graph import Edge
 from tensorwire.graph.plan import PREFIX
+from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
 from tensorwire.torch.graph.memory import read_number, read_shape
 from tensorwire.torch.graph.place import over
@@ -49,6 +50,20 @@ def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype
         held = wires.receive(index)
         shape, strides = read_shape(held.data[at:], rank)
         return over(held, dtype=dtype, shape=shape, strides=strides, offset=at + PREFIX)
+
+    return receive
+
+
+def dynamic(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+    """A tensor of any size, with its shape in front. It keeps its memory."""
+    assert isinstance(wires, Wires)
+    assert edge.spec is not None
+    rank = len(edge.spec.shape)
+
+    def receive() -> torch.Tensor:
+        memory = wires.receive_dynamic(index).memory
+        shape, strides = read_shape(memory, rank)
+        return over(memory, dtype=dtype, shape=shape, strides=strides, offset=PREFIX)
 
     return receive
 

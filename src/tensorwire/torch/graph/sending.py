@@ -77,6 +77,23 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
+def dynamic(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """A tensor of any size, with its shape in front."""
+    assert isinstance(wires, Wires)
+
+    def send(value: torch.Tensor) -> None:
+        nbytes = extent_bytes(value)
+        lease = wires.room(index, PREFIX + nbytes)
+        memory = lease.memory
+        write_shape(memory, value)
+        over(memory, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=PREFIX).copy_(value)
+        counters.add(copies=1, copied_bytes=nbytes)
+        del memory
+        wires.send_dynamic(index, lease)
+
+    return send
+
+
 def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
     """A parameter that lives in the memory it is lent from; one that was moved elsewhere is copied there."""
 
