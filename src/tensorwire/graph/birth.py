@@ -14,7 +14,7 @@ from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, SAVED, Graph, Node, Tens
 from tensorwire.graph.kinds import STATIC, VALUE, kind_of
 
 _WHY_GIVEN = {INPUT: "an input of the caller", PARAMETER: "a parameter", SAVED: "kept from the forward graph"}
-_SMALL, _VARIES = "it is small", "its size varies"
+_SMALL, _VARIES, _UNSIZED = "it is small", "a part of what varies", "nobody knows its size before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,11 @@ def _birth(root: Node, operator: Node, spec: TensorSpec | None, why: str, lent: 
     if why or spec is None or kind == VALUE:
         return Birth(root.name, why=why or _SMALL)
     if kind != STATIC or root.spec is None or not root.spec.static:
-        return Birth(root.name, why=_VARIES)
+        if root.spec != spec:
+            return Birth(root.name, why=_VARIES)
+        if not root.sized:
+            return Birth(root.name, why=_UNSIZED)
+        return Birth(root.name, operator.name, root.index, 0, spec.nbytes or 0)
     assert isinstance(spec.offset, int)
     assert spec.nbytes is not None
     assert root.spec.nbytes is not None

@@ -118,6 +118,7 @@ class Node:
     parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
     ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
     than sent. ``random``: it draws random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
+    ``sized``: before it runs one can say how large its output will be.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Node:
     cheap: bool = False
     random: bool = False
     tuple_: bool = False
+    sized: bool = True
     index: int = 0  # of an item: which output
 
 

@@ -204,10 +204,10 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
 def _slot_bytes(edge: Edge, birth: Birth) -> int:
     if edge.kind == VALUE:
         return BY_VALUE
-    if edge.birthplace:
-        return birth.nbytes
     assert edge.nbytes is not None
-    return edge.nbytes if edge.kind == STATIC else PREFIX + edge.nbytes
+    if edge.kind != STATIC:
+        return PREFIX + edge.nbytes
+    return birth.nbytes if edge.birthplace else edge.nbytes
 
 
 def _plan(

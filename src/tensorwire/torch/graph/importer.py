@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from tensorwire.graph import Graph, Node, Output, TensorSpec, Unknown
-from tensorwire.graph.ir import CALL, INPUT, ITEM, PARAMETER, Dim
+from tensorwire.graph.ir import CALL, GIVEN, INPUT, ITEM, PARAMETER, Dim
 from tensorwire.torch.graph.birth import is_new
 
 HostOf = Callable[[fx.Node], str | None]
@@ -66,9 +66,24 @@ def import_graph(
     host_of: HostOf,
 ) -> Graph:
     """Our graph of ``module``: ``origins`` one a placeholder, in their order."""
-    given = iter(origins)
-    nodes = [_node(node, given, host_of) for node in module.graph.nodes if node.op != "output"]
+    given, known = iter(origins), set[Any]()
+    nodes = []
+    for node in module.graph.nodes:
+        if node.op != "output":
+            symbols = _symbols(node.meta.get("val"))
+            made = _node(node, given, host_of)
+            nodes.append(made if symbols <= known or made.kind in GIVEN else replace(made, sized=False))
+            known |= symbols
     return Graph(name, hosts, tuple(nodes), tuple(outputs))
+
+
+def _symbols(value: Any) -> set[Any]:
+    """What the lengths of a traced value depend on."""
+    if isinstance(value, torch.Tensor):
+        return {symbol for number in (*value.shape, *value.stride()) for symbol in _symbols(number)}
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(value.node.expr.free_symbols)
+    return {symbol for item in value for symbol in _symbols(item)} if _is_tuple(value) else set()
 
 
 def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -13,12 +14,17 @@ _SHAPES = struct.Struct("<16q")
 assert _SHAPES.size == PREFIX
 
 
+def extent(size: Sequence[int]) -> int:
+    """Elements from the first to behind the last; ``size``: lengths, then strides."""
+    rank = len(size) // 2
+    if 0 in size[:rank]:
+        return 0
+    return 1 + sum([(length - 1) * step for length, step in zip(size[:rank], size[rank:], strict=True)])
+
+
 def extent_bytes(value: torch.Tensor) -> int:
     """Bytes from its first element to behind its last."""
-    if value.numel() == 0:
-        return 0
-    reach = sum((length - 1) * step for length, step in zip(value.shape, value.stride(), strict=True))
-    return (reach + 1) * value.element_size()
+    return extent((*value.shape, *value.stride())) * value.element_size()
 
 
 def write_number(memory: memoryview, value: float) -> None:

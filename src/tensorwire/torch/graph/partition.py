@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tensorwire.errors import Unsupported
 from tensorwire.graph import Analysis
 from tensorwire.torch.graph.absent import kept_elsewhere, length_of, shown_elsewhere
 from tensorwire.torch.graph.post import Post
@@ -85,9 +86,7 @@ class _Builder:
 
     def _given(self, node: fx.Node) -> None:
         made = self.made[node.name] = self.graph.placeholder(node.name)
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            self.numbers[value.node.expr] = made
+        self._note_number(node, made)
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The value of ``node`` here: made here, there from the beginning, or received now."""
@@ -105,13 +104,34 @@ class _Builder:
         births = self.born.get(node.name)
         if births:
             assert isinstance(node.target, torch._ops.OpOverload)
-            args = fx.map_arg(node.args, self._value)
-            kwargs = fx.map_arg(node.kwargs, self._value)
-            birth = self.post.birthplace(node.target, births, node.meta["val"])
-            made = self.graph.call_function(birth, args, kwargs)
+            made = self._born(node, births)
         else:
             made = self.graph.node_copy(node, self._value)
         self.made[node.name] = made
+        self._note_number(node, made)
+
+    def _born(self, node: fx.Node, births: list[int]) -> fx.Node:
+        """An operator whose outputs are born in registered memory: of a size that is known, or computed before."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        args = fx.map_arg(node.args, self._value)
+        kwargs = fx.map_arg(node.kwargs, self._value)
+        traced = node.meta["val"]
+        outputs = traced if isinstance(traced, (tuple, list)) else (traced,)
+        index = {self.analysis.plan.edges[edge].index: edge for edge in births}
+        try:
+            sizes = {edge: self._lengths(outputs[output]) for output, edge in index.items()}
+        except Unsupported:  # it depends on a number that only another host has: copied when it is sent
+            return self.graph.call_function(node.target, args, kwargs)
+        birth = self.post.birthplace(node.target, index, [outputs[output].dtype for output in index])
+        return self._call(birth, list(sizes.values()), args, kwargs)
+
+    def _lengths(self, traced: torch.Tensor) -> list[Any]:
+        return [self._length(length) for length in (*traced.shape, *traced.stride())]
+
+    def _note_number(self, node: fx.Node, made: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            self.numbers.setdefault(value.node.expr, made)
 
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
@@ -120,8 +140,7 @@ class _Builder:
             return self._value(value)
         traced = value.meta["val"]
         if value.name in self.shown:
-            lengths = [self._length(length) for length in (*traced.shape, *traced.stride())]
-            return self._call(shown_elsewhere(traced), *lengths)
+            return self._call(shown_elsewhere(traced), *self._lengths(traced))
         return self._call(kept_elsewhere(traced)) if self.keeps else None
 
     def _length(self, length: Any) -> Any:

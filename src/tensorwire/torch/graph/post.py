@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from tensorwire.edge import Lease
 from tensorwire.errors import Unsupported
 from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
+from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.torch.graph import receiving, sending
 from tensorwire.torch.graph.birth import Birthplace, Place
-from tensorwire.torch.graph.importer import spec_of
+from tensorwire.torch.graph.memory import extent
 from tensorwire.torch.graph.sending import AnyWires
 
 Function = Callable[..., Any]
@@ -25,6 +27,7 @@ class Post:
     def __init__(self, wires: AnyWires) -> None:
         self._wires = wires
         self._edges = wires.plan.edges
+        self._leases: dict[int, Lease] = {}  # of dynamic edges, from birth to sending
 
     def sender(self, index: int) -> Function:
         """``send(value)`` for edge ``index``."""
@@ -35,7 +38,11 @@ class Post:
             send = sending.lent(wires, index, edge)
         else:
             self._check(edge)
-            send = _SENDERS[edge.kind](wires, index, edge)
+            kinds = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded}
+            if edge.kind == DYNAMIC:
+                send = sending.dynamic(wires, index, edge, self._leases)
+            else:
+                send = kinds[edge.kind](wires, index, edge)
         return _named(send, f"send_{edge.name}")
 
     def receiver(self, index: int, dtype: torch.dtype | None, *, own: bool) -> Function:
@@ -61,25 +68,36 @@ class Post:
         if edge.kind == DYNAMIC and not isinstance(self._wires, Wires):
             raise Unsupported(f"mode='rpc' sends tensors of known or bounded size; {edge.name} is {edge.spec}")
 
-    def birthplace(self, op: Any, edges: list[int], traced: Any) -> Function:
-        """``op``, whose outputs are born in the slots of ``edges``; ``traced``: what it returned when captured."""
-        outputs = traced if isinstance(traced, (tuple, list)) else (traced,)
-        slots: dict[int, Any] = {self._edges[index].index: self._edges[index].slot for index in edges}
-        rooms = [(slot, spec_of(outputs[output]).nbytes) for output, slot in slots.items()]
-        birthplace, wires = Birthplace(op, tuple(slots)), self._wires
+    def birthplace(self, op: Any, outputs: dict[int, int], dtypes: list[torch.dtype]) -> Function:
+        """``born(sizes, args, kwargs)``: ``op``, whose outputs are born where their edges have them; ``outputs``: the
+        edge of each. ``sizes`` has lengths and strides of each output."""
+        birthplace = Birthplace(op, tuple(outputs))
+        rooms = [self._room(index) for index in outputs.values()]
+        widths = [dtype.itemsize for dtype in dtypes]
 
-        def born(*args: Any, **kwargs: Any) -> Any:
-            places = [Place(wires.held, offset=slot, nbytes=nbytes) for slot, nbytes in rooms]
+        def born(sizes: list[list[int]], args: Any, kwargs: Any) -> Any:
+            places = [room(extent(size) * width) for room, size, width in zip(rooms, sizes, widths, strict=True)]
             return birthplace(places, args, kwargs)[0]  # what went astray is copied when it is sent
 
-        return _named(born, f"born_{self._edges[edges[0]].name}")
+        return _named(born, f"born_{self._edges[next(iter(outputs.values()))].name}")
+
+    def _room(self, index: int) -> Callable[[int], Place]:
+        """``room(nbytes)``: where edge ``index`` is to be born."""
+        edge, wires = self._edges[index], self._wires
+        if edge.kind == DYNAMIC:
+            return lambda nbytes: self._lease(index, nbytes)
+        assert edge.slot is not None
+        slot = edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+        return lambda nbytes: Place(wires.held, offset=slot, nbytes=nbytes)
+
+    def _lease(self, index: int, nbytes: int) -> Place:
+        assert isinstance(self._wires, Wires)
+        lease = self._leases[index] = self._wires.room(index, PREFIX + nbytes)
+        return Place(lease.hold, offset=PREFIX, nbytes=nbytes)
 
     def house(self, index: int, parameter: torch.Tensor) -> None:
         """Moves a parameter into the memory that edge ``index`` lends it from."""
         sending.house(self._wires, index, self._edges[index], parameter)
-
-
-_SENDERS = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded, DYNAMIC: sending.dynamic}
 
 
 def _named(function: Function, name: str) -> Function:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tensorwire.edge import Lease
 from tensorwire.errors import ArgumentError
 from tensorwire.graph import Edge
 from tensorwire.graph.plan import PREFIX
@@ -77,21 +78,26 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def dynamic(wires: AnyWires, index: int, edge: Edge) -> Send:
-    """A tensor of any size, with its shape in front."""
+def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> Send:
+    """A tensor of any size, with its shape in front. ``born``: by edge, the memory that it may have been born in."""
     assert isinstance(wires, Wires)
 
     def send(value: torch.Tensor) -> None:
-        nbytes = extent_bytes(value)
-        lease = wires.room(index, PREFIX + nbytes)
-        memory = lease.memory
-        write_shape(memory, value)
-        over(memory, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=PREFIX).copy_(value)
-        counters.add(copies=1, copied_bytes=nbytes)
-        del memory
+        nbytes, lease = extent_bytes(value), born.pop(index, None)
+        if lease is None or lease.nbytes != PREFIX + nbytes or not _lies_in(lease, value):
+            lease = wires.room(index, PREFIX + nbytes)
+            room = over(lease.memory, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=PREFIX)
+            room.copy_(value)
+            counters.add(copies=1, copied_bytes=nbytes)
+        write_shape(lease.memory, value)
         wires.send_dynamic(index, lease)
 
     return send
+
+
+def _lies_in(lease: Lease, value: torch.Tensor) -> bool:
+    """Whether ``value`` begins behind the prefix; of one without elements there is nothing to copy."""
+    return not value.numel() or value.data_ptr() == lease.slab.region.address + lease.offset + PREFIX
 
 
 def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
