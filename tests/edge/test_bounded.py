@@ -77,6 +77,7 @@ def test_what_was_not_prepared(pair: Pair) -> None:
     assert not consumer.ready()
     producer.fill(1, np.arange(3))
     producer.send(1)
+    producer.flush(SECONDS)
     assert consumer.ready()
     assert np.array_equal(array_of(consumer.receive(1, SECONDS)), np.arange(3))
 
