@@ -75,9 +75,12 @@ def edge(
             with contextlib.suppress(EOFError):
                 receive(pipe)
 
-    with quick(device_kind, lost_after=lost_after) as device, Forked(serve) as peer:
+    def ours() -> tuple[End, Forked, Channel]:
         end, channel = connect(kind, role, device, peer.pipe)
-        yield end, peer, channel
+        return end, peer, channel
+
+    with quick(device_kind, lost_after=lost_after) as device, Forked(serve) as peer:
+        yield ours()  # and keep nothing of it: tests drop their end
 
 
 @pytest.fixture(params=["shm", "tcp"])
