@@ -16,10 +16,23 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
-LAYERS = ["observe", "device", "control", "edge", "graph", "store", "launch", "doctor", "torch", "bench", "cli", "testing"]
+LAYERS = [
+    "observe",
+    "device",
+    "control",
+    "edge",
+    "graph",
+    "store",
+    "launch",
+    "doctor",
+    "torch",
+    "bench",
+    "cli",
+    "testing",
+]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "init", "torch"},
-    "tensorwire.torch": {"StoreOptimizer"},
+    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",

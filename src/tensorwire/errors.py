@@ -21,7 +21,8 @@
     │   └── WorkerFinished              a worker was done while this one went on with another step
     ├── ProgramFailed                   a program of a benchmark ended or was silent
     ├── GradientModified                a gradient changed after it had been pushed
-    └── ParameterModified               user code changed a parameter that lives in the store
+    ├── ParameterModified               user code changed a parameter that lives in the store
+    └── LivesElsewhere (RuntimeError)   a tensor of another host was read
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "DeviceError",
     "GradientModified",
     "JobEnded",
+    "LivesElsewhere",
     "OutOfMemory",
     "ParameterModified",
     "PeerLost",
@@ -128,3 +130,7 @@ class GradientModified(TensorwireError):
 
 class ParameterModified(TensorwireError):
     """User code changed a parameter whose values live in the store."""
+
+
+class LivesElsewhere(TensorwireError, RuntimeError):
+    """A tensor was read that lives on another host. The message names it and the host."""

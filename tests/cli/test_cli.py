@@ -52,7 +52,7 @@ MISTAKES = [
     (["run", "--workers", "0", "--", "true"], "'--workers': 0 is not in the range x>=1"),
     (["run", "--workers", "many", "--", "true"], "'--workers': 'many' is not a valid integer"),
     (["run", "--workers"], "'--workers' requires an argument"),
-    (["run", "--servers", "0", "--", "true"], "'--servers': 0 is not in the range x>=1"),
+    (["run", "--servers", "-1", "--", "true"], "'--servers': -1 is not in the range x>=0"),
     (["run", "--device", "fax", "--", "true"], "'--device': 'fax' is not one of 'auto', 'shm', 'tcp'"),
     (["run", "--nodes", "0", "--", "true"], "'--nodes': 0 is not in the range x>=1"),
     (["run", "--node", "-1", "--", "true"], "'--node': -1 is not in the range x>=0"),

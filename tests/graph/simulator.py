@@ -103,6 +103,10 @@ class Host:
 
     def _send(self, edge: Edge) -> None:
         value, at = self.values[edge.name], edge.slot
+        if edge.lent:
+            for target in edge.targets:
+                self.all.hosts[target].arrived[edge.name] = value  # where it is mapped: it must not change meanwhile
+            return
         if edge.kind == DYNAMIC:
             assert at is None
             for target in edge.targets:
@@ -133,7 +137,7 @@ class Host:
         return as_strided(memory[at : at + WORD * extent].view(np.int64), (length,), (WORD * stride,))
 
     def _received(self, edge: Edge) -> Any:
-        if edge.kind == DYNAMIC:
+        if edge.kind == DYNAMIC or edge.lent:
             return self.arrived[edge.name]
         memory, at = self.arrived[edge.name], edge.slot
         assert at is not None
@@ -209,7 +213,7 @@ class Simulation:
         assert np.array_equal(value, expected), f"{what} is {value}, in one process {expected}"
 
     def _check_end(self) -> None:
-        for name, hosts in self.analysis.plan.holds:
+        for name, hosts in self.analysis.plan.gets:
             for host in hosts:
                 self.check(f"{name} on {host} in the end", self.hosts[host].values[name], self.one.end[name])
         for name, hosts in self.analysis.plan.reads:

@@ -124,9 +124,7 @@ def not_allocated(s: Sketch) -> None:
     ("write", "why"),
     [
         (lambda s: s.input("x", on="a"), "an input of the caller"),
-        (lambda s: s.parameter("x", on="a"), "a parameter"),
         (lambda s: s.saved("x", on="a"), "kept from the forward graph"),
-        (lambda s: s.view("x", s.parameter("w", on="a")), "a parameter"),
         (lambda s: s.op("x", on="a", shape=None), "it is small"),
         (lambda s: s.op("x", on="a", shape=(16,)), "it is small"),
         (varying, "its size varies"),
@@ -141,3 +139,22 @@ def test_why_it_is_copied(write: Callable[[Sketch], object], why: str) -> None:
     s.op("y", "x", on="b")
     found = analyze(s.graph()).plan.edges[-1]
     assert (found.birthplace, found.copied) == ("", why)
+
+
+def test_a_parameter_is_lent() -> None:
+    s = Sketch()
+    s.parameter("x", on="a")
+    s.op("y", "x", on="b")
+    found = analyze(s.graph()).plan
+    assert (found.edges[0].lent, found.edges[0].slot, found.edges[0].copied) == (True, None, "")
+    assert found.loans == {("a", "b")}
+    assert dict(found.outbox) == {"a": 0, "b": 0}
+
+
+def test_a_parameter_that_the_graph_changes_is_copied() -> None:
+    s = Sketch()
+    s.parameter("x", on="a")
+    s.op("y", "x", on="b")
+    s.write("z", "x", on="a")
+    found = analyze(s.graph()).plan.edges[0]
+    assert (found.lent, found.copied) == (False, "a parameter")

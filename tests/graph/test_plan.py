@@ -33,10 +33,10 @@ def example() -> Plan:
 
 TEXT = """\
 graph sketch on a, b, c
-edge w: b -> a: float32[64], static, 256 bytes, at 0+0, copied: a parameter
+edge w: b -> a: float32[64], static, 256 bytes, lent
 edge h: a -> b: float32[64], static, 256 bytes, at 0+0, born in h
-edge mean: b -> c: float32[64], static, 256 bytes, at 256+0, born in norm as output 1
-edge n: b -> c: a number, value, 8 bytes, at 512+0, by value
+edge mean: b -> c: float32[64], static, 256 bytes, at 0+0, born in norm as output 1
+edge n: b -> c: a number, value, 8 bytes, at 256+0, by value
 edge last: c -> a: float32[s0, 4], bounded, 1600 bytes, at 0+0, copied: its size varies
 edge free: c -> a: float32[s1], dynamic, of any size, copied: its size varies
 edge end: a -> c: float32[64], static, 256 bytes, at 256+0, copied: the caller gets it
@@ -82,11 +82,11 @@ def test_a_plan_is_frozen() -> None:
 
 def test_what_crosses_between_two_hosts() -> None:
     assert example().traffic == (
-        Traffic("a", "b", 1, 256, 1, 0, 0, 0),
-        Traffic("a", "c", 1, 256, 0, 1, 0, 0),
-        Traffic("b", "a", 1, 256, 0, 1, 0, 0),
-        Traffic("b", "c", 2, 264, 1, 0, 1, 0),
-        Traffic("c", "a", 2, 1600, 0, 2, 0, 1),
+        Traffic("a", "b", 1, 256, 1, 0, 0, 0, 0),
+        Traffic("a", "c", 1, 256, 0, 0, 1, 0, 0),
+        Traffic("b", "a", 1, 256, 0, 1, 0, 0, 0),
+        Traffic("b", "c", 2, 264, 1, 0, 0, 1, 0),
+        Traffic("c", "a", 2, 1600, 0, 0, 2, 0, 1),
     )
 
 
@@ -110,8 +110,9 @@ def test_json_holds_all_of_it() -> None:
         "birthplace": "norm",
         "index": 1,
         "copied": "",
-        "slot": 256,
+        "slot": 0,
         "offset": 0,
+        "lent": False,
     }
     assert written["edges"][4]["spec"]["shape"] == [{"text": "s0", "most": 100}, 4]
     assert (written["edges"][5]["nbytes"], written["edges"][5]["slot"]) == (None, None)

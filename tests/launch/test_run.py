@@ -40,6 +40,24 @@ def test_an_exception_ends_everybody_with_its_traceback(sandbox: Sandbox) -> Non
     sandbox.nothing_left()
 
 
+def test_a_job_without_servers(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("job.barrier(); print('servers', job.num_servers)"), "--servers", "0").finish()
+    assert (result.status, result.err) == (0, "")
+    assert "servers 0" in result.out
+    sandbox.nothing_left()
+
+
+def test_an_optimizer_needs_servers(sandbox: Sandbox) -> None:
+    body = """
+        import torch
+        tw.torch.StoreOptimizer(torch.nn.Linear(2, 2).named_parameters(), torch.optim.SGD, lr=0.1)
+    """
+    result = sandbox.run(sandbox.script(body), "--servers", "0").finish()
+    assert result.status == 1
+    assert "this job has no servers to keep the parameters: start it with --servers 1 or more" in result.message()
+    sandbox.nothing_left()
+
+
 @pytest.mark.parametrize("how", ["raise SystemError('\\n\\nodd\\udcff')", "assert job.rank == 5"])
 def test_every_worker_may_fail_at_once(sandbox: Sandbox, how: str) -> None:
     result = sandbox.run(sandbox.script(f"job.barrier()\n{how}"), workers=3).finish()

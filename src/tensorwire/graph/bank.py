@@ -7,9 +7,12 @@ Each run takes a bank that nobody holds any more, or a new one. In a steady loop
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
+
+from tensorwire.errors import OutOfMemory
 
 MOST_BANKS = 250  # their number travels in 8 bits beside the run's
 
@@ -25,11 +28,30 @@ class Held(numpy.ndarray[Any, numpy.dtype[numpy.uint8]]):
             released()
 
 
-def hold(memory: memoryview, released: Callable[[], None]) -> Held:
+def hold(memory: memoryview, released: Callable[[], None] | None = None) -> Held:
     """A view of ``memory`` whose end is told by ``released()``, in whatever thread that happens."""
     held = numpy.frombuffer(memory, numpy.uint8).view(Held)
     held.released = released
     return held
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """How hosts tell each other of banks that they had to make: ``publish(way, host, number, region)`` and
+    ``find(way, host, number)``; ``way`` is ``in`` or ``out``. ``name``: of the graph."""
+
+    name: str
+    publish: Callable[[str, str, int, bytes], None]
+    find: Callable[[str, str, int], bytes]
+
+
+def too_many(banks: int, name: str) -> None:
+    """Raises `OutOfMemory` if there can be no more banks."""
+    if banks >= MOST_BANKS:
+        raise OutOfMemory(
+            f"graph {name}: tensors of {banks} earlier runs are still held, such as losses with their graphs in a "
+            "list: detach() them"
+        )
 
 
 class Bank:

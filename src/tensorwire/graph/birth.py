@@ -20,7 +20,8 @@ _SMALL, _VARIES = "it is small", "its size varies"
 @dataclass(frozen=True, slots=True)
 class Birth:
     """``root``: the value whose memory it is. ``operator`` allocates that, ``nbytes`` in all, as its output number
-    ``index``, and the value begins ``offset`` bytes from there. None where it has to be copied: ``why`` says why."""
+    ``index``, and the value begins ``offset`` bytes from there. None where it has to be copied: ``why`` says why.
+    ``lent``: it is a parameter, which nothing changes during a run; no operator allocates it, and it is not copied."""
 
     root: str
     operator: str | None = None
@@ -28,32 +29,46 @@ class Birth:
     offset: int = 0
     nbytes: int = 0
     why: str = ""
+    lent: bool = False
+
+
+def callers(graph: Graph, crossing: Crossings, aliases: Aliases) -> set[tuple[str, str]]:
+    """The values, by their root, whose memory users get into their hands, and the hosts on which they do."""
+    return {
+        (aliases.root(output.name).name, host)
+        for output in graph.outputs
+        if output.caller
+        for host in output.to or crossing.holds[output.name]
+    }
 
 
 def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Birth]:
     """The birth of every value that is sent."""
-    given = {aliases.root(output.name).name for output in graph.outputs if output.caller}
+    given = callers(graph, crossing, aliases)
     written: dict[str, int] = {}  # by root, where it is last changed in place
     for place, node in enumerate(graph.nodes):
         for name in node.writes:
             written[aliases.root(name).name] = place
     found = {}
-    for name in crossing.sent:
+    for name, (source, _) in crossing.sent.items():
         root = aliases.root(name)
         operator = graph.node(root.inputs[0]) if root.kind == ITEM else root
         why = _WHY_GIVEN.get(root.kind, "")
         if not why and not operator.fresh:
             why = f"{operator.op} does not allocate it"
-        if not why and root.name in given:
+        if not why and (root.name, source) in given:
             why = "the caller gets it"
         if not why and written.get(root.name, -1) > graph.place[name]:
             why = "it is changed in place after it was sent"
-        found[name] = _birth(root, operator, graph.node(name).spec, why)
+        lent = root.kind == PARAMETER and root.name == name and root.name not in written
+        found[name] = _birth(root, operator, graph.node(name).spec, why, lent)
     return found
 
 
-def _birth(root: Node, operator: Node, spec: TensorSpec | None, why: str) -> Birth:
+def _birth(root: Node, operator: Node, spec: TensorSpec | None, why: str, lent: bool) -> Birth:
     kind = kind_of(spec)
+    if lent and kind == STATIC:
+        return Birth(root.name, lent=True)
     if why or spec is None or kind == VALUE:
         return Birth(root.name, why=why or _SMALL)
     if kind != STATIC or root.spec is None or not root.spec.static:

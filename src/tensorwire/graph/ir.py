@@ -140,8 +140,8 @@ class Node:
 class Output:
     """A value that outlives the graph.
 
-    ``to``: the hosts that want it; elsewhere it stays where it is. ``caller``: it is given to the user, who may do with
-    it what he likes; else it is kept for the backward graph.
+    ``to``: the hosts that get it, and no others; empty: who has it anyway. ``caller``: it is given to the user, who may
+    do with it what he likes; else it is kept for the backward graph.
     """
 
     name: str

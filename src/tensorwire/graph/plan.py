@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tensorwire.graph.aliases import Aliases
-from tensorwire.graph.birth import Birth, births
+from tensorwire.graph.birth import Birth, births, callers
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
@@ -28,7 +28,8 @@ class Edge:
 
     ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
-    the outbox of ``source`` (None: in the pool), and ``offset``: bytes from there to its first element.
+    the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
+    parameter, which lives in registered memory of its own, and is only read during a run.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Edge:
     copied: str
     slot: int | None
     offset: int
+    lent: bool = False
 
     def __str__(self) -> str:
         what = "a number" if self.spec is None else str(self.spec)
@@ -51,6 +53,8 @@ class Edge:
             origin += f" as output {self.index}"
         if self.kind == VALUE:
             origin = "by value"
+        elif self.lent:
+            origin = "lent"
         where = "" if self.slot is None else f", at {self.slot}+{self.offset}"
         return f"{self.name}: {self.source} -> {', '.join(self.targets)}: {what}, {self.kind}, {size}{where}, {origin}"
 
@@ -58,13 +62,15 @@ class Edge:
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What crosses from ``source`` to ``target`` in one run: so many edges, of ``nbytes`` of payload at most, besides
-    ``unbounded`` edges of any size. Of the others ``born`` cost no copy, ``copied`` one, ``values`` go by value."""
+    ``unbounded`` edges of any size. Of the others ``born`` and ``lent`` cost no copy, ``copied`` one, ``values`` go by
+    value."""
 
     source: str
     target: str
     edges: int
     nbytes: int
     born: int
+    lent: int
     copied: int
     values: int
     unbounded: int
@@ -74,18 +80,25 @@ class Traffic:
 class Plan:
     """What runs where, what crosses, and where that lies.
 
-    ``nodes``: by name, operator and the hosts it runs on. ``holds``: the hosts that have each value that outlives the
+    ``nodes``: by name, operator and the hosts it runs on. ``gets``: the hosts that get each value that outlives the
     graph. ``reads``: the hosts whose caller has to pass the right value of each input. ``outbox``: bytes of one outbox
-    by host.
+    by host. ``callers``: the values that a host copies when it has received them, as its user gets them, who may change
+    them.
     """
 
     name: str
     hosts: tuple[str, ...]
     nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
     edges: tuple[Edge, ...]
-    holds: tuple[tuple[str, tuple[str, ...]], ...]
+    gets: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[tuple[str, tuple[str, ...]], ...]
     outbox: tuple[tuple[str, int], ...]
+    callers: frozenset[tuple[str, str]]
+
+    @cached_property
+    def loans(self) -> frozenset[tuple[str, str]]:
+        """Who lends parameters to whom."""
+        return frozenset((edge.source, target) for edge in self.edges if edge.lent for target in edge.targets)
 
     @cached_property
     def text(self) -> str:
@@ -93,7 +106,7 @@ class Plan:
         lines = [f"graph {self.name} on {', '.join(self.hosts)}"]
         lines += [f"edge {edge}" for edge in self.edges]
         lines += [f"outbox {host}: {nbytes} bytes" for host, nbytes in self.outbox]
-        lines += [f"output {name}: {', '.join(hosts)}" for name, hosts in self.holds]
+        lines += [f"output {name}: {', '.join(hosts)}" for name, hosts in self.gets]
         lines += [f"input {name}: {', '.join(hosts)}" for name, hosts in self.reads]
         lines += [f"{name} = {op}: {', '.join(hosts)}" for name, op, hosts in self.nodes]
         return "\n".join(lines)
@@ -131,7 +144,7 @@ class Plan:
             "traffic": msgspec.to_builtins(self.traffic),
             "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
             "inboxes": inboxes,
-            "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.holds],
+            "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.gets],
             "inputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.reads],
             "nodes": [{"name": name, "op": op, "hosts": list(hosts)} for name, op, hosts in self.nodes],
         }
@@ -142,7 +155,9 @@ def _traffic(source: str, target: str, edges: Sequence[Edge]) -> Traffic:
     born = sum(edge.birthplace != "" for edge in edges)
     unbounded = sum(edge.nbytes is None for edge in edges)
     nbytes = sum(edge.nbytes or 0 for edge in edges)
-    return Traffic(source, target, len(edges), nbytes, born, len(edges) - born - values, values, unbounded)
+    lent = sum(edge.lent for edge in edges)
+    copied = len(edges) - born - lent - values
+    return Traffic(source, target, len(edges), nbytes, born, lent, copied, values, unbounded)
 
 
 @dataclass(frozen=True)
@@ -153,8 +168,9 @@ class Analysis:
     crossing: Crossings
 
 
-def analyze(graph: Graph, default: str | None = None) -> Analysis:
-    """Runs all passes. ``default``: the host of what nothing binds.
+def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -> Analysis:
+    """Runs all passes. ``default``: the host of what nothing binds. ``copies``: nothing is born in registered memory,
+    and nothing lent; all is copied there, to compare with.
 
     Raises `ArgumentError` for a value that is needed and that no host has, and for one that is read on a host after it
     was changed in place on another.
@@ -162,11 +178,18 @@ def analyze(graph: Graph, default: str | None = None) -> Analysis:
     aliases = Aliases(graph)
     crossing = crossings(graph, homes(graph, default, aliases), aliases)
     birth = births(graph, crossing, aliases)
+    if copies:
+        birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
     drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
-    sizes = {edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC}
+    sizes = {
+        edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC and not edge.lent
+    }
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges = tuple(replace(edge, slot=slots.at.get(edge.name)) for edge in drafts)
-    return Analysis(_plan(graph, crossing, edges, slots.nbytes), crossing)
+    given = callers(graph, crossing, aliases)
+    received = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
+    copied = frozenset((name, host) for name, host in received if (aliases.root(name).name, host) in given)
+    return Analysis(_plan(graph, crossing, edges, slots.nbytes, copied), crossing)
 
 
 def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
@@ -174,7 +197,8 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
     nbytes = NUMBER if spec is None else spec.nbytes
     source, targets = crossing.sent[name]
     born = birth.operator or ""
-    return Edge(name, source, targets, kind_of(spec), spec, nbytes, born, birth.index, birth.why, None, birth.offset)
+    kind, offset = kind_of(spec), birth.offset
+    return Edge(name, source, targets, kind, spec, nbytes, born, birth.index, birth.why, None, offset, birth.lent)
 
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:
@@ -186,7 +210,13 @@ def _slot_bytes(edge: Edge, birth: Birth) -> int:
     return edge.nbytes if edge.kind == STATIC else PREFIX + edge.nbytes
 
 
-def _plan(graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: dict[str, int]) -> Plan:
+def _plan(
+    graph: Graph,
+    crossing: Crossings,
+    edges: tuple[Edge, ...],
+    outbox: dict[str, int],
+    copied: frozenset[tuple[str, str]],
+) -> Plan:
     def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
         return tuple(host for host in graph.hosts if host in hosts)
 
@@ -198,7 +228,8 @@ def _plan(graph: Graph, crossing: Crossings, edges: tuple[Edge, ...], outbox: di
         graph.hosts,
         tuple((n.name, n.op, ordered(crossing.runs[n.name])) for n in graph.nodes if n.kind in (CALL, ITEM)),
         edges,
-        tuple((output.name, ordered(crossing.holds[output.name])) for output in graph.outputs),
+        tuple((output.name, ordered(frozenset(output.to) or crossing.holds[output.name])) for output in graph.outputs),
         tuple((name, ordered(hosts)) for name, hosts in reads.items()),
         tuple(sorted(outbox.items())),
+        copied,
     )

@@ -85,6 +85,8 @@ class Part:
             settings.reduce,
             2 if settings.overlap else 1,
         )
+        if not job.num_servers:
+            raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
         plan = spec.plan(job.num_servers)  # refused here, it has not taken a name that servers wait for
         try:
             return StoreClient(job.member, job.next_store(), spec, plan, job.num_workers)

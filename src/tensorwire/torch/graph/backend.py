@@ -1,61 +1,68 @@
-"""The backend of torch.compile: captures, plans, agrees with the other hosts, and runs this host's part."""
+"""The backend of torch.compile: what dynamo captures is planned by all hosts, and each runs its own part."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.graph import Analysis, Output, analyze
-from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
-from tensorwire.graph.wires import Wires, same_as_others
-from tensorwire.launch.job import Job, current
-from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.partition import Boxed, partition
-from tensorwire.torch.graph.post import Post
+from tensorwire.launch.job import current
+from tensorwire.torch.graph.elsewhere import elsewhere
+from tensorwire.torch.graph.hosting import Scope
+from tensorwire.torch.graph.options import Options
+from tensorwire.torch.graph.part import HOME, Backward, Forward, Part
+from tensorwire.torch.graph.partition import Boxed
 
-SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
-TIMEOUT = 1800.0
-
-_plans = 0  # graphs of this process, in the order in which they first ran: the same everywhere
-_forwards: weakref.WeakKeyDictionary[Any, _Part] = weakref.WeakKeyDictionary()
+_ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
+# The forward graph of each frame, for its backward graph, which is compiled when it is first needed.
+_forwards: weakref.WeakKeyDictionary[Any, Forward] = weakref.WeakKeyDictionary()
 
 
-@dataclass
-class Options:
-    """What ``torch.compile(options=...)`` says."""
+def backend(
+    module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="tensorwire", options={"hosts": {...}})``; see `Options`.
 
-    hosts: dict[str, str]
-    outputs: str = "small"
-
-
-def backend(module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
-    """``torch.compile(model, backend="tensorwire", options=...)``."""
-    chosen = Options(**(options or {}))
-    job = current()
+    Call it in every process of the job, with the same model and arguments of the same shapes. Raises `ArgumentError`
+    for wrong options and for a process that is in no job.
+    """
+    chosen, job = Options.of(options), current()
+    scope = Scope.of_frame(chosen.hosts)
+    parts: list[Forward] = []
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         context = torch._guards.TracingContext.get()
-        part = _Forward(graph, job, chosen, context.fw_metadata)
-        _forwards[context] = part
+        metadata = context.fw_metadata
+        assert metadata is not None
+        metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
+        part = _forwards[context] = Forward(graph, job, chosen, scope, metadata)
+        parts.append(part)
         return _boxed(part)
 
     def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
-        return _boxed(_Backward(graph, job, chosen, _forwards[torch._guards.TracingContext.get()]))
+        return _boxed(Backward(graph, _forwards[torch._guards.TracingContext.get()]))
 
     compiler = aot_autograd(
         fw_compiler=forward, bw_compiler=backward, inference_compiler=forward, keep_inference_input_mutations=True
     )
-    return compiler(module, examples)
+    with torch._functorch.config.patch(donated_buffer=False):
+        compiled = compiler(module, examples)
+    if not parts:  # nothing to compute
+        return compiled
+
+    def call(*args: Any) -> Any:
+        return _marked(compiled(*args), parts[0])
+
+    return call
 
 
-def _boxed(part: _Part) -> Boxed:
+def _boxed(part: Part) -> Boxed:
+    """A function, whose attributes torch's wrappers copy; so they know that it takes a list, and empties it."""
+
     def call(args: list[Any]) -> Any:
         return part(args)
 
@@ -63,132 +70,19 @@ def _boxed(part: _Part) -> Boxed:
     return call
 
 
-class _Part:
-    """One graph at this host. Planned at its first run: only then it is known where its inputs are."""
-
-    name = ""
-    stands_in = True  # for what another host holds; else there is nothing in its place
-
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options) -> None:
-        self.module, self.job, self.options = module, job, options
-        self.hosts = tuple(f"worker:{rank}" for rank in range(job.num_workers))
-        self.me = f"worker:{job.rank}"
-        self.analysis: Analysis | None = None
-        self.wires: Wires | None = None
-        self.run: Boxed | None = None
-
-    def __call__(self, args: list[Any]) -> Any:
-        try:
-            if self.run is None:
-                self.run = self._prepare(args)
-            assert self.wires is not None
-            self.wires.begin()
-            results = self.run(args)
-            self.wires.end()
-            return results
-        except TensorwireError as error:
-            raise self.job.member.explain(error) from None
-
-    def _prepare(self, args: list[Any]) -> Boxed:
-        global _plans
-        number, _plans = _plans, _plans + 1
-        graph = import_graph(
-            self.module, f"{number} ({self.name})", self.hosts, self.origins(args), self.outputs(), self.host_of
-        )
-        self.analysis = analyze(graph, self.options.hosts.get(""))
-        member = self.job.member
-        same_as_others(self.analysis.plan, member, number, len(self.hosts), TIMEOUT)
-        self.wires = Wires(self.analysis.plan, self.me, member, number, TIMEOUT)
-        self.job.at_close(self.wires.close)
-        return partition(self.module, self.analysis, self.me, Post(self.wires), self.stands_in)
-
-    def origins(self, args: list[Any]) -> list[Origin]:
-        raise NotImplementedError
-
-    def outputs(self) -> list[Output]:
-        raise NotImplementedError
-
-    def host_of(self, node: fx.Node) -> str | None:
-        custom = (node.meta.get("custom") or {}).get("host")
-        if custom:
-            return str(custom)
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        for path, _ in reversed(stack.values()):
-            path = path.removeprefix("L['self']").lstrip(".")
-            if path in self.options.hosts:
-                return self.options.hosts[path]
-        return self.options.hosts.get("") if stack else None
-
-    def _given(self) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
-
-    def _returned(self) -> list[Any]:
-        return list(next(iter(reversed(self.module.graph.nodes))).args[0])
-
-
-class _Forward(_Part):
-    name = "forward"
-
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, metadata: Any) -> None:
-        super().__init__(module, job, options)
-        self.metadata = metadata
-        self.given: list[Origin] = []
-
-    def origins(self, args: list[Any]) -> list[Origin]:
-        static = set(self.metadata.static_input_indices)
-        for index, node in enumerate(self._given()):
-            if index in static:
-                owner = next((host for host in map(self.host_of, node.users) if host), self.hosts[0])
-                self.given.append(Origin(PARAMETER, (owner,)))
-            else:
-                home = getattr(args[index], "_tensorwire_host", None)
-                self.given.append(Origin(INPUT, None if home is None else (home,)))
-        return self.given
-
-    def outputs(self) -> list[Output]:
-        found = []
-        for index, value in enumerate(self._returned()):
-            if isinstance(value, fx.Node):
-                caller = index < self.metadata.num_forward_returns
-                found.append(Output(value.name, self.hosts if caller and self._for_all(value) else (), caller))
-        return found
-
-    def _for_all(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if self.options.outputs == "all" or not isinstance(value, torch.Tensor):
-            return True
-        nbytes = value.numel() * value.element_size()
-        return isinstance(nbytes, int) and nbytes <= SMALL
-
-
-class _Backward(_Part):
-    name = "backward"
-    stands_in = False
-
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, forward: _Part) -> None:
-        super().__init__(module, job, options)
-        assert isinstance(forward, _Forward)
-        self.forward = forward
-
-    def origins(self, args: list[Any]) -> list[Origin]:
-        analysis = self.forward.analysis
-        assert analysis is not None
-        found = []
-        for node in self._given():
-            holds = analysis.crossing.holds.get(node.name)
-            found.append(Origin(INPUT) if holds is None else Origin(SAVED, self._ordered(holds)))
-        return found
-
-    def _ordered(self, hosts: frozenset[str]) -> tuple[str, ...]:
-        return tuple(host for host in self.hosts if host in hosts)
-
-    def outputs(self) -> list[Output]:
-        found = []
-        for origin, value in zip(self.forward.given, self._returned(), strict=False):
-            if isinstance(value, fx.Node):
-                found.append(Output(value.name, origin.present or self.hosts, True))
-        return found
-
-
-__all__: list[str] = ["backend"]
-_ = (ArgumentError, Callable)
+def _marked(results: Any, part: Forward) -> Any:
+    """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
+    assert part.analysis is not None
+    holds, hosts, me = part.analysis.crossing.holds, part.party.hosts, part.party.me
+    skip = part.metadata.num_mutated_inp_runtime_indices
+    for value, node in zip(results, part.returned[skip:], strict=False):
+        if not isinstance(value, torch.Tensor) or not isinstance(node, fx.Node):
+            continue
+        having = [host for host in hosts if host in holds[node.name]]
+        if len(having) == len(hosts):
+            continue
+        if me in having:
+            setattr(value, HOME, having[0])
+        else:
+            elsewhere(value, f"output {node.name!r}", having[0], advice=_ADVICE)
+    return results

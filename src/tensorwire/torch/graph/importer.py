@@ -12,6 +12,7 @@ from torch import fx
 
 from tensorwire.graph import Graph, Node, Output, TensorSpec, Unknown
 from tensorwire.graph.ir import CALL, INPUT, ITEM, PARAMETER, Dim
+from tensorwire.torch.graph.birth import is_new
 
 HostOf = Callable[[fx.Node], str | None]
 
@@ -95,7 +96,7 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         host_of(node),
         alias=alias,
         writes=writes,
-        fresh=alias is None and isinstance(target, torch._ops.OpOverload),
+        fresh=alias is None and isinstance(target, torch._ops.OpOverload) and is_new(target, 0),
         cheap=torch.Tag.pointwise in tags or _packet(target) in _CHEAP or (spec is None and not _is_tuple(value)),
         random=torch.Tag.nondeterministic_seeded in tags,
         tuple_=_is_tuple(value),

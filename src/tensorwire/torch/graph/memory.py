@@ -1,29 +1,16 @@
-"""Tensors over the memory of a bank, and values in it."""
+"""Numbers and shapes in the memory of a bank."""
 
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 
-from tensorwire.graph.bank import Held
 from tensorwire.graph.plan import PREFIX
 
 _NUMBER = struct.Struct("<qd")
 _SHAPES = struct.Struct("<16q")
 assert _SHAPES.size == PREFIX
-
-
-def over(held: Held, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
-    """A tensor over bytes of a bank, which it keeps."""
-    extent = 1
-    for length, step in zip(shape, stride, strict=True):
-        if length == 0:
-            return torch.empty_strided(shape, stride, dtype=dtype)
-        extent += (length - 1) * step
-    flat = torch.frombuffer(held, dtype=dtype, count=extent, offset=offset)
-    return flat.as_strided(shape, stride)
 
 
 def extent_bytes(value: torch.Tensor) -> int:
@@ -43,6 +30,8 @@ def write_number(memory: memoryview, value: float) -> None:
 
 def read_number(memory: memoryview) -> int | float:
     """What ``write_number`` wrote; a bool comes as an int."""
+    whole: int
+    broken: float
     whole, broken = _NUMBER.unpack_from(memory)
     return whole if memory[16] else broken
 

@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 from tensorwire.graph import Analysis
+from tensorwire.torch.graph.absent import kept_elsewhere, length_of, shown_elsewhere
 from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.replay import replay
 
 Boxed = Callable[[list[Any]], Any]
 
 
-def partition(module: fx.GraphModule, analysis: Analysis, me: str, post: Post, stands_in: bool) -> Boxed:
+def partition(
+    module: fx.GraphModule,
+    analysis: Analysis,
+    me: str,
+    post: Post,
+    *,
+    shown: Collection[str] = (),
+    keeps: bool = False,
+    replays: bool = False,
+) -> Boxed:
     """The function of ``me``: takes the list of all arguments, which it empties, and returns all outputs.
 
-    What ``me`` does not hold is None or, with ``stands_in``, a tensor of the right shape without memory.
+    What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
+    without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. With ``replays`` random
+    numbers are drawn for the operators of other hosts, too.
     """
-    return _Builder(module, analysis, me, post, stands_in).build()
+    return _Builder(module, analysis, me, post, set(shown), keeps, replays).build()
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule, analysis: Analysis, me: str, post: Post, stands_in: bool) -> None:
-        self.module, self.analysis, self.me, self.post, self.stands_in = module, analysis, me, post, stands_in
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        analysis: Analysis,
+        me: str,
+        post: Post,
+        shown: set[str],
+        keeps: bool,
+        replays: bool,
+    ) -> None:
+        self.module, self.analysis, self.me, self.post = module, analysis, me, post
+        self.shown, self.keeps, self.replays = shown, keeps, replays
+        self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
+        self.received: set[str] = set()
+        self.numbers: dict[Any, fx.Node] = {}  # of symbols that the graph is given
         self.places = {edge.name: index for index, edge in enumerate(analysis.plan.edges)}
         self.born: dict[str, list[int]] = defaultdict(list)  # edges by their birthplace
         for index, edge in enumerate(analysis.plan.edges):
@@ -35,39 +61,43 @@ class _Builder:
                 self.born[edge.birthplace].append(index)
 
     def build(self) -> Boxed:
+        """The function."""
         crossing = self.analysis.crossing
         for node in self.module.graph.nodes:
             if node.op == "output":
                 self.graph.output([self._output(value) for value in node.args[0]])
             elif node.op == "placeholder":
-                self.made[node.name] = self.graph.placeholder(node.name)
+                self._given(node)
             elif node.op == "get_attr":
                 self.made[node.name] = self.graph.node_copy(node)
             elif self.me in crossing.runs[node.name]:
                 self._run(node)
-            if node.op == "placeholder" and self.me not in crossing.holds[node.name]:
-                continue
+            elif self.replays and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                self._call(replay(node))
             sent = crossing.sent.get(node.name)
             if sent is not None and sent[0] == self.me:
                 self._call(self.post.sender(self.places[node.name]), self.made[node.name])
-        self.graph.set_codegen(fx.graph._BoxedCodeGen())
-        built = fx.GraphModule(self.module, self.graph)
-        return built.forward  # type: ignore[no-any-return]
+        self.graph.set_codegen(fx.graph._BoxedCodeGen())  # arguments are freed as soon as they were used
+        return fx.GraphModule(self.module, self.graph).forward
 
     def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         return self.graph.call_function(function, args)
 
+    def _given(self, node: fx.Node) -> None:
+        made = self.made[node.name] = self.graph.placeholder(node.name)
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            self.numbers[value.node.expr] = made
+
     def _value(self, node: fx.Node) -> fx.Node:
         """The value of ``node`` here: made here, there from the beginning, or received now."""
         sent = self.analysis.crossing.sent.get(node.name)
-        if sent is not None and self.me in sent[1] and node.name not in self._received:
-            self._received.add(node.name)
-            self.made[node.name] = self._call(self.post.receiver(self.places[node.name], node.meta.get("val")))
+        if sent is not None and self.me in sent[1] and node.name not in self.received:
+            self.received.add(node.name)
+            dtype = getattr(node.meta["val"], "dtype", None)
+            own = (node.name, self.me) in self.analysis.plan.callers
+            self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
         return self.made[node.name]
-
-    @property
-    def _received(self) -> set[str]:
-        return self.__dict__.setdefault("_seen", set())
 
     def _run(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:
@@ -77,7 +107,8 @@ class _Builder:
             assert isinstance(node.target, torch._ops.OpOverload)
             args = fx.map_arg(node.args, self._value)
             kwargs = fx.map_arg(node.kwargs, self._value)
-            made = self.graph.call_function(self.post.birthplace(node.target, births), args, kwargs)
+            birth = self.post.birthplace(node.target, births, node.meta["val"])
+            made = self.graph.call_function(birth, args, kwargs)
         else:
             made = self.graph.node_copy(node, self._value)
         self.made[node.name] = made
@@ -85,6 +116,17 @@ class _Builder:
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        if self.me in self.analysis.crossing.holds[value.name]:
+        if value.name in self.gets:
             return self._value(value)
-        return self._call(self.post.stand_in(value.meta.get("val"))) if self.stands_in else None
+        traced = value.meta["val"]
+        if value.name in self.shown:
+            lengths = [self._length(length) for length in (*traced.shape, *traced.stride())]
+            return self._call(shown_elsewhere(traced), *lengths)
+        return self._call(kept_elsewhere(traced)) if self.keeps else None
+
+    def _length(self, length: Any) -> Any:
+        """A number, or the node that computes it from numbers that the graph is given."""
+        if isinstance(length, int):
+            return length
+        symbols, evaluate = length_of(length, self.numbers, self.me)
+        return self._call(evaluate, *(self.numbers[symbol] for symbol in symbols))

@@ -1,4 +1,4 @@
-"""What comes and goes during one run: functions that a partition calls between its operators."""
+"""What comes and goes during one run: the functions that a partition calls between its operators, edge by edge."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.graph import Edge
+from tensorwire.errors import Unsupported
 from tensorwire.graph.kinds import BOUNDED, STATIC, VALUE
-from tensorwire.graph.plan import PREFIX
-from tensorwire.graph.wires import Wires
-from tensorwire.observe import counters
-from tensorwire.torch.graph.memory import extent_bytes, over, read_number, read_shape, write_number, write_shape
+from tensorwire.torch.graph import receiving, sending
+from tensorwire.torch.graph.birth import Birthplace, Place
+from tensorwire.torch.graph.importer import spec_of
+from tensorwire.torch.graph.sending import AnyWires
 
 Function = Callable[..., Any]
 
@@ -21,133 +20,61 @@ Function = Callable[..., Any]
 class Post:
     """The ends of a plan's edges at one host, as functions over tensors."""
 
-    def __init__(self, wires: Wires) -> None:
-        self.wires = wires
+    def __init__(self, wires: AnyWires) -> None:
+        self._wires = wires
+        self._edges = wires.plan.edges
 
     def sender(self, index: int) -> Function:
-        """``send(value)`` for edge ``index``: a signal if it was born in its slot; else it is copied there first."""
-        edge = self.wires.plan.edges[index]
+        """``send(value)`` for edge ``index``."""
+        edge, wires = self._edges[index], self._wires
         if edge.spec is None:
-            return _named(lambda value: self._send_number(index, edge, value), "send", edge)
-        kinds = {VALUE: self._send_value, STATIC: self._send_static, BOUNDED: self._send_bounded}
-        if edge.kind not in kinds:
+            send = sending.number(wires, index, edge)
+        elif edge.lent:
+            send = sending.lent(wires, index, edge)
+        elif edge.kind in _SENDERS:
+            send = _SENDERS[edge.kind](wires, index, edge)
+        else:
             raise Unsupported(f"{edge.name}: {edge.spec} has no bound")
-        send = kinds[edge.kind]
-        return _named(lambda value: send(index, edge, value), "send", edge)
+        return _named(send, f"send_{edge.name}")
 
-    def receiver(self, index: int, traced: Any) -> Function:
-        """``receive()`` for edge ``index``: waits for it."""
-        edge = self.wires.plan.edges[index]
-        if edge.spec is None:
-            return _named(lambda: self._receive_number(index, edge), "receive", edge)
-        dtype = traced.dtype
-        assert edge.slot is not None
-        at = edge.slot + edge.offset
-        if edge.kind == BOUNDED:
-            return _named(lambda: self._receive_bounded(index, edge, dtype), "receive", edge)
-        shape, stride = edge.spec.shape, edge.spec.stride
-        if edge.kind == VALUE:
-            return _named(lambda: self._receive_value(index, at, dtype, shape), "receive", edge)
-        receive = self.wires.receive
-        return _named(lambda: over(receive(index), at, dtype, shape, stride), "receive", edge)
+    def receiver(self, index: int, dtype: torch.dtype | None, *, own: bool) -> Function:
+        """``receive()`` for edge ``index``. ``own``: what it returns has its memory for itself."""
+        edge, wires = self._edges[index], self._wires
+        at = edge.slot or 0
+        if edge.spec is None or dtype is None:
+            receive = receiving.number(wires, index, at)
+        elif edge.kind == VALUE:
+            receive = receiving.small(wires, index, edge, at, dtype)
+        elif edge.kind == BOUNDED:
+            receive = receiving.bounded(wires, index, edge, at, dtype)
+        else:
+            receive = receiving.static(wires, index, edge, dtype)
+        if own and edge.kind != VALUE:
+            receive = receiving.own(receive)
+        return _named(receive, f"receive_{edge.name}")
 
-    def birthplace(self, op: Any, edges: list[int]) -> Function:
-        """``op``, whose outputs are born in the slots of ``edges``."""
-        return op  # type: ignore[no-any-return]
+    def birthplace(self, op: Any, edges: list[int], traced: Any) -> Function:
+        """``op``, whose outputs are born in the slots of ``edges``; ``traced``: what it returned when captured."""
+        outputs = traced if isinstance(traced, (tuple, list)) else (traced,)
+        slots: dict[int, Any] = {self._edges[index].index: self._edges[index].slot for index in edges}
+        rooms = [(slot, spec_of(outputs[output]).nbytes) for output, slot in slots.items()]
+        birthplace, wires = Birthplace(op, tuple(slots)), self._wires
 
-    def stand_in(self, traced: Any) -> Function:
-        """``make()`` for a value that this host does not hold."""
-        if not isinstance(traced, torch.Tensor):
-            return _plain(lambda: 0)
-        if all(isinstance(length, int) for length in (*traced.shape, *traced.stride())):
-            shape, stride, dtype = tuple(traced.shape), traced.stride(), traced.dtype
-            return _plain(lambda: _without_memory(shape, stride, dtype))
-        shape = tuple(_hint(length) for length in traced.shape)
-        stride = tuple(_hint(step) for step in traced.stride())
-        dtype = traced.dtype
-        return _plain(lambda: _without_memory(shape, stride, dtype))
+        def born(*args: Any, **kwargs: Any) -> Any:
+            places = [Place(wires.held, offset=slot, nbytes=nbytes) for slot, nbytes in rooms]
+            return birthplace(places, args, kwargs)[0]  # what went astray is copied when it is sent
 
-    # ---- sending
+        return _named(born, f"born_{self._edges[edges[0]].name}")
 
-    def _memory(self, edge: Edge) -> memoryview:
-        assert self.wires.bank is not None
-        assert edge.slot is not None
-        return self.wires.bank.memory[edge.slot :]
-
-    def _send_number(self, index: int, edge: Edge, value: Any) -> None:
-        write_number(self._memory(edge), value)
-        self.wires.send(index, 24)
-
-    def _send_value(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
-        assert edge.slot is not None
-        if value.numel():
-            torch.frombuffer(held, dtype=value.dtype, count=value.numel(), offset=edge.slot).view(value.shape).copy_(
-                value
-            )
-        self.wires.send(index, max(1, value.numel() * value.element_size()))
-
-    def _send_static(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
-        assert held is not None
-        assert edge.slot is not None
-        assert edge.spec is not None
-        assert edge.nbytes is not None
-        at = edge.slot + edge.offset
-        if edge.nbytes and (value.data_ptr() != held.ctypes.data + at or value.stride() != edge.spec.stride):
-            over(held, at, value.dtype, edge.spec.shape, edge.spec.stride).copy_(value)
-            counters.add(copies=1, copied_bytes=edge.nbytes)
-        self.wires.send(index, edge.nbytes)
-
-    def _send_bounded(self, index: int, edge: Edge, value: torch.Tensor) -> None:
-        held = self.wires.own
-        assert held is not None
-        assert edge.slot is not None
-        assert edge.nbytes is not None
-        nbytes = extent_bytes(value)
-        if nbytes > edge.nbytes:
-            raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {edge.nbytes}")
-        write_shape(self._memory(edge), value)
-        over(held, edge.slot + PREFIX, value.dtype, value.shape, value.stride()).copy_(value)
-        counters.add(copies=1, copied_bytes=nbytes)
-        self.wires.send(index, PREFIX + nbytes)
-
-    # ---- receiving
-
-    def _receive_number(self, index: int, edge: Edge) -> Any:
-        assert edge.slot is not None
-        return read_number(memoryview(self.wires.receive(index))[edge.slot :])
-
-    def _receive_value(self, index: int, at: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
-        value = torch.empty(shape, dtype=dtype)
-        held = self.wires.receive(index)
-        if value.numel():
-            value.view(-1).copy_(torch.frombuffer(held, dtype=dtype, count=value.numel(), offset=at))
-        return value
-
-    def _receive_bounded(self, index: int, edge: Edge, dtype: torch.dtype) -> torch.Tensor:
-        held = self.wires.receive(index)
-        assert edge.slot is not None
-        assert edge.spec is not None
-        shape, stride = read_shape(memoryview(held)[edge.slot :], len(edge.spec.shape))
-        return over(held, edge.slot + PREFIX, dtype, shape, stride)
+    def house(self, index: int, parameter: torch.Tensor) -> None:
+        """Moves a parameter into the memory that edge ``index`` lends it from."""
+        sending.house(self._wires, index, self._edges[index], parameter)
 
 
-def _named(function: Function, what: str, edge: Edge) -> Function:
-    function.__name__ = f"{what}_{edge.name}"
+_SENDERS = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded}
+
+
+def _named(function: Function, name: str) -> Function:
+    """As people read it in tracebacks and in the generated code."""
+    function.__name__ = name
     return function
-
-
-def _plain(function: Function) -> Function:
-    function.__name__ = "stand_in"
-    return function
-
-
-def _hint(length: Any) -> int:
-    return int(length) if isinstance(length, int) else int(length.node.hint)
-
-
-def _without_memory(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    empty = torch.empty_strided(shape, stride, dtype=dtype)
-    empty.untyped_storage().resize_(0)
-    return empty

@@ -1,0 +1,48 @@
+"""Every host tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
+
+from __future__ import annotations
+
+import numpy
+
+from tensorwire.graph.ir import CALL, Graph, Node, Output, TensorSpec
+from tensorwire.graph.party import Party
+from tensorwire.graph.plan import analyze
+
+Vector = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
+
+
+class Exchange:
+    """For ``count`` numbers of each host. All hosts of ``party`` make theirs in the same order, and use it as often."""
+
+    def __init__(self, party: Party, name: str, count: int) -> None:
+        spec = TensorSpec((max(count, 16),), "float64")  # so large that it has a slot of its own
+        nodes = [Node(host, name, kind=CALL, spec=spec, host=host, fresh=True) for host in party.hosts]
+        outputs = [Output(host, party.hosts) for host in party.hosts]
+        plan = analyze(Graph(f"{party.next_number} ({name})", party.hosts, tuple(nodes), tuple(outputs))).plan
+        self._me, self._count = party.me, count
+        self._wires = party.connect(plan)
+        self._edges = {edge.source: index for index, edge in enumerate(plan.edges)}
+
+    def all(self, mine: Vector) -> dict[str, Vector]:
+        """The numbers of every host, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
+        if not self._edges:
+            return {self._me: mine}
+        wires = self._wires
+        wires.begin()
+        assert wires.held is not None
+        index = self._edges[self._me]
+        self._look(wires.held, index)[:] = mine
+        nbytes = wires.plan.edges[index].nbytes
+        assert nbytes is not None
+        wires.send(index, nbytes)
+        found = {self._me: mine}
+        for host, edge in self._edges.items():
+            if host != self._me:
+                found[host] = self._look(wires.receive(edge), edge).copy()
+        wires.end()
+        return found
+
+    def _look(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
+        slot = self._wires.plan.edges[index].slot
+        assert slot is not None
+        return held[slot : slot + 8 * self._count].view(numpy.float64)

@@ -1,0 +1,176 @@
+"""The same plan over RPC: each tensor that crosses is serialised, sent by a gRPC call of its own, and unpacked.
+
+What the papers compare with, in one program with everything else: ``mode="rpc"``. It needs the package grpcio. The
+calls are not authenticated by gRPC: each carries the job's token, which the control connection hands out.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy
+
+from tensorwire.control import Member
+from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
+from tensorwire.graph.bank import Bank, Held, hold
+from tensorwire.graph.plan import Plan
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+
+_HEAD = struct.Struct("<16sIIQ")  # token, plan, edge, run
+_METHOD = "/tensorwire.Graph/Put"
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.optimization_target", "throughput"),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+]
+_LOOK = 0.05  # seconds between looks whether the job still goes on
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a host takes calls, and the token that admits them."""
+
+    target: str
+    token: bytes
+
+
+class Calls:
+    """This process's server, and its channels to the other hosts. One a job."""
+
+    def __init__(self, member: Member, host: str = "127.0.0.1") -> None:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
+        try:
+            import grpc
+        except ImportError:
+            raise Unsupported("mode='rpc' needs grpcio: pip install 'tensorwire[rpc]'") from None
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._grpc, self._member = grpc, member
+        self._token = secrets.token_bytes(16)
+        self._arrived: dict[tuple[int, int, int], bytes] = {}
+        self._changed = threading.Condition()
+        handler = grpc.method_handlers_generic_handler(
+            "tensorwire.Graph", {"Put": grpc.unary_unary_rpc_method_handler(self._put)}
+        )
+        self._server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((handler,))
+        port = self._server.add_insecure_port(f"{host}:0")
+        self._server.start()
+        self._peers: dict[str, tuple[Any, bytes]] = {}
+        address = Address(f"{host}:{port}", self._token)
+        self._member.client.publish(f"rpc/{member.name}", msgspec.msgpack.encode(address))
+
+    def _put(self, request: bytes, context: Any) -> bytes:
+        if len(request) < _HEAD.size:
+            context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, "no head")
+        token, plan, edge, run = _HEAD.unpack_from(request)
+        if not secrets.compare_digest(token, self._token):
+            context.abort(self._grpc.StatusCode.UNAUTHENTICATED, "another job's token")
+        with self._changed:
+            self._arrived[plan, edge, run] = request
+            self._changed.notify_all()
+        return b""
+
+    def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview) -> Any:
+        """Begins a call; its future."""
+        if host not in self._peers:
+            packed = self._member.client.lookup(f"rpc/{host.replace(':', ' ')}")
+            address = msgspec.msgpack.decode(packed, type=Address)
+            channel = self._grpc.insecure_channel(address.target, options=_OPTIONS)
+            self._peers[host] = channel, address.token
+        channel, token = self._peers[host]
+        counters.add(rpcs=1, copies=1, copied_bytes=payload.nbytes)
+        return channel.unary_unary(_METHOD).future(_HEAD.pack(token, plan, edge, run) + payload)
+
+    def take(self, plan: int, edge: int, run: int, timeout: float) -> memoryview:
+        """What arrived for an edge. Raises `PeerLost` when the job ends meanwhile, or `WaitTimeout`."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while (plan, edge, run) not in self._arrived:
+                if self._member.client.ended.is_set():
+                    raise PeerLost("rpc: the job ended")
+                if time.monotonic() >= end:
+                    raise WaitTimeout(f"rpc: edge {edge} of run {run} did not arrive within {timeout:g} s")
+                self._changed.wait(_LOOK)
+            return memoryview(self._arrived.pop((plan, edge, run)))[_HEAD.size :]
+
+    def finish(self, future: Any, timeout: float) -> None:
+        """Waits for a call. Raises `PeerLost`."""
+        try:
+            future.result(timeout)
+        except self._grpc.RpcError as error:
+            raise PeerLost(f"rpc: a call failed: {error.code().name}") from None
+
+    def close(self) -> None:
+        """Ends the server and the channels. Idempotent."""
+        self._server.stop(None)
+        for channel, _ in self._peers.values():
+            channel.close()
+        self._peers.clear()
+
+
+class RpcWires:
+    """As `Wires`, over calls. Memory is ordinary memory, made anew where a tensor is unpacked."""
+
+    def __init__(
+        self, plan: Plan, me: str, calls: Calls, number: int, timeout: float, _: Collection[tuple[str, str]] = ()
+    ) -> None:
+        self.plan, self.me, self.number = plan, me, number
+        self._calls, self._timeout = calls, timeout
+        self.run = 0
+        self._outbox = numpy.empty(dict(plan.outbox)[me], numpy.uint8).data
+        self.bank: Bank | None = Bank(0, self._outbox)
+        self.held: Held | None = hold(self._outbox)
+        self._sent: list[Any] = []
+
+    def begin(self) -> None:
+        """Starts the next run."""
+        self.run += 1
+
+    def send(self, index: int, nbytes: int) -> None:
+        """Serialises edge ``index`` and calls each of its targets."""
+        edge = self.plan.edges[index]
+        assert edge.slot is not None
+        at = edge.slot + edge.offset
+        start = clock()
+        for host in edge.targets:
+            self._sent.append(self._calls.call(host, self.number, index, self.run, self._outbox[at : at + nbytes]))
+        spans.add("push", self.run, start, clock(), edge.name)
+
+    def receive(self, index: int) -> Held:
+        """Waits for the call of edge ``index``, and unpacks it into memory of its own."""
+        edge = self.plan.edges[index]
+        assert edge.slot is not None
+        start = clock()
+        payload = self._calls.take(self.number, index, self.run, self._timeout)
+        at = edge.slot + edge.offset
+        memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
+        memory[at:] = payload
+        counters.add(copies=1, copied_bytes=payload.nbytes)
+        spans.add("wait", self.run, start, clock(), edge.name)
+        return hold(memory.data)
+
+    def loan(self, index: int) -> Held:
+        """Nothing is lent over calls."""
+        raise Unsupported(f"mode='rpc' lends nothing: edge {index}")
+
+    def lend(self, index: int) -> None:
+        """Nothing is lent over calls."""
+        raise Unsupported(f"mode='rpc' lends nothing: edge {index}")
+
+    def end(self) -> None:
+        """Waits until every call of this run was answered."""
+        sent, self._sent = self._sent, []
+        for future in sent:
+            self._calls.finish(future, self._timeout)
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,181 @@
+"""What stands for a tensor that lives on another host: its shape, and an error for whoever reads it.
+
+It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Whatever reads it through
+torch is stopped before: `Elsewhere` and `ElsewhereParameter` let a function run only as far as it reads no element.
+To dynamo both are plain tensors, so that every process compiles the same graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tensorwire.errors import LivesElsewhere
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+# They reach the elements without any operator that torch could stop, or give the tensor other ones.
+_BYPASSES = {"numpy", "__array__", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"}
+_BYPASSES |= {"share_memory_", "set_", "module_load"}
+# Only the shape of their argument matters to them.
+_LIKES = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+_NEWS = {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")}
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Where the tensor ``name`` is, and what somebody who reads it here may do instead."""
+
+    name: str
+    host: str
+    advice: str
+
+
+class _Stand:
+    """What both classes below are: a tensor that may be asked for everything but its elements."""
+
+    _tensorwire: Lives
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():  # what reads it is in the graph then, and runs where it lives
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _unread(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self._tensorwire, "copy or pickle")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self._tensorwire, "deepcopy")
+
+    def __repr__(self, **_: Any) -> str:
+        tensor, lives = cast(torch.Tensor, self), self._tensorwire
+        return f"<{lives.name} on {lives.host}: {tuple(tensor.shape)}, {tensor.dtype}>"
+
+
+class Elsewhere(_Stand, torch.Tensor):  # type: ignore[misc]
+    """A tensor of another host."""
+
+
+class ElsewhereParameter(_Stand, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of another host."""
+
+
+def lives(tensor: torch.Tensor) -> Lives | None:
+    """Where ``tensor`` is, if it is not here."""
+    return tensor._tensorwire if isinstance(tensor, _Stand) else None
+
+
+def hollow(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the CPU that takes addresses, but no memory. What reads it behind torch's back is killed."""
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    if span == 0:
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+    room = mmap.mmap(-1, span * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    tensor = torch.frombuffer(room, dtype=dtype).as_strided(tuple(shape), tuple(strides))
+    if _libc.mprotect(tensor.data_ptr(), len(room), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return tensor
+
+
+def elsewhere(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> torch.Tensor:
+    """Makes ``tensor`` itself, such as what a graph returned in its place, the stand-in for ``name`` of ``host``.
+
+    It keeps its ``grad_fn`` and its memory (`hollow` has none), and a compiled graph takes it as the tensor it was. To
+    read it raises `LivesElsewhere`, with ``advice``.
+    """
+    _plain_to_dynamo()
+    tensor.__class__ = ElsewhereParameter if isinstance(tensor, torch.nn.Parameter) else Elsewhere
+    cast(Any, tensor)._tensorwire = Lives(name, host, advice)
+    guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+    if guard is not None and tensor.numel():  # stops writers that torch functions do not see, such as numpy's
+        guard(tensor)
+    return tensor
+
+
+def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> None:
+    """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``host`` from now on."""
+    tensor.grad = None
+    tensor.data = hollow(tensor.shape, tensor.stride(), tensor.dtype)
+    elsewhere(tensor, name, host, advice=advice)
+
+
+def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Brings a stand-in back: ``value``, of its shape and dtype, is copied into memory of its own."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
+    del cast(Any, tensor)._tensorwire
+    tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
+
+
+class _Unread(TorchDispatchMode):
+    """Lets through what reads no element: views, and tensors made after the shape of another."""
+
+    def __init__(self, lives: Lives) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lives = lives
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func.is_view or func._schema.name in _LIKES | _NEWS:
+            return func(*args, **(kwargs or {}))
+        raise _refusal(self._lives, func._schema.name.removeprefix("aten::").lstrip("_"))
+
+
+def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    found = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, _Stand))
+    name = getattr(func, "__name__", "")
+    if name in _BYPASSES and not _dynamo_looks(name):
+        raise _refusal(found._tensorwire, name)
+    if func == torch.Tensor.data.__set__ and not isinstance(args[1], _Stand):  # type: ignore[attr-defined]
+        raise _refusal(found._tensorwire, "an assignment of its data")  # .to("cpu") assigns what it already was
+    with torch._C.DisableTorchFunctionSubclass(), _Unread(found._tensorwire):
+        result = func(*args, **kwargs)
+    where = found._tensorwire
+    for tensor in tree_leaves(result):  # views of it live there as well
+        if type(tensor) is torch.Tensor and _same_memory(tensor, cast(torch.Tensor, found)):
+            tensor.__class__ = Elsewhere
+            cast(Any, tensor)._tensorwire = where
+    return result
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _dynamo_looks(name: str) -> bool:
+    """Whether dynamo is describing an input, for which it asks for the identity of its storage."""
+    return name == "untyped_storage" and torch._guards.TracingContext.try_get() is not None
+
+
+def _refusal(lives: Lives, what: str) -> LivesElsewhere:
+    said = f"{lives.name} lives on {lives.host}: it cannot be read here (by {what})"
+    return LivesElsewhere(f"{said}; {lives.advice}" if lives.advice else said)
+
+
+@functools.cache
+def _plain_to_dynamo() -> None:
+    """Dynamo takes both classes for plain tensors.
+
+    Without this (the name is private) it traces into ``__torch_function__``. That gives the same operators, too, but
+    code that asks ``has_torch_function``, such as that of `torch.nn.TransformerEncoderLayer`, would go another way.
+    """
+    from torch._dynamo.variables import builder
+
+    infer = getattr(builder, "infer_subclass_type", None)
+    if infer is not None:
+        plain = (Elsewhere, ElsewhereParameter)
+        builder.infer_subclass_type = lambda value: None if type(value) in plain else infer(value)

@@ -1,0 +1,202 @@
+"""One captured graph at this host: planned when it first runs, because only then it is known where its inputs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
+from tensorwire.graph import Analysis, Graph, Output, analyze
+from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
+from tensorwire.graph.rpc import RpcWires
+from tensorwire.graph.wires import Wires
+from tensorwire.launch.job import Job
+from tensorwire.torch.graph.elsewhere import lives
+from tensorwire.torch.graph.hosting import Scope
+from tensorwire.torch.graph.importer import Origin, import_graph
+from tensorwire.torch.graph.options import Options
+from tensorwire.torch.graph.partition import Boxed, partition
+from tensorwire.torch.graph.party import party_of
+from tensorwire.torch.graph.placement import owner_of
+from tensorwire.torch.graph.post import Post
+
+SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
+HOME = "_tensorwire_home"  # attribute of a tensor that only this host has: its name and host
+
+
+class Part:
+    """A graph of one frame that was compiled."""
+
+    what = ""
+    keeps = False  # something in the place of values for the backward graph that another host has
+
+    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
+        self.module, self.job, self.options, self.scope = module, job, options, scope
+        self.party = party_of(job)
+        self.given = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.returned = list(next(iter(reversed(module.graph.nodes))).args[0])
+        self.analysis: Analysis | None = None
+        self._wires: Wires | RpcWires | None = None
+        self._run: Boxed | None = None
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Runs this host's part. An error here is one of the whole job: the others wait for what will not come."""
+        try:
+            if self._run is None:
+                self._run = self._prepare(args)
+            assert self._wires is not None
+            self.enter(args)
+            self._wires.begin()
+            results = self._run(args)
+            self._wires.end()
+            return results
+        except TensorwireError as error:
+            explained = self.job.member.explain(error)
+            if not isinstance(explained, JobEnded):
+                self.job.failed(explained)
+            raise explained from None
+        except BaseException as error:
+            self.job.failed(error)
+            raise
+
+    def enter(self, args: list[Any]) -> None:
+        """Before each run."""
+
+    def _prepare(self, args: list[Any]) -> Boxed:
+        graph = self._import(args)
+        mode = self.options.mode
+        self.analysis = analyze(graph, copies=mode != "zerocopy")
+        plan = self.analysis.plan
+        wires = self._wires = self.party.connect(plan, self.borrowed(), rpc=mode == "rpc")
+        post = Post(wires)
+        places = {node.name: place for place, node in enumerate(self.given)}
+        for index, edge in enumerate(plan.edges):
+            if edge.lent and edge.source == self.party.me:
+                post.house(index, args[places[edge.name]])
+        shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
+        replays = self.options.replay_random
+        return partition(
+            self.module, self.analysis, self.party.me, post, shown=shown, keeps=self.keeps, replays=replays
+        )
+
+    def _import(self, args: list[Any]) -> Graph:
+        name = f"{self.party.next_number} ({self.what})"
+        origins, outputs = self.origins(args), self.outputs()
+        return import_graph(self.module, name, self.party.hosts, origins, outputs, self.host_of)
+
+    def host_of(self, node: fx.Node) -> str | None:
+        """Where the user put a node."""
+        return self.scope.host_of(node)
+
+    def origins(self, args: list[Any]) -> list[Origin]:
+        """Where each argument is."""
+        raise NotImplementedError
+
+    def outputs(self) -> list[Output]:
+        """Who wants which result."""
+        raise NotImplementedError
+
+    def borrowed(self) -> frozenset[tuple[str, str]]:
+        """By lender and borrower, what is read here of what an earlier graph has lent."""
+        return frozenset()
+
+
+class Forward(Part):
+    """A forward graph, or one without gradients. ``metadata``: of AOTAutograd."""
+
+    what = "forward"
+    keeps = True
+
+    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope, metadata: Any) -> None:
+        super().__init__(module, job, options, scope)
+        self.metadata = metadata
+        self._static = frozenset(metadata.static_input_indices)
+        self.homes: list[Origin] = []
+
+    def enter(self, args: list[Any]) -> None:
+        self.scope.enter()
+        for place, origin in enumerate(self.homes):
+            if place not in self._static and isinstance(args[place], torch.Tensor):
+                now = home_of(args[place])
+                if now != (origin.present[0] if origin.present else None):
+                    raise ArgumentError(
+                        f"argument {place} of graph {self.what} is on {now or 'every host'} now; when the graph was "
+                        f"planned it was on {origin.present[0] if origin.present else 'every host'}"
+                    )
+
+    def origins(self, args: list[Any]) -> list[Origin]:
+        users = {node.name: next(filter(None, map(self.scope.host_of, node.users)), None) for node in self.given}
+        for place, (node, value) in enumerate(zip(self.given, args, strict=True)):
+            if place in self._static:
+                owner = owner_of(value) if isinstance(value, torch.Tensor) else None
+                host = (owner.host if owner is not None else None) or users[node.name] or self.party.hosts[0]
+                self.homes.append(Origin(PARAMETER, (host,)))
+            else:
+                home = home_of(value) if isinstance(value, torch.Tensor) else None
+                self.homes.append(Origin(INPUT, None if home is None else (home,)))
+        return self.homes
+
+    def outputs(self) -> list[Output]:
+        seen = self.metadata.num_forward_returns
+        return [
+            Output(value.name, self.party.hosts if place < seen and self._for_all(value) else (), place < seen)
+            for place, value in enumerate(self.returned)
+            if isinstance(value, fx.Node)
+        ]
+
+    def _for_all(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if self.options.outputs == "all" or not isinstance(value, torch.Tensor):
+            return True
+        nbytes = value.numel() * value.element_size()
+        return isinstance(nbytes, int) and nbytes <= SMALL
+
+
+class Backward(Part):
+    """The backward graph of ``forward``."""
+
+    what = "backward"
+
+    def __init__(self, module: fx.GraphModule, forward: Forward) -> None:
+        super().__init__(module, forward.job, forward.options, forward.scope)
+        self.forward = forward
+
+    def host_of(self, node: fx.Node) -> str | None:
+        """Of the gradient of a node. Sums of gradients belong to no module: they are where their operands are."""
+        return self.scope.host_of(node) if node.meta.get("custom") or node.meta.get("fwd_nn_module_stack") else None
+
+    def _planned(self) -> Analysis:
+        assert self.forward.analysis is not None
+        return self.forward.analysis
+
+    def origins(self, args: list[Any]) -> list[Origin]:
+        holds = self._planned().crossing.holds
+        return [
+            Origin(SAVED, tuple(host for host in self.party.hosts if host in holds[node.name]))
+            if node.name in holds
+            else Origin(INPUT)
+            for node in self.given
+        ]
+
+    def outputs(self) -> list[Output]:
+        """A gradient goes to where what it is of is."""
+        homes = self.forward.homes
+        return [
+            Output(value.name, origin.present or self.party.hosts, True)
+            for origin, value in zip(homes, self.returned, strict=False)
+            if isinstance(value, fx.Node)
+        ]
+
+    def borrowed(self) -> frozenset[tuple[str, str]]:
+        return self._planned().plan.loans
+
+
+def home_of(value: torch.Tensor) -> str | None:
+    """The only host that has ``value``, if there is but one."""
+    elsewhere = lives(value)
+    if elsewhere is not None:
+        return elsewhere.host
+    home = getattr(value, HOME, None)
+    return None if home is None else str(home)

@@ -1,0 +1,66 @@
+"""Functions that a partition calls to receive a value: one an edge. Each waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorwire.graph import Edge
+from tensorwire.graph.plan import PREFIX
+from tensorwire.observe import counters
+from tensorwire.torch.graph.memory import read_number, read_shape
+from tensorwire.torch.graph.place import over
+from tensorwire.torch.graph.sending import AnyWires, layout
+
+Receive = Callable[[], Any]
+
+
+def number(wires: AnyWires, index: int, at: int) -> Receive:
+    """An int, bool or float."""
+    return lambda: read_number(wires.receive(index).data[at:])
+
+
+def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+    """A tensor of a few bytes; it has its memory for itself."""
+    shape, strides = layout(edge)
+
+    def receive() -> torch.Tensor:
+        made = torch.empty_strided(shape, strides, dtype=dtype)
+        return made.copy_(over(wires.receive(index), dtype=dtype, shape=shape, offset=at))
+
+    return receive
+
+
+def static(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+    """A tensor in its slot, or in the memory that it was lent from."""
+    shape, strides = layout(edge)
+    at = edge.offset + (edge.slot or 0)
+    return lambda: over(wires.receive(index), dtype=dtype, shape=shape, strides=strides, offset=at)
+
+
+def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+    """A tensor in its slot, with its shape in front."""
+    assert edge.spec is not None
+    rank = len(edge.spec.shape)
+
+    def receive() -> torch.Tensor:
+        held = wires.receive(index)
+        shape, strides = read_shape(held.data[at:], rank)
+        return over(held, dtype=dtype, shape=shape, strides=strides, offset=at + PREFIX)
+
+    return receive
+
+
+def own(receive: Receive) -> Receive:
+    """A copy of what is received, for a caller who may do with it what he likes."""
+
+    def receive_own() -> Any:
+        value = receive()
+        if isinstance(value, torch.Tensor):
+            counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
+            return value.clone()
+        return value
+
+    return receive_own

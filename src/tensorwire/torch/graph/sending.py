@@ -1,0 +1,123 @@
+"""Functions that a partition calls to send a value: one an edge, made once, with all that can be known before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorwire.errors import ArgumentError
+from tensorwire.graph import Edge
+from tensorwire.graph.plan import PREFIX
+from tensorwire.graph.rpc import RpcWires
+from tensorwire.graph.wires import Wires
+from tensorwire.observe import counters
+from tensorwire.torch.graph.memory import extent_bytes, write_number, write_shape
+from tensorwire.torch.graph.place import over
+
+AnyWires = Wires | RpcWires
+Send = Callable[[Any], None]
+
+
+def number(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """An int, bool or float, by value."""
+    at = _slot(edge)
+
+    def send(value: Any) -> None:
+        write_number(_bank(wires)[at:], value)
+        wires.send(index, 24)
+
+    return send
+
+
+def small(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """A tensor of a few bytes, by value."""
+    at = _slot(edge)
+
+    def send(value: torch.Tensor) -> None:
+        over(wires.held, dtype=value.dtype, shape=value.shape, offset=at).copy_(value)
+        wires.send(index, value.numel() * value.element_size())
+
+    return send
+
+
+def static(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """A tensor that was born in its slot; another one is copied there."""
+    shape, strides = layout(edge)
+    at, nbytes = _slot(edge) + edge.offset, _nbytes(edge)
+
+    def send(value: torch.Tensor) -> None:
+        held = wires.held
+        assert held is not None
+        if nbytes and (value.data_ptr() != held.ctypes.data + at or value.stride() != strides):
+            over(held, dtype=value.dtype, shape=shape, strides=strides, offset=at).copy_(value)
+            counters.add(copies=1, copied_bytes=nbytes)
+        wires.send(index, nbytes)
+
+    return send
+
+
+def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """A tensor of varying shape, with its shape in front. Raises `ArgumentError` above the bound."""
+    at, most = _slot(edge), _nbytes(edge)
+
+    def send(value: torch.Tensor) -> None:
+        held, nbytes = wires.held, extent_bytes(value)
+        assert held is not None
+        if nbytes > most:
+            raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {most}")
+        write_shape(_bank(wires)[at:], value)
+        if nbytes and value.data_ptr() != held.ctypes.data + at + PREFIX:
+            there = over(held, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=at + PREFIX)
+            there.copy_(value)
+            counters.add(copies=1, copied_bytes=nbytes)
+        wires.send(index, PREFIX + nbytes)
+
+    return send
+
+
+def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
+    """A parameter that lives in the memory it is lent from; one that was moved elsewhere is copied there."""
+
+    def send(parameter: torch.Tensor) -> None:
+        if parameter.data_ptr() != wires.loan(index).ctypes.data:
+            _copy_loan(wires, index, edge, parameter)
+        wires.lend(index)
+
+    return send
+
+
+def house(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> None:
+    """Moves a parameter that is lent into the memory that it is lent from, so that no run copies it."""
+    loan = _copy_loan(wires, index, edge, parameter)
+    if parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size():  # it has it for itself
+        parameter.data = loan
+
+
+def _copy_loan(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> torch.Tensor:
+    loan = over(wires.loan(index), dtype=parameter.dtype, shape=parameter.shape, strides=parameter.stride())
+    loan.copy_(parameter.detach())
+    counters.add(copies=1, copied_bytes=_nbytes(edge))
+    return loan
+
+
+def layout(edge: Edge) -> tuple[Any, Any]:
+    """Shape and strides of a static edge."""
+    assert edge.spec is not None
+    return edge.spec.shape, edge.spec.stride
+
+
+def _bank(wires: AnyWires) -> memoryview:
+    assert wires.bank is not None
+    return wires.bank.memory
+
+
+def _slot(edge: Edge) -> int:
+    assert edge.slot is not None
+    return edge.slot
+
+
+def _nbytes(edge: Edge) -> int:
+    assert edge.nbytes is not None
+    return edge.nbytes

@@ -1,0 +1,57 @@
+"""A graph captured from a function, run over hosts that live together in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tensorwire.graph import Analysis, Output, analyze
+from tensorwire.graph.party import Party
+from tensorwire.torch.graph.importer import Origin, import_graph
+from tensorwire.torch.graph.partition import partition
+from tensorwire.torch.graph.post import Post
+from tests.torch.graph.together import Together
+
+
+def captured(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators of ``function``; its result is a tuple."""
+    return make_fx(torch.func.functionalize(function), tracing_mode="fake")(*examples)
+
+
+def analyzed(
+    module: fx.GraphModule,
+    hosts: tuple[str, ...],
+    host_of: Callable[[fx.Node], str | None],
+    *,
+    origins: Sequence[Origin] | None = None,
+    copies: bool = False,
+) -> Analysis:
+    """Its analysis, with every output wanted by all."""
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    returned = next(iter(reversed(module.graph.nodes))).args[0]
+    outputs = [Output(value.name, hosts, True) for value in returned if isinstance(value, fx.Node)]
+    return analyze(
+        import_graph(module, "test", hosts, origins or [Origin()] * len(given), outputs, host_of), copies=copies
+    )
+
+
+def run(
+    together: Together, module: fx.GraphModule, analysis: Analysis, examples: Sequence[torch.Tensor], times: int = 3
+) -> list[list[Any]]:
+    """What each host returns at last."""
+
+    def work(party: Party) -> list[Any]:
+        wires = party.connect(analysis.plan)
+        call = partition(module, analysis, party.me, Post(wires))
+        results: list[Any] = []
+        for _ in range(times):
+            wires.begin()
+            results = call(list(examples))
+            wires.end()
+        return results
+
+    return together.each(work)

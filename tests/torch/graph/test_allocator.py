@@ -1,0 +1,146 @@
+"""Where the allocator comes from: built once, by one process, and not at all where that cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.torch.graph import allocator
+from tests.sandbox import Sandbox, wait_for_end
+
+WHY = "from tensorwire.torch.graph.birth import why_not\nprint('why', why_not())"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, where builds go."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(allocator.SWITCH, raising=False)
+    return tmp_path / "cache" / "tensorwire" / "birth"
+
+
+def compiler(folder: Path, body: str) -> str:
+    """A compiler that does this; it writes a line into ``calls`` each time."""
+    script = folder / "compiler"
+    script.write_text(f"#!/bin/sh\necho called >> {folder / 'calls'}\n{body}\n")
+    script.chmod(0o700)
+    return str(script)
+
+
+def reason() -> str:
+    found = allocator._find()
+    assert isinstance(found, str)
+    return found
+
+
+def left(folder: Path) -> set[str]:
+    return {path.suffix for path in folder.iterdir()}
+
+
+def test_it_is_built_once_into_a_folder_of_this_user(cache: Path) -> None:
+    path = allocator._folder() / "birth-1.so"
+    assert allocator._load(path).begin is not None
+    assert cache.stat().st_mode & 0o777 == 0o700
+    made = path.stat()
+    allocator._load(path)
+    assert path.stat().st_ino == made.st_ino
+    assert left(cache) == {".so", ""}  # and the lock
+
+
+def test_what_it_depends_on_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = {allocator._tag()}
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    tags.add(allocator._tag())
+    monkeypatch.setattr(allocator, "_SOURCE", Path(__file__))
+    tags.add(allocator._tag())
+    assert len(tags) == 3
+
+
+def test_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(allocator.SWITCH, "off")
+    assert reason() == "TENSORWIRE_BIRTH=off"
+    assert not cache.exists()
+    monkeypatch.setenv(allocator.SWITCH, "maybe")
+    with pytest.raises(ArgumentError, match="on or off, not 'maybe'"):
+        allocator._find()
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++ -pipe")
+    assert reason() == "no compiler: /nowhere/g++: No such file or directory; install g++, or set CXX"
+    assert left(cache) == {""}
+
+
+def test_a_compiler_that_fails(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "CXX", compiler(tmp_path, "echo 'birth.cpp: first' >&2; echo 'No space left on device' >&2; exit 4")
+    )
+    assert reason().endswith("compiler could not build birth.cpp: No space left on device")
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 3"))
+    assert reason().endswith("compiler could not build birth.cpp: status 3")
+    assert left(cache) == {""}
+
+
+def test_the_compilers_own_words(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "wrong.cpp"
+    source.write_text("#include <c10/core/Nothing.h>\n")
+    monkeypatch.setattr(allocator, "_SOURCE", source)
+    assert "g++ could not build wrong.cpp: compilation terminated." in reason()
+
+
+def test_a_build_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))  # mkstemp's empty file stays
+    assert reason().startswith("cannot be loaded: ")
+    monkeypatch.delenv("CXX")
+    (path,) = cache.glob("*.so")
+    assert path.stat().st_size == 0  # as after a loss of power
+    allocator._load(path)
+    assert path.stat().st_size > 0
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, f"sleep 1000 & echo $! > {tmp_path}/pid; wait"))
+    monkeypatch.setattr(allocator, "_BUILD_SECONDS", 0.2)
+    monkeypatch.setattr(allocator, "_QUIET_SECONDS", 0.1)
+    with pytest.raises(Unsupported, match=r"took longer than 0\.2 s"):
+        allocator._build(tmp_path / "birth.so")
+    wait_for_end(int((tmp_path / "pid").read_text()), "the compiler's child")
+    assert capfd.readouterr().err == f"tensorwire: building birth.cpp once for torch {torch.__version__}\n"
+
+
+def test_a_cache_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = allocator._folder()
+    (folder / "lock").mkdir()
+    assert reason() == f"cannot write to {folder}: Is a directory; set XDG_CACHE_HOME"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert reason() == f"cannot make {tmp_path}/file/tensorwire/birth: Not a directory; set XDG_CACHE_HOME"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_cache(cache: Path) -> None:
+    folder = allocator._folder()
+    folder.chmod(0o500)
+    assert reason() == f"cannot write to {folder}: Permission denied; set XDG_CACHE_HOME"
+
+
+def test_a_folder_where_others_may_write_is_not_trusted(cache: Path) -> None:
+    allocator._folder().chmod(0o770)
+    assert reason() == f"others can write to {cache}: chmod 700 it, or set XDG_CACHE_HOME"
+
+
+def test_processes_that_need_it_at_once_build_it_once(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = sandbox.script(WHY, init=False)
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler(tmp_path, 'exec g++ "$@"')}
+    programs = [sandbox.python(script, **environment) for _ in range(3)]
+    for program in programs:
+        result = program.finish()
+        assert (result.status, result.out.strip(), result.err) == (0, "why None", "")
+    assert (tmp_path / "calls").read_text() == "called\n"

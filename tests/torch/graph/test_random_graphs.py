@@ -1,0 +1,82 @@
+"""Random graphs over random hosts give the bits of one process, whichever way their tensors cross."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from tests.torch.graph.graphs import analyzed, captured, run
+from tests.torch.graph.together import Together
+
+SHAPE = (4, 6)
+
+
+def program(seed: int, length: int) -> tuple[list[torch.Tensor], object]:
+    """A function of a few operators over earlier values, drawn by ``seed``, and its arguments."""
+    draw = random.Random(seed)
+    steps = [(draw.randrange(11), draw.random(), draw.random()) for _ in range(length)]
+    generator = torch.Generator().manual_seed(seed)
+    examples = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
+
+    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = list(inputs)
+        for kind, one, other in steps:
+            a, b = values[int(one * len(values))], values[int(other * len(values))]
+            values.append(_apply(kind, a, b))
+        return tuple(values[-3:])
+
+    return examples, function
+
+
+def _apply(kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if kind == 0:
+        return a @ b.t() @ b / 8
+    if kind == 1:
+        return torch.relu(a + b)
+    if kind == 2:
+        return a.t().contiguous().t()
+    if kind == 3:
+        return a.reshape(2, 12).transpose(0, 1).reshape(SHAPE)
+    if kind == 4:
+        return torch.native_layer_norm(a, [6], None, None, 1e-5)[0] + b
+    if kind == 5:
+        return torch.cat([part * 2 for part in a.split(2, 1)], 1)
+    if kind == 6:
+        return a.sum(0, keepdim=True).expand(SHAPE)
+    if kind == 7:
+        return torch.cat([a[:1], b[1:]])
+    if kind == 8:
+        return a.clone().mul_(b).add_(1)  # in place, on what it made itself
+    if kind == 9:
+        return torch.sort(a, 1)[0].t().reshape(SHAPE)
+    return torch.softmax(a * 0.5, 1) - b.mean()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@settings(max_examples=25, deadline=None)
+@example(seed=77822, hosts=3, length=7)  # a source two runs ahead of its target
+@given(seed=st.integers(0, 10**6), hosts=st.integers(2, 3), length=st.integers(1, 30))
+def test_the_same_bits(copies: bool, seed: int, hosts: int, length: int) -> None:
+    examples, function = program(seed, length)
+    module = captured(function, examples)  # type: ignore[arg-type]
+    names = tuple(f"worker:{i}" for i in range(hosts))
+    draw = random.Random(seed + 1)
+    chosen: dict[str, str | None] = {}
+
+    def host_of(node: fx.Node) -> str | None:
+        return chosen.setdefault(node.name, draw.choice((*names, None)))
+
+    analysis = analyzed(module, names, host_of, copies=copies)
+    expected: Sequence[torch.Tensor] = module(*examples)
+    with Together(hosts) as together:
+        results = run(together, module, analysis, examples)
+    for host in results:
+        for value, right in zip(host, expected, strict=True):
+            assert torch.equal(value, right)
+            assert value.shape == right.shape

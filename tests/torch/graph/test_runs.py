@@ -1,0 +1,283 @@
+"""What users do between steps: accumulation, several graphs alive at once, evaluation, clipping, other modes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire.observe import counters
+from tests.jobs import run_job
+from tests.torch.graph import zoo
+
+HOSTS = {"": "worker:0", "model.layers.1": "worker:1", "model.layers.2": "worker:1"}  # of the zoo's llama
+Model = Callable[..., Any]
+
+
+def loss(model: Model, step: int) -> torch.Tensor:
+    return zoo.loss_of(model(**zoo.inputs("llama", step)))
+
+
+def accumulate(model: Model) -> list[float]:
+    """Three backward passes into the same gradients."""
+    found = []
+    for step in range(3):
+        value = loss(model, step)
+        value.backward()
+        found.append(value.item())
+    return found
+
+
+def together(model: Model) -> list[float]:
+    """Four forward passes are alive at once."""
+    values = [loss(model, step) for step in range(4)]
+    sum(values).backward()  # type: ignore[union-attr]
+    return [value.item() for value in values]
+
+
+def backwards(model: Model) -> list[float]:
+    """The last forward pass goes back first."""
+    values = [loss(model, step) for step in range(3)]
+    for value in reversed(values):
+        value.backward()
+    return [value.item() for value in values]
+
+
+def twice(model: Model) -> float:
+    """One graph goes back twice."""
+    value = loss(model, 5)
+    value.backward(retain_graph=True)
+    value.backward()
+    return value.item()
+
+
+def kept(model: Model) -> list[float]:
+    """Losses with their graphs lie in a list, that is forgotten at the end."""
+    return [value.item() for value in [loss(model, step) for step in range(6)]]
+
+
+def evaluated(model: Any) -> list[float]:
+    """Without gradients."""
+    model.eval()
+    with torch.no_grad():
+        found = [loss(model, step).item() for step in range(3)]
+    model.train()
+    return found
+
+
+USES = (accumulate, together, backwards, twice, kept, evaluated, accumulate, together)
+
+
+def use(job: tw.Job, options: dict[str, Any]) -> dict[str, Any]:
+    model = zoo.build("llama")
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": HOSTS, **options})
+    wrong = []
+    last: Any = None
+    for round_ in range(2):
+        for what in USES:
+            before = counters.snapshot()
+            if what(compiled) != what(alone):
+                wrong.append(f"{what.__name__}: losses")
+            last = counters.since(before)
+            if round_ and (last.registrations or (last.rpcs and options.get("mode") != "rpc")):
+                wrong.append(f"{what.__name__}: {last}")
+            for (path, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+                if mine.grad is not None and not torch.equal(mine.grad, its.grad):  # type: ignore[arg-type]
+                    wrong.append(f"{what.__name__}: {path}")
+            model.zero_grad()
+            alone.zero_grad()
+    return {"wrong": wrong, "copies": last.copies}
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_graphs_that_live_long(device: str) -> None:
+    results = run_job(use, {}, workers=2, servers=0, device=device).ok()
+    assert [result["wrong"] for result in results] == [[], []]
+
+
+@pytest.mark.parametrize("mode", ["copy", "rpc"])
+def test_other_ways_to_cross_give_the_same_bits(mode: str) -> None:
+    results = run_job(use, {"mode": mode}, workers=2, servers=0).ok()
+    assert [result["wrong"] for result in results] == [[], []]
+    assert all(result["copies"] > 0 for result in results)
+
+
+def clip(job: tw.Job) -> list[bool]:
+    model = zoo.build("llama")
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": HOSTS})
+    same = []
+    for step in range(3):
+        loss(compiled, step).backward()
+        loss(alone, step).backward()
+        before = counters.snapshot()
+        norm = tw.torch.clip_grad_norm_(model.parameters(), 0.1)
+        asked = counters.since(before).rpcs
+        same.append(torch.equal(norm, torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)))
+        same.append(step == 0 or asked == 0)
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))  # type: ignore[arg-type]
+        model.zero_grad()
+        alone.zero_grad()
+    return same
+
+
+def test_clipping_by_the_norm_of_all_gradients() -> None:
+    for same in run_job(clip, workers=3, servers=0).ok():
+        assert same == [True] * 9
+
+
+def drop(job: tw.Job) -> list[bool]:
+    model = zoo.build("bert", dropout=0.1)
+    alone = copy.deepcopy(model)
+    options = {"hosts": zoo.cut(model, 2, 1), "replay_random": True}
+    compiled = torch.compile(model, backend="tensorwire", options=options)
+    same = []
+    for step in range(3):
+        for one in (compiled, alone):
+            torch.manual_seed(step)
+            zoo.loss_of(one(**zoo.inputs("bert", step))).backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))  # type: ignore[arg-type]
+    return same
+
+
+@pytest.mark.filterwarnings("ignore:.*is tied to")
+def test_dropout_as_in_one_process() -> None:
+    assert run_job(drop, workers=2, servers=0).ok() == [[True] * 3] * 2
+
+
+def place(job: tw.Job) -> dict[str, Any]:
+    """With parameters only where they are used, and an optimizer over all of them."""
+    model, alone = zoo.build("llama"), zoo.build("llama")
+    tw.torch.place(model, HOSTS)
+    compiled = torch.compile(model, backend="tensorwire")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
+    found: dict[str, Any] = {"losses": [], "away": []}
+    for step in range(3):
+        values = [loss(compiled, step), loss(alone, step)]
+        for value, optimizer in zip(values, optimizers, strict=True):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found["losses"].append(torch.equal(*values))
+    for path, parameter in model.named_parameters():
+        try:
+            parameter.sum()
+        except tw.errors.LivesElsewhere:
+            found["away"].append(path)
+    return found
+
+
+def test_parameters_only_where_they_are_used() -> None:
+    zero, one = run_job(place, workers=2, servers=0).ok()
+    assert zero["losses"] == one["losses"] == [True] * 3
+    names = {path for path, _ in zoo.build("llama").named_parameters()}
+    assert set(zero["away"]) | set(one["away"]) == names
+    assert not set(zero["away"]) & set(one["away"])
+    assert all(".layers.1." in path or ".layers.2." in path for path in zero["away"])
+
+
+class Two(torch.nn.Module):
+    """Logits that are too large for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 600)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def large(job: tw.Job, outputs: str) -> str:
+    torch.manual_seed(0)
+    model = Two()
+    alone = copy.deepcopy(model)
+    options = {"hosts": {"body": "worker:0", "head": "worker:1"}, "outputs": outputs}
+    compiled = torch.compile(model, backend="tensorwire", options=options)
+    x = torch.randn(32, 64)
+    logits = compiled(x)
+    assert logits.shape == (32, 600)
+    try:
+        right = torch.equal(logits, alone(x))
+    except tw.errors.LivesElsewhere as error:
+        return str(error)
+    logits.square().mean().backward()
+    alone(x).square().mean().backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return str(right and all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))
+
+
+def test_a_large_output_is_where_it_was_made() -> None:
+    zero, one = run_job(large, "all", workers=2, servers=0).ok()
+    assert (zero, one) == ("True", "True")
+
+
+def peek(job: tw.Job) -> str:
+    """Reads what is elsewhere, and goes on."""
+    torch.manual_seed(0)
+    options = {"hosts": {"body": "worker:0", "head": "worker:1"}}
+    logits = torch.compile(Two(), backend="tensorwire", options=options)(torch.randn(32, 64))
+    try:
+        return f"{tuple(logits.shape)} {logits.sum().isfinite().item()}"
+    except tw.errors.LivesElsewhere as error:
+        return str(error)
+
+
+def test_who_reads_a_large_output_elsewhere_is_told() -> None:
+    zero, one = run_job(peek, workers=2, servers=0).ok()
+    assert one == "(32, 600) True"
+    assert "lives on worker:1" in zero
+    assert "'outputs': 'all'" in zero
+
+
+def loss_outside(job: tw.Job) -> list[bool]:
+    """The loss is a graph of its own, as in many models of transformers: it is computed where its input is."""
+    torch.manual_seed(0)
+    model = Two()
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": {"body": "worker:0", "head": "worker:1"}})
+    criterion = torch.compile(torch.nn.functional.cross_entropy, backend="tensorwire")
+    x, y = torch.randn(32, 64), torch.randint(0, 600, (32,))
+    mine, its = criterion(compiled(x), y), torch.nn.functional.cross_entropy(alone(x), y)
+    mine.backward()
+    its.backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    same = [torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # type: ignore[arg-type]
+    return [torch.equal(mine, its), *same]
+
+
+def test_a_loss_in_a_graph_of_its_own() -> None:
+    assert run_job(loss_outside, workers=2, servers=0).ok() == [[True] * 3] * 2
+
+
+def sizes(job: tw.Job) -> dict[str, Any]:
+    """Batches of every size, below a bound that was said."""
+    torch.manual_seed(0)
+    model = Two()
+    alone = copy.deepcopy(model)
+    options = {"hosts": {"body": "worker:0", "head": "worker:1"}, "outputs": "all"}
+    compiled = torch.compile(model, backend="tensorwire", options=options)
+    same, counted = [], []
+    for size in (5, 31, 2, 17, 64, 3):
+        x = torch.randn(size, 64)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+        before = counters.snapshot()
+        compiled(x).sum().backward()
+        counted.append(counters.since(before).rpcs)
+        alone(x).sum().backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))  # type: ignore[arg-type]
+    return {"same": same, "asked": counted}
+
+
+def test_batches_of_many_sizes_under_a_bound() -> None:
+    for result in run_job(sizes, workers=2, servers=0).ok():
+        assert result["same"] == [True] * 6
+        assert result["asked"][1:] == [0] * 5  # planned once

@@ -1,0 +1,101 @@
+"""All hosts of a graph in one process: a thread each, over loopback devices, with a dictionary for a coordinator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from tensorwire.device import Channel, Device, LoopbackDevice
+from tensorwire.errors import PlanMismatch, WaitTimeout
+from tensorwire.graph.party import Party
+
+T = TypeVar("T")
+TIMEOUT = 20.0
+
+
+class Book:
+    """What the coordinator does for plans: an address book, and the comparison of plans."""
+
+    def __init__(self, parties: int) -> None:
+        self._entries: dict[str, bytes] = {}
+        self._plans: dict[str, list[bytes]] = {}
+        self._parties = parties
+        self._changed = threading.Condition()
+
+    def publish(self, key: str, value: bytes, to: list[str] | None = None) -> None:
+        with self._changed:
+            assert key not in self._entries
+            self._entries[key] = value
+            self._changed.notify_all()
+
+    def lookup(self, key: str, timeout: float = TIMEOUT) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._entries, min(timeout, TIMEOUT)):
+                raise WaitTimeout(key)
+            return self._entries[key]
+
+    def compare(self, name: str, digest: bytes, text: str, parties: int, timeout: float = TIMEOUT) -> None:
+        with self._changed:
+            plans = self._plans.setdefault(name, [])
+            plans.append(digest)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: len(plans) == self._parties, min(timeout, TIMEOUT)):
+                raise WaitTimeout(name)
+            if len(set(plans)) > 1:
+                raise PlanMismatch(name)
+
+
+class Member:
+    """One host: its device, and channels to the others."""
+
+    def __init__(self, index: int, devices: list[Device], book: Book) -> None:
+        self.index, self.client = index, book
+        self._devices = devices
+        self._channels: dict[int, Channel] = {}
+
+    def channel(self, role: str, index: int) -> Channel:
+        if index not in self._channels:
+            self._channels[index] = self._devices[self.index].connect(self._devices[index].address)
+        return self._channels[index]
+
+
+class Together:
+    """``hosts`` parties of one job. ``each(call)`` runs ``call(party)`` for all at once and returns the results."""
+
+    def __init__(self, hosts: int, device: Callable[[], Device] = LoopbackDevice) -> None:
+        self._devices = [device() for _ in range(hosts)]
+        book = Book(hosts)
+        members: list[Any] = [Member(index, self._devices, book) for index in range(hosts)]
+        self.parties = [Party(member, hosts, TIMEOUT) for member in members]
+        self._pool = ThreadPoolExecutor(hosts)
+
+    def each(self, call: Callable[[Party], T]) -> list[T]:
+        """The first error of one is raised, once the others have ended; they end because the devices are aborted."""
+
+        def run(party: Party) -> T:
+            try:
+                return call(party)
+            except BaseException as error:
+                errors.append(error)
+                for device in self._devices:
+                    device.abort("another host failed")
+                raise
+
+        errors: list[BaseException] = []
+        futures = [self._pool.submit(run, party) for party in self.parties]
+        wait(futures, TIMEOUT * 2)
+        if errors:
+            raise errors[0]
+        return [future.result(0) for future in futures]
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for party in self.parties:
+            party.close()
+        for device in self._devices:
+            device.close()
+        self._pool.shutdown()

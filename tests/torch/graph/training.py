@@ -1,0 +1,72 @@
+"""What a worker of a job does in tests: it trains a model that is cut over hosts, and the same one by itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import tensorwire as tw
+from tensorwire.observe import counters
+from tests.torch.graph import zoo
+
+
+def train(
+    job: tw.Job, name: str, hosts: dict[str, str] | None, seed: int = 0, steps: int = 4, **options: Any
+) -> dict[str, Any]:
+    """Trains ``steps`` steps; ``hosts``: by module, or a random cut by ``seed``.
+
+    Returns what differs from one process (``wrong``), the names of the parameters that had gradients here, and what the
+    last step counted.
+    """
+    model = zoo.build(name)
+    alone = copy.deepcopy(model)
+    hosts = zoo.cut(model, job.num_workers, seed) if hosts is None else hosts
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts, **options})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
+    wrong: list[str] = []
+    counted: dict[str, int] = {}
+    for step in range(steps):
+        given = zoo.inputs(name, step)
+        before = counters.snapshot()
+        torch.manual_seed(step)
+        loss = zoo.loss_of(compiled(**given))
+        loss.backward()
+        counted = asdict(counters.since(before))
+        torch.manual_seed(step)
+        right = zoo.loss_of(alone(**given))
+        right.backward()
+        if not torch.equal(loss, right):
+            wrong.append(f"step {step}: loss {loss.item()}, not {right.item()}")
+        for (path, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if mine.grad is not None and (its.grad is None or not torch.equal(mine.grad, its.grad)):
+                wrong.append(f"step {step}: gradient of {path}")
+        mine_here = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (path, mine), its in zip(model.named_buffers(), alone.buffers(), strict=True):
+        if path.rpartition(".")[0] in _places(model, hosts, job.rank) and not torch.equal(mine, its):
+            wrong.append(f"buffer {path}")
+    return {"wrong": wrong, "here": mine_here, "counted": counted}
+
+
+def _places(model: torch.nn.Module, hosts: dict[str, str], rank: int) -> set[str]:
+    """The modules of this host."""
+    found = set()
+    for path, _ in model.named_modules():
+        at = path
+        while at and at not in hosts:
+            at = at.rpartition(".")[0]
+        if hosts.get(at) == f"worker:{rank}":
+            found.add(path)
+    return found
+
+
+def gradients_of(name: str) -> set[str]:
+    """The parameters that have a gradient in one process."""
+    model = zoo.build(name)
+    zoo.loss_of(model(**zoo.inputs(name, 0))).backward()
+    return {path for path, parameter in model.named_parameters() if parameter.grad is not None}
