@@ -167,12 +167,15 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "no module": ([str(fixed)], "model() returns a module of torch, not int"),
         "no batch": ([str(fixed), "--batch", "3"], "--batch 3: inputs() of "),
         "one host": ([net, "--hosts", "1"], "'--hosts': 1 is not in the range 2<=x<=64"),
-        "no host": ([net, "--place", "layers.1=worker:2"], "the hosts are worker:0, worker:1 (see --hosts)"),
+        "no host": ([net, "--place", "layers.1=worker:2"], "'worker:2' is none of the hosts, worker:0, worker:1"),
         "no place": ([net, "--place", "layers.1"], "--place is PATH=HOST, not 'layers.1'"),
-        "no path": ([net, "--place", "layer.1=worker:1"], "no operator runs in such a module; there are head, layers"),
-        "part of a name": ([net, "--place", "lay=worker:1"], "--place lay: no operator runs in such a module"),
+        "no path": (
+            [net, "--place", "layer.1=worker:1"],
+            "'layer.1' is no module of the model, as its named_modules() names them; close to it: 'layers.1'",
+        ),
+        "part of a name": ([net, "--place", "lay=worker:1"], "'lay' is no module of the model"),
         "repeat what": ([net, "--repeat", "head=3"], "--repeat is the path of a numbered layer"),
-        "repeat nothing": ([net, "--repeat", "blocks.0=3"], "no operator is in blocks.0"),
+        "repeat nothing": ([net, "--repeat", "blocks.0=3"], "'blocks.0' is no module of the model"),
         "repeat one of many": ([net, "--repeat", "layers.1=0"], "--repeat is the path of a numbered layer"),
         "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
         "drawing": ([net, "--svg", "plan.png"], "--svg plan.png: a drawing's name ends with .svg"),
@@ -230,3 +233,25 @@ def test_without_transformers_it_is_refused(plan: Any, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "transformers", None)
     status, _, err = plan("llama-70b")
     assert (status, err) == (2, "tensorwire: llama-70b needs transformers: pip install transformers\n")
+
+
+def test_a_script_that_says_where(plan: Any, tmp_path: Path) -> None:
+    said = 'hosts = {"layers.1": "worker:1"}\n'
+    found = []
+    for text, more in ((SCRIPT + said, ()), (SCRIPT, ("--place", "layers.1=worker:1"))):
+        file = tmp_path / "plan.json"
+        status, _, err = plan(script(tmp_path, text=text), "--json", str(file), *more)
+        assert (status, err) == (0, "")
+        found.append((crossing(file), json.loads(file.read_text())["placement"]))
+    assert found[0] == found[1]
+
+
+def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
+    tie = "        self.layers[1][0].weight = self.stem.weight\n\n    def forward"
+    status, _, err = plan(
+        script(tmp_path, text=SCRIPT.replace("    def forward", tie, 1)), "--place", "layers=worker:1"
+    )
+    assert status == 0
+    assert err.startswith(
+        "tensorwire: stem.weight of worker:0 is tied to layers.1.0.weight of worker:1: its 16,384 bytes"
+    )

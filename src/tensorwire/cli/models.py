@@ -6,8 +6,9 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +26,14 @@ NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 @dataclass(frozen=True)
 class Model:
-    """``make()`` makes the module, ``inputs()`` its arguments; ``repeated``: the layer that stands for more."""
+    """``make()`` makes the module, ``inputs()`` its arguments; ``repeated``: the layer that stands for more;
+    ``hosts``: where its modules go, if it says so."""
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[], Sequence[Any]]
     repeated: Repeated | None = None
+    hosts: Mapping[str, str] | None = None
 
 
 def find_model(what: str, batch: int | None, times: tuple[str, int] | None) -> Model:
@@ -67,7 +70,11 @@ def _of_script(path: Path, batch: int | None, repeated: Repeated | None) -> Mode
     if batch is not None and not takes:
         raise ArgumentError(f"--batch {batch}: inputs() of {path} takes no batch: write def inputs(batch=8)")
     given = () if batch is None else (batch,)
-    return Model(path.stem, lambda: script.module(module.model), lambda: script.inputs(module.inputs, given), repeated)
+    hosts = getattr(module, "hosts", None)
+    if hosts is not None and not isinstance(hosts, dict):
+        raise ArgumentError(f"{path}: hosts is a dict of module paths to hosts, not {type(hosts).__name__}")
+    make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
+    return Model(path.stem, make, inputs, repeated, hosts)
 
 
 def _import(path: Path) -> ModuleType:

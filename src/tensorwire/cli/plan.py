@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def plan(
     SCRIPT  a Python file with two functions:
               def model(): return MyModel()                 # any module of torch
               def inputs(): return (torch.zeros(8, 784),)   # what it is called with; inputs(batch) for --batch
+            and, if it likes, hosts = {"net.3": "worker:1"}, as tensorwire.torch.place takes them
 
     \b
     Examples:
@@ -55,14 +56,11 @@ def plan(
       tensorwire plan model.py --hosts 3 --json plan.json
 
     A module runs where the longest PATH says that names it or a module around it, others on worker:0. HOST is worker:0,
-    worker:1 and so on. Without --place the model is cut in the order of its layers, so that every host has as many
+    worker:1 and so on. If nothing is said, the model is cut in the order of its layers, so that every host has as many
     bytes of parameters.
     """
     names = tuple(f"worker:{i}" for i in range(hosts))
     placement = dict(_pair("--place", place, "PATH=HOST") for place in places)
-    for path, host in placement.items():
-        if host not in names:
-            raise ArgumentError(f"--place {path}={host}: the hosts are {', '.join(names)} (see --hosts)")
     times = None if repeat is None else _times(repeat)
     _check_files(json_file, svg_file)
     try:
@@ -75,13 +73,20 @@ def plan(
     from tensorwire.torch.graph.survey import survey
 
     model = find_model(what, batch, times)
+    placement = placement or dict(model.hosts or {})
+    wrong = sorted(set(placement.values()) - set(names))
+    if wrong:
+        raise ArgumentError(f"{wrong[0]!r} is none of the hosts, {', '.join(names)} (see --hosts)")
+    cut = not placement
     with _patience(f"tracing {model.name}"):
         found = survey(model.make, model.inputs, inference=inference)
     start = time.perf_counter()
-    cut = not placement
     placement = placement or place(found, names, model.repeated)
-    _check_paths(placement, {*found.layers(), *(model.repeated.paths() if model.repeated else ())})
-    planned = plans(found, names, placement, model.repeated)
+    with warnings.catch_warnings(record=True) as said:  # of tied parameters
+        warnings.simplefilter("always")
+        planned = plans(found, names, placement, model.repeated)
+    for warning in said:
+        click.echo(f"tensorwire: {warning.message}", err=True)
     seconds = (found.seconds, time.perf_counter() - start)
     report = Report(model.name, parameters(found, model.repeated), placement, cut, planned, seconds)
     report.show()
@@ -114,14 +119,6 @@ def _check_files(json_file: str | None, svg_file: str | None) -> None:
             raise ArgumentError(f"{option} {file}: there is no folder {Path(file).parent}, or the file is one")
     if svg_file is not None and Path(svg_file).suffix.lower() != ".svg":
         raise ArgumentError(f"--svg {svg_file}: a drawing's name ends with .svg")
-
-
-def _check_paths(placement: Iterable[str], layers: Iterable[str]) -> None:
-    known = {path[:end] for path in layers for end in (*(m.start() for m in re.finditer(r"\.", path)), len(path))}
-    for path in placement:
-        if path and path not in known:
-            some = ", ".join(sorted(known - {""}, key=lambda one: (one.count("."), one))[:8])
-            raise ArgumentError(f"--place {path}: no operator runs in such a module; there are {some} and others")
 
 
 def _write(file: str, text: str) -> None:

@@ -64,7 +64,7 @@ class Report:
         return rows
 
     def _show_placement(self) -> None:
-        how = "cut in the order of its layers, by bytes of parameters" if self.cut else "as --place says"
+        how = "cut in the order of its layers, by bytes of parameters" if self.cut else "as it was said"
         click.echo(f"placement, {how}")
         paths: dict[str, list[str]] = defaultdict(list)
         for path, host in self.placement.items():

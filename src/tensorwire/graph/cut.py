@@ -10,15 +10,6 @@ from collections.abc import Mapping, Sequence
 from tensorwire.errors import ArgumentError
 
 
-def host_at(path: str, placement: Mapping[str, str]) -> str | None:
-    """The host of the module ``path``: its own, else that of the module it is in, and so on up to the model, ``""``."""
-    while path not in placement:
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
-    return placement[path]
-
-
 def cut(layers: Mapping[str, int], hosts: Sequence[str]) -> dict[str, str]:
     """A placement of the modules ``layers``, bytes of parameters by path, in the order in which they run.
 

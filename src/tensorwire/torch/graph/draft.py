@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 
 from tensorwire.errors import ArgumentError
 from tensorwire.graph import Analysis, Graph, Output, analyze
-from tensorwire.graph.cut import cut, host_at
+from tensorwire.graph.cut import cut
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.repeat import Layer, find_layer, repeat, with_present
+from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.paths import host_of, module_path
+from tensorwire.torch.graph.part import SMALL
+from tensorwire.torch.graph.paths import host_of, module_path, placed
+from tensorwire.torch.graph.placement import host_at
 from tensorwire.torch.graph.survey import Survey, Traced, given, returned
-
-SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
 
 
 @dataclass(frozen=True)
@@ -75,30 +77,28 @@ def plans(
     """The plans of all graphs, each forward one before that of its gradients. What ``placement`` names by no path runs
     on the first host.
 
-    Raises `ArgumentError` for a host that is not there, and where ``repeated`` is no single layer of the model.
+    Raises `ArgumentError` for a module that is not there, and where ``repeated`` is no layer of the model.
     """
-    wrong = sorted(set(placement.values()) - set(hosts))
-    if wrong:
-        raise ArgumentError(f"{wrong[0]} is not one of the hosts, {', '.join(hosts)}")
     if repeated is not None and len(found.traced) > 1:
         raise ArgumentError(f"the model is traced as {len(found.traced)} graphs: no layer of it can be repeated")
+    said = {"": hosts[0], **placement}
+    there: list[str] = []
+    if repeated is not None:  # of the copies only the traced layer is a module
+        there = [host_at(path, said) or hosts[0] for path in repeated.paths()]
+        said = {path: host for path, host in said.items() if path not in repeated.paths()} | {repeated.path: there[0]}
     planned: list[Planned] = []
-    for number, traced in enumerate(found.traced):
-        name = f" {number}" if len(found.traced) > 1 else ""
-        planned += _Planner(traced, tuple(hosts), {"": hosts[0], **placement}, repeated).plans(name)
+    with placed(found.model, said) as scope:
+        for number, traced in enumerate(found.traced):
+            name = f" {number}" if len(found.traced) > 1 else ""
+            planned += _Planner(traced, tuple(hosts), scope, repeated, there).plans(name)
     return planned
 
 
 class _Planner:
     def __init__(
-        self, traced: Traced, hosts: tuple[str, ...], placement: Mapping[str, str], repeated: Repeated | None
+        self, traced: Traced, hosts: tuple[str, ...], scope: Scope, repeated: Repeated | None, there: Sequence[str]
     ) -> None:
-        self.traced, self.hosts, self.repeated = traced, hosts, repeated
-        self.there = [] if repeated is None else [host_at(path, placement) or hosts[0] for path in repeated.paths()]
-        self.placement = dict(placement)
-        if repeated is not None:  # the traced layer is on one host: others keep what was said
-            self.placement = {path: host for path, host in placement.items() if not repeated.covers(path)}
-            self.placement[repeated.path] = self.there[0]
+        self.traced, self.hosts, self.scope, self.repeated, self.there = traced, hosts, scope, repeated, there
 
     def plans(self, name: str) -> list[Planned]:
         forward = self._import(self.traced.forward, f"forward{name}", self._origins(), self._outputs())
@@ -132,16 +132,18 @@ class _Planner:
         return self._planned(with_present(graph, forward.analysis.crossing.holds), labels)
 
     def _import(self, module: fx.GraphModule, name: str, origins: Sequence[Origin], outputs: Sequence[Output]) -> Graph:
-        return import_graph(module, name, self.hosts, origins, outputs, lambda node: host_of(node, self.placement))
+        backward = module is self.traced.backward
+        said = partial(host_of, self.scope, backward=backward)
+        return import_graph(module, name, self.hosts, origins, outputs, said)
 
     def _planned(self, graph: Graph, labels: Mapping[str, str]) -> Planned:
-        return Planned(graph, analyze(graph, self.placement.get("")), self._relabelled(graph, labels))
+        return Planned(graph, analyze(graph), self._relabelled(graph, labels))
 
     def _origins(self) -> list[Origin]:
         found = []
         for index, node in enumerate(given(self.traced.forward)):
             if index in self.traced.static:
-                said = (host_of(user, self.placement) for user in node.users)
+                said = map(self.scope.host_of, node.users)
                 found.append(Origin(PARAMETER, (next(filter(None, said), self.hosts[0]),)))
             else:
                 found.append(Origin(INPUT))

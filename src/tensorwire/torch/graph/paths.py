@@ -1,13 +1,15 @@
-"""The modules that operators of a traced graph belong to, and the hosts that were said of them."""
+"""The modules that operators of a traced graph belong to, and their hosts while a model is placed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from torch import fx
+from torch import fx, nn
 
-from tensorwire.graph.cut import host_at
+from tensorwire.torch.graph.hosting import Scope
+from tensorwire.torch.graph.placement import forget, register, spot_of
 
 
 def module_path(node: fx.Node) -> str | None:
@@ -22,10 +24,21 @@ def module_path(node: fx.Node) -> str | None:
     return re.sub(r"^L\['\w+'\]\.?", "", path)
 
 
-def host_of(node: fx.Node, placement: Mapping[str, str]) -> str | None:
-    """The host that was said: of the operator, else of its module or the nearest one around it."""
-    said = (node.meta.get("custom") or {}).get("host")
-    if said:
-        return str(said)
-    path = module_path(node)
-    return None if path is None else host_at(path, placement)
+@contextmanager
+def placed(model: nn.Module, hosts: Mapping[str, str]) -> Iterator[Scope]:
+    """While ``model`` is placed so, the hosts of its nodes, as they are when it runs.
+
+    Raises `ArgumentError` for what is no module of it.
+    """
+    register(model, hosts)
+    try:
+        yield Scope(spot_of(model))
+    finally:
+        forget(model)
+
+
+def host_of(scope: Scope, node: fx.Node, *, backward: bool) -> str | None:
+    """The host that was said of a node, as in a job: of gradients of the model itself nothing is said."""
+    if backward and not (node.meta.get("custom") or node.meta.get("fwd_nn_module_stack")):
+        return None
+    return scope.host_of(node)

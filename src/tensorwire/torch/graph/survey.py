@@ -31,8 +31,9 @@ class Traced:
 
 @dataclass(frozen=True)
 class Survey:
-    """A model that was traced in so many ``seconds``. ``parameters``: bytes and elements by name, of each one once."""
+    """A ``model`` that was traced in so many ``seconds``. ``parameters``: bytes and elements by name, of each once."""
 
+    model: nn.Module
     parameters: Mapping[str, tuple[int, int]]
     traced: tuple[Traced, ...]
     seconds: float
@@ -76,7 +77,7 @@ def survey(model: Callable[[], nn.Module], inputs: Callable[[], Sequence[Any]], 
     if not tracer.forwards:
         raise ArgumentError(f"{type(module).__name__} has no operators to trace")
     parameters = {name: (p.nbytes, p.numel()) for name, p in module.named_parameters()}
-    return Survey(parameters, tracer.traced(), time.perf_counter() - start)
+    return Survey(module, parameters, tracer.traced(), time.perf_counter() - start)
 
 
 def _why(error: Exception) -> str:
