@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,15 @@ def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
     assert err.startswith(
         "tensorwire: stem.weight of worker:0 is tied to layers.1.0.weight of worker:1: its 16,384 bytes"
     )
+
+
+def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "text"))
+    (tmp_path / "mlp.py").write_text(code)
+    _, out, _ = plan(str(tmp_path / "mlp.py"))
+
+    def lines(printed: str) -> list[str]:
+        return [line for line in printed.strip().splitlines() if not line.startswith("traced in")]
+
+    assert lines(out) == lines(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from tensorwire.graph import analyze
-from tensorwire.graph.blocks import BORN, BY_VALUE, COPIED, Arrow, Block, fold
+from tensorwire.graph.blocks import BORN, BY_VALUE, LENT, Arrow, Block, fold
 from tensorwire.graph.draw import draw, size
 from tests.graph.sketch import Sketch
 
@@ -44,7 +44,7 @@ def test_operators_fold_into_blocks_and_tensors_into_arrows() -> None:
     crossing = [(a.source.host, a.target.host, a.manner, [e.name for e in a.edges]) for a in arrows]
     assert crossing == [
         ("a", "b", BORN, ["p1", "p2"]),
-        ("a", "b", COPIED, ["w"]),
+        ("a", "b", LENT, ["w"]),
         ("b", "a", BORN, ["q2"]),
         ("a", "c", BY_VALUE, ["r"]),
     ]

@@ -6,13 +6,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tensorwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tensorwire.cli.plan_report import Report
 
 _PATIENCE = 2.0  # seconds, after which a word is said of what takes so long
 
@@ -63,6 +67,23 @@ def plan(
     placement = dict(_pair("--place", place, "PATH=HOST") for place in places)
     times = None if repeat is None else _times(repeat)
     _check_files(json_file, svg_file)
+    report = _report(what, names, placement, batch, times, inference=inference)
+    report.show()
+    if json_file is not None:
+        _write(json_file, report.json())
+    if svg_file is not None:
+        _write(svg_file, report.svg())
+
+
+def _report(
+    what: str,
+    names: tuple[str, ...],
+    placement: Mapping[str, str],
+    batch: int | None,
+    times: tuple[str, int] | None,
+    *,
+    inference: bool,
+) -> Report:
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -73,27 +94,21 @@ def plan(
     from tensorwire.torch.graph.survey import survey
 
     model = find_model(what, batch, times)
-    placement = placement or dict(model.hosts or {})
-    wrong = sorted(set(placement.values()) - set(names))
+    said = placement or model.hosts
+    wrong = sorted(set((said or {}).values()) - set(names))
     if wrong:
         raise ArgumentError(f"{wrong[0]!r} is none of the hosts, {', '.join(names)} (see --hosts)")
-    cut = not placement
     with _patience(f"tracing {model.name}"):
         found = survey(model.make, model.inputs, inference=inference)
     start = time.perf_counter()
-    placement = placement or place(found, names, model.repeated)
-    with warnings.catch_warnings(record=True) as said:  # of tied parameters
+    chosen = said or place(found, names, model.repeated)
+    with warnings.catch_warnings(record=True) as warned:  # of tied parameters
         warnings.simplefilter("always")
-        planned = plans(found, names, placement, model.repeated)
-    for warning in said:
-        click.echo(f"tensorwire: {warning.message}", err=True)
+        planned = plans(found, names, chosen, model.repeated)
     seconds = (found.seconds, time.perf_counter() - start)
-    report = Report(model.name, parameters(found, model.repeated), placement, cut, planned, seconds)
-    report.show()
-    if json_file is not None:
-        _write(json_file, report.json())
-    if svg_file is not None:
-        _write(svg_file, report.svg())
+    for warning in warned:
+        click.echo(f"tensorwire: {warning.message}", err=True)
+    return Report(model.name, parameters(found, model.repeated), chosen, not said, planned, seconds)
 
 
 def _pair(option: str, given: str, form: str) -> tuple[str, str]:

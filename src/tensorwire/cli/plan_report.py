@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from tensorwire.cli.tables import show
-from tensorwire.graph.blocks import BY_VALUE, manner
+from tensorwire.graph.blocks import BY_VALUE, LENT, manner
 from tensorwire.graph.draw import draw, size
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.torch.graph.draft import Planned
@@ -69,7 +69,7 @@ class Report:
         paths: dict[str, list[str]] = defaultdict(list)
         for path, host in self.placement.items():
             paths[host].append(path or "the model itself")
-        if "" not in self.placement:
+        if "" not in self.placement and not self.cut:
             paths[self.planned[0].graph.hosts[0]].append("all others")
         held = self._held()
         rows = []
@@ -101,7 +101,7 @@ class Report:
             show(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
         for one in plan.traffic:
             more = f", besides {one.unbounded} of any size" if one.unbounded else ""
-            copies = f"{one.born} born, {one.copied} copied, {one.values} by value"
+            copies = f"{one.born} born, {one.lent} lent, {one.copied} copied, {one.values} by value"
             click.echo(f"{one.source} to {one.target}: {one.nbytes:,} bytes a step{more}: {copies}")
 
     def _show_memory(self) -> None:
@@ -111,6 +111,8 @@ class Report:
         rows = [(host, "outbox", f"{nbytes:,}") for host, nbytes in outboxes.items()]
         for (source, target), nbytes in sorted(inboxes.items(), key=lambda one: one[0][::-1]):
             rows.append((target, f"inbox for {source}, unless it maps that outbox", f"{nbytes:,}"))
+        for planned in self.planned:
+            rows += [(host, "parameters that it lends", f"{n:,}") for host, n in planned.analysis.plan.lent.items()]
         show(("host", "memory", "bytes"), rows, left=(0, 1))
 
     def _registered(self) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
@@ -177,8 +179,8 @@ def _folded(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _birth(edge: Edge) -> str:
-    if manner(edge) == BY_VALUE:
-        return BY_VALUE
+    if manner(edge) in (BY_VALUE, LENT):
+        return manner(edge)
     return f"in {edge.birthplace}" if edge.birthplace else f"copied: {edge.copied}"
 
 

@@ -10,7 +10,7 @@ from tensorwire.graph.ir import GIVEN, Graph, Node
 from tensorwire.graph.kinds import VALUE
 from tensorwire.graph.plan import Analysis, Edge
 
-BORN, COPIED, BY_VALUE = "born", "copied", "by value"
+BORN, LENT, COPIED, BY_VALUE = "born", "lent", "copied", "by value"
 
 
 @dataclass
@@ -44,7 +44,9 @@ class Arrow:
 
 def manner(edge: Edge) -> str:
     """How it is sent."""
-    return BY_VALUE if edge.kind == VALUE else BORN if edge.birthplace else COPIED
+    if edge.kind == VALUE:
+        return BY_VALUE
+    return LENT if edge.lent else BORN if edge.birthplace else COPIED
 
 
 def fold(graph: Graph, analysis: Analysis, labels: Mapping[str, str]) -> tuple[list[Block], list[Arrow]]:

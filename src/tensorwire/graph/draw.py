@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
-from tensorwire.graph.blocks import BORN, BY_VALUE, COPIED, Arrow, Block, fold
+from tensorwire.graph.blocks import BORN, BY_VALUE, COPIED, LENT, Arrow, Block, fold
 from tensorwire.graph.ir import Graph
 from tensorwire.graph.plan import Analysis
 
@@ -20,10 +20,11 @@ _LINE, _PORT, _ROW = 16, 30, 26  # heights: of a line of text, of an arrow's end
 # Colours of Okabe and Ito, which people with any colour vision tell apart.
 _STROKES = {
     BORN: {"stroke": "#0072B2", "stroke-width": "2.2"},
+    LENT: {"stroke": "#009E73", "stroke-width": "2.2", "stroke-dasharray": "14 3 2 3"},
     COPIED: {"stroke": "#D55E00", "stroke-width": "1.8", "stroke-dasharray": "7 4"},
     BY_VALUE: {"stroke": "#555555", "stroke-width": "1.2", "stroke-dasharray": "2 3"},
 }
-_WORDS = {BORN: "born in registered memory", COPIED: "copied once", BY_VALUE: "by value, with its signal"}
+_WORDS = {BORN: "born in registered memory", LENT: "lent parameter", COPIED: "copied once", BY_VALUE: "by value"}
 
 
 def draw(title: str, drawn: Sequence[Drawn]) -> str:
