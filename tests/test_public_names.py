@@ -51,6 +51,8 @@ PUBLIC = {
     "tensorwire.edge": {
         *("STRIPED_FROM", "TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec"),
         *("StripedConsumer", "StripedProducer", "Word", "stripes"),
+        *("BoundedConsumer", "BoundedProducer", "DynamicConsumer", "DynamicProducer", "Lease", "Pool", "Received"),
+        *("NO_VALUE", "Ring", "Value"),
     },
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
 }

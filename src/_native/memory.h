@@ -47,5 +47,6 @@ inline void raise(const Span& span, u64 offset, u64 value) {
 }
 
 void bind_mapped(nanobind::module_& m);
+void bind_holds(nanobind::module_& m);
 
 }  // namespace tw

@@ -242,6 +242,7 @@ NB_MODULE(_native, m) {
              "Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed, ATTEND.");
 
     bind_mapped(m);
+    bind_holds(m);
 
     m.attr("COUNTERS") = nb::cast(std::vector<std::string>(std::begin(counter_names), std::end(counter_names)));
     m.def("count", [](size_t which, u64 amount) { count(static_cast<Counter>(std::min(which, counter_count - 1)), amount); }, "which"_a, "amount"_a,

@@ -162,6 +162,23 @@ class Path:
     def signal(self, target: RemoteView, value: object) -> bool: ...
     def read(self, target: View, source: RemoteView) -> bool: ...
 
+class Hold:
+    """
+    A part of memory that is given back once: by release(), or when nobody looks into it any more.
+    """
+
+    def __init__(self, memory: Memory, offset: int, nbytes: int, give_back: object, token: object) -> None:
+        """Raises IndexError for bytes outside of the memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
+    def release(self) -> None:
+        """Calls `give_back(token)`, unless that was done."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 COUNTERS: list[str] = ...
 
 def count(which: int, amount: int) -> None:

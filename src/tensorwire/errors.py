@@ -19,6 +19,7 @@
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
     │   └── WorkerFinished              a worker was done while this one went on with another step
+    ├── ProducerFailed                  an edge: its producer failed to make what was to be sent; has its message
     ├── ProgramFailed                   a program of a benchmark ended or was silent
     ├── GradientModified                a gradient changed after it had been pushed
     ├── ParameterModified               user code changed a parameter that lives in the store
@@ -40,6 +41,7 @@ __all__ = [
     "ParameterModified",
     "PeerLost",
     "PlanMismatch",
+    "ProducerFailed",
     "ProgramFailed",
     "ProtocolError",
     "RegionClosed",
@@ -118,6 +120,10 @@ class JobEnded(TensorwireError):
 
 class WorkerFinished(JobEnded):
     """A worker was done while this one went on: give all the same number of steps, or use ``job.uneven()``."""
+
+
+class ProducerFailed(TensorwireError):
+    """What an edge was to carry could not be made. Raised at its consumer, with the producer's message."""
 
 
 class ProgramFailed(TensorwireError):

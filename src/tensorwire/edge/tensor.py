@@ -1,4 +1,4 @@
-"""What a static edge carries: a tensor of one shape and dtype, the same every step."""
+"""What edges carry: tensors, each of a shape and a dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tensorwire._native import gather
 from tensorwire.device.contract import check_plain
 from tensorwire.errors import ArgumentError
 
-# Bytes of an element: what numpy and torch share, and the short floats that only torch has.
+# Bytes of an element: what numpy and torch share, and the short floats that only torch has. A dtype's place here is
+# its number in headers: new ones go to the end.
 DTYPES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),

@@ -38,11 +38,13 @@ def hold(memory: memoryview, released: Callable[[], None] | None = None) -> Held
 @dataclass(frozen=True)
 class Ledger:
     """How hosts tell each other of banks that they had to make: ``publish(way, host, number, region)`` and
-    ``find(way, host, number)``; ``way`` is ``in`` or ``out``. ``name``: of the graph."""
+    ``find(way, host, number)``; ``way`` is ``in`` or ``out``. ``name``: of the graph. ``plans()``: how many this host
+    has made."""
 
     name: str
     publish: Callable[[str, str, int, bytes], None]
     find: Callable[[str, str, int], bytes]
+    plans: Callable[[], int]
 
 
 def too_many(banks: int, name: str) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import msgspec
 
 from tensorwire.device import Channel, Region, RemoteRegion
-from tensorwire.errors import DeviceError
+from tensorwire.errors import DeviceError, PlanMismatch, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 
 LINE = 64  # bytes between words: each has its cache line
 RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
+_LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
 # Words in the source's memory, one of each a target; behind them a credit word a bank.
-GRANT, BEGUN, RETURNED, CREDITS = range(4)
+GRANT, BEGUN, RETURNED, PLANNING, CREDITS = range(5)
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -40,6 +42,38 @@ def arrival(place: int, run: int) -> int:
     return 8 * (place * RUNS + run % RUNS)
 
 
+def wait_for(
+    words: Region,
+    offset: int,
+    at_least: int,
+    timeout: float,
+    channel: Channel,
+    planning: int,
+    host: str,
+    ledger: Ledger,
+) -> None:
+    """Waits for the word at ``offset`` that ``host`` raises, unless that has gone on to plan another graph.
+
+    A host says so in the word at ``planning``, after all that it sends. Raises `PlanMismatch`, `PeerLost` or
+    `WaitTimeout`.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            words.wait(offset, at_least, min(_LOOK, left), channel)
+            return
+        except WaitTimeout:
+            elsewhere = words.load(planning) > ledger.plans()
+            if elsewhere and words.load(offset) < at_least:
+                raise PlanMismatch(
+                    f"{host} plans another graph, while this host runs graph {ledger.name} once more: did they get "
+                    "arguments of other shapes, or take another branch?"
+                ) from None
+            if left <= _LOOK:
+                raise
+
+
 class Inflow:
     """What this host receives from ``host``. ``loans``: bytes of each edge that is lent."""
 
@@ -49,7 +83,8 @@ class Inflow:
         self.host, self._channel, self._nbytes, self._ledger = host, channel, nbytes, ledger
         self.maps = channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
-        self._words = channel.device.allocate(max(LINE, 8 * RUNS * len(edges)))
+        self._planning = 8 * RUNS * len(edges)  # behind the arrival words
+        self._words = channel.device.allocate(self._planning + 8)
         self._banks: list[Bank] = []
         self._regions: list[Region] = []
         self._lent: dict[int, Held] = {}
@@ -122,7 +157,7 @@ class Inflow:
     def receive(self, edge: int, run: int, timeout: float) -> Held:
         """Waits for ``edge``; the memory in which it lies: the source's outbox, or its own where it is lent."""
         offset = arrival(self._place[edge], run)
-        self._words.wait(offset, run << 8, timeout, self._channel)
+        wait_for(self._words, offset, run << 8, timeout, self._channel, self._planning, self.host, self._ledger)
         lent = self._lent.get(edge)
         if lent is not None:
             return lent
@@ -140,6 +175,10 @@ class Inflow:
     def _credit(self, bank: Bank) -> None:
         with contextlib.suppress(DeviceError):  # of a peer that is gone, or a channel that was closed
             self._tell(CREDITS + bank.number, bank.run)
+
+    def plan_another(self, number: int) -> None:
+        """Tells the source that this host plans its ``number``-th graph, counted from 1."""
+        self._tell(PLANNING, number)
 
     def end(self, run: int, borrows: bool) -> None:
         """Run ``run`` is over here. ``borrows``: it has read what the source had lent."""

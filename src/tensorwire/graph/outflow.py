@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from tensorwire.device import Channel, Completion, RemoteRegion, View
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
-from tensorwire.graph.inflow import BEGUN, CREDITS, GRANT, LINE, RETURNED, Door, arrival, pack
+from tensorwire.graph.inflow import (
+    BEGUN,
+    CREDITS,
+    GRANT,
+    LINE,
+    PLANNING,
+    RETURNED,
+    RUNS,
+    Door,
+    arrival,
+    pack,
+    wait_for,
+)
 from tensorwire.observe import counters
 
 
@@ -16,6 +28,7 @@ class Outflow:
         self._uses_banks = banks
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
+        self._planning = 8 * RUNS * len(edges)
         self._inboxes: list[RemoteRegion] = []
         self._landings: dict[int, RemoteRegion] = {}
         self._sent: list[Completion] = []
@@ -30,11 +43,12 @@ class Outflow:
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the target holds nothing of the bank's last run."""
-        return not self._uses_banks or not self.maps or self.words.load(self.credit(bank)) >= bank.run
+        word = LINE * (CREDITS + bank.number)
+        return not self._uses_banks or not self.maps or self.words.load(word) >= bank.run
 
-    def credit(self, bank: Bank) -> int:
-        """Where the credit word of ``bank`` is."""
-        return LINE * (CREDITS + bank.number)
+    def wait_for_credit(self, bank: Bank, timeout: float) -> None:
+        """Waits until the target has let go of the bank's last run. Raises `PlanMismatch` or `WaitTimeout`."""
+        self._wait(CREDITS + bank.number, bank.run, timeout)
 
     def has_begun(self, run: int) -> bool:
         """Whether the target said that it began ``run`` while it held an earlier one."""
@@ -43,7 +57,7 @@ class Outflow:
     def _inbox(self, run: int, timeout: float) -> RemoteRegion:
         """Where the values of ``run`` go to."""
         if self._granted < run << 8:
-            self.words.wait(LINE * GRANT, run << 8, timeout, self.channel)
+            self._wait(GRANT, run << 8, timeout)
             self._granted = self.words.load(LINE * GRANT)
         number = self._granted & 255
         while number >= len(self._inboxes):
@@ -74,9 +88,17 @@ class Outflow:
         if not lends:
             return
         if self.maps:
-            self.words.wait(LINE * RETURNED, run, timeout, self.channel)
+            self._wait(RETURNED, run, timeout)
         else:
             self.flush(timeout)
+
+    def _wait(self, word: int, at_least: int, timeout: float) -> None:
+        where = (self.channel, LINE * PLANNING, self.host, self._ledger)
+        wait_for(self.words, LINE * word, at_least, timeout, *where)
+
+    def plan_another(self, number: int) -> None:
+        """Tells the target that this host plans its ``number``-th graph, counted from 1."""
+        self.channel.signal(self._arrivals.view(self._planning, 8), number)
 
     def flush(self, timeout: float) -> None:
         """Returns when everything sent is in the target's memory."""

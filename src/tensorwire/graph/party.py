@@ -33,13 +33,15 @@ class Party:
         Raises `PlanMismatch`, which ends the job with what differs, or what `Wires` raises.
         """
         number = self.next_number
+        for earlier in self._wires:
+            earlier.plan_another(number + 1)
         self.member.client.compare(f"graph {number}", plan.digest, plan.text, len(self.hosts), self.timeout)
         wires: Wires | RpcWires
         if rpc:
             self._calls = self._calls or Calls(self.member)
             wires = RpcWires(plan, self.me, self._calls, number, self.timeout)
         else:
-            wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed)
+            wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__)
         self._wires.append(wires)
         return wires
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -41,8 +41,9 @@ class Wires:
     """The wires of ``plan`` at host ``me``. All hosts make theirs in the same order; ``number`` tells them apart.
 
     ``borrowed``: by lender and borrower, who still reads during this plan what was lent by an earlier one (a backward
-    graph, what its forward graph saved). Makes regions and tells the others of them, once: an RPC and a registration
-    each. Raises `OutOfMemory`, `PeerLost`, `WaitTimeout` or `JobEnded`.
+    graph, what its forward graph saved). ``plans()``: how many plans this host has made. Makes regions and tells the
+    others of them, once: an RPC and a registration each. Raises `OutOfMemory`, `PeerLost`, `WaitTimeout` or
+    `JobEnded`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Wires:
         number: int,
         timeout: float,
         borrowed: Collection[tuple[str, str]] = (),
+        plans: Callable[[], int] = int,
     ) -> None:
         self.plan, self.me, self._timeout = plan, me, timeout
         self._member, self._number = member, number
@@ -60,7 +62,7 @@ class Wires:
         self.bank: Bank | None = None  # of this run
         self.held: Held | None = None  # its bytes
         self._borrowed = {*borrowed, *plan.loans}
-        ledger = Ledger(plan.name, self._publish, self._find)
+        ledger = Ledger(plan.name, self._publish, self._find, plans)
         self._in = {host: self._inflow(host, ledger) for host in plan.hosts if self._wants(host, me)}
         self._out = {host: self._outflow(host, ledger) for host in plan.hosts if self._wants(me, host)}
         self._banks: list[Bank] = []
@@ -154,6 +156,14 @@ class Wires:
     def _find(self, way: str, host: str, bank: int) -> bytes:
         return self._member.client.lookup(f"graph/{self._number}/{host}/{way}/{self.me}/{bank}", self._timeout)
 
+    def plan_another(self, number: int) -> None:
+        """Tells the other hosts that this one plans its ``number``-th graph, counted from 1. If they wait for something
+        of this one, they will not get it."""
+        for inflow in self._in.values():
+            inflow.plan_another(number)
+        for outflow in self._out.values():
+            outflow.plan_another(number)
+
     # ---- one run
 
     def begin(self) -> None:
@@ -184,8 +194,7 @@ class Wires:
             if time.monotonic() >= end:
                 raise WaitTimeout(f"{waiting[0].host} did not begin run {self.run} of graph {self.plan.name} in time")
             with contextlib.suppress(WaitTimeout):
-                target = waiting[0]
-                target.words.wait(target.credit(ours[0]), ours[0].run, _POLL, target.channel)
+                waiting[0].wait_for_credit(ours[0], _POLL)
 
     def _grow(self) -> Bank:
         bank = self._new_bank()

@@ -1,4 +1,7 @@
-"""Edges over several queue pairs: each keeps to its own, and a striped one is seen only when every stripe is there."""
+"""Edges over several queue pairs: each keeps to its own, and a striped one is seen only when every stripe is there.
+
+What holds for bounded and dynamic edges on every device runs here, too: the tests that are imported.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,29 @@ from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.static import lane_of
 from tensorwire.observe import counters
 from tests.edge.edges import Pair
+from tests.edge.test_dynamic import test_a_sender_that_wants_to_overwrite_waits, test_one_tensor_for_two_consumers
 from tests.edge.test_striped import make_striped
+from tests.edge.test_varying import (
+    kind,
+    test_a_slow_consumer,
+    test_another_shape_every_step,
+    test_memory_comes_back_in_any_order,
+    test_steady_state_costs_nothing,
+    test_values_cross,
+)
 from tests.rdma.counters import rxe_packets
 from tests.rdma.wire import ADDRESSES
+
+__all__ = [
+    "kind",
+    "test_a_sender_that_wants_to_overwrite_waits",
+    "test_a_slow_consumer",
+    "test_another_shape_every_step",
+    "test_memory_comes_back_in_any_order",
+    "test_one_tensor_for_two_consumers",
+    "test_steady_state_costs_nothing",
+    "test_values_cross",
+]
 
 LANES = 3
 NBYTES = (1 << 20) + 8

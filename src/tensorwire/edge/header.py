@@ -1,0 +1,216 @@
+"""The header of edges whose tensors vary: what lies in a slot this step, in a fixed, versioned, little-endian form.
+
+It is either a tensor, whose payload lies behind the header (bounded edges) or in a region of the producer (dynamic
+edges), or a value or an error, which lie in the header and right behind it. docs/edges.md has the layout.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import struct
+import traceback
+from typing import NamedTuple, Union
+
+from tensorwire.device import RemoteRegion
+from tensorwire.edge.tensor import DTYPES, Spec
+from tensorwire.errors import ArgumentError, ProtocolError
+
+HEADER = 192  # bytes; what follows is aligned like the slot
+TEXT = 1024  # bytes of a string or of an error's message, in UTF-8
+MOST_DIMENSIONS = 8
+_MOST_BYTES = 2**63  # so that no length or offset overflows, in whatever reads it
+
+_MAGIC = b"TWEH"
+_VERSION = 1
+# magic, version, kind, dtype and rank, step, bytes of payload, lengths, value, remote region, offset in it
+_WIRE = struct.Struct("<4sBB2sQQ64s8s32sQ")
+_INT, _FLOAT, _LENGTHS = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<8Q")
+_NO_TYPE, _FLAT, _NOTHING, _NOWHERE = bytes(2), bytes(64), bytes(8), bytes(32)
+_NAMES = tuple(DTYPES)
+
+# What a step carries: plain numbers, since an enumeration's cost more than all the rest of a header.
+TENSOR, INT, FLOAT, BOOL, NONE, STRING, ERROR, NOTHING = range(1, 9)
+
+
+class NoValue(enum.Enum):
+    """The type of `NO_VALUE`."""
+
+    NO_VALUE = "no value"
+
+    def __repr__(self) -> str:
+        return "NO_VALUE"
+
+
+NO_VALUE = NoValue.NO_VALUE
+"""What is received in a step for which the producer has nothing. None is a value like others."""
+
+Value = Union[int, float, bool, str, NoValue, None]  # noqa: UP007  # as a value, for Python 3.10's isinstance
+
+
+class Header(NamedTuple):
+    """What a step carries; ``text``: an error's message; ``region`` and ``offset``: where a payload lies."""
+
+    kind: int
+    step: int
+    nbytes: int
+    spec: Spec | None = None
+    value: Value = None
+    text: str = ""
+    region: RemoteRegion | None = None
+    offset: int = 0
+
+
+def pack_tensor(slot: memoryview, at: int, step: int, spec: Spec, *, region: bytes = _NOWHERE, offset: int = 0) -> int:
+    """Writes the header of a tensor at ``slot[at:]``; how many bytes it takes.
+
+    ``region``: a packed remote region, for a payload that lies there. Raises `ArgumentError` for more than 8
+    dimensions and for lengths that cannot be sent.
+    """
+    dtype, nbytes, lengths = _described(spec)
+    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, TENSOR, dtype, step, nbytes, lengths, _NOTHING, region, offset)
+    return HEADER
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(spec: Spec) -> tuple[bytes, int, bytes]:
+    rank = len(spec.shape)
+    if rank > MOST_DIMENSIONS:
+        raise ArgumentError(f"an edge carries tensors of up to {MOST_DIMENSIONS} dimensions, not {spec}: reshape it")
+    if _reach(spec.shape, spec.dtype) >= _MOST_BYTES:
+        raise ArgumentError(f"a tensor of an edge has less than 2**63 bytes, also without its empty dimensions: {spec}")
+    lengths = tuple(spec.shape) + (0,) * (MOST_DIMENSIONS - rank)
+    return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _LENGTHS.pack(*lengths)
+
+
+def _reach(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes without the empty dimensions: what a reader may compute on the way to strides."""
+    return math.prod(length or 1 for length in shape) * DTYPES[dtype]
+
+
+def pack_value(slot: memoryview, at: int, step: int, value: Value) -> int:
+    """Writes a value at ``slot[at:]``; how many bytes it takes.
+
+    Raises `ArgumentError` for integers beyond 64 bits, strings of more than 1024 bytes, and anything else.
+    """
+    kind, raw, text = _raw(value)
+    return _pack(slot, at, kind, step, raw, text)
+
+
+def _raw(value: Value) -> tuple[int, bytes, bytes]:
+    # Exactly these types: a numpy scalar is a float, too, and would come out as another type than it went in.
+    if value is None:
+        return NONE, _NOTHING, b""
+    if value is NO_VALUE:
+        return NOTHING, _NOTHING, b""
+    if type(value) is bool:
+        return BOOL, _INT.pack(value), b""
+    if type(value) is int:
+        if not -(2**63) <= value < 2**63:
+            raise ArgumentError(f"an edge carries integers of 64 bits, not {value}: send it as a tensor or a string")
+        return INT, _INT.pack(value), b""
+    if type(value) is float:
+        return FLOAT, _FLOAT.pack(value), b""
+    if type(value) is str:
+        try:
+            text = value.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"an edge carries strings that UTF-8 can express: {error}") from None
+        if len(text) > TEXT:
+            raise ArgumentError(f"an edge carries strings of up to {TEXT} bytes, not {len(text)}: send a uint8 tensor")
+        return STRING, _NOTHING, text
+    raise ArgumentError(
+        f"an edge carries tensors, int, float, bool, None and str as values, not {type(value).__name__}: "
+        "item() makes a value of a scalar"
+    )
+
+
+def pack_error(slot: memoryview, at: int, step: int, error: BaseException | str) -> int:
+    """Writes an error at ``slot[at:]``, its message shortened to what there is room for; how many bytes it takes."""
+    message = error if isinstance(error, str) else "".join(traceback.format_exception_only(error)).strip()
+    text = message.encode(errors="backslashreplace")
+    if len(text) > TEXT:
+        text = text[: TEXT - 3].decode(errors="ignore").encode() + b"..."  # no half letters
+    return _pack(slot, at, ERROR, step, _NOTHING, text)
+
+
+def _pack(slot: memoryview, at: int, kind: int, step: int, raw: bytes, text: bytes) -> int:
+    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, len(text), _FLAT, raw, _NOWHERE, 0)
+    slot[at + HEADER : at + HEADER + len(text)] = text
+    return HEADER + len(text)
+
+
+def unpack(slot: memoryview, at: int, bound: int) -> Header:
+    """What lies at ``slot[at:]``; ``bound``: how many bytes of payload a tensor may have.
+
+    Every byte is read once, so that a peer who writes meanwhile changes nothing that was checked. Raises
+    `ProtocolError` for anything but what the functions above write.
+    """
+    try:
+        magic, version, kind, dtype, step, nbytes, lengths, raw, packed, offset = _WIRE.unpack_from(slot, at)
+    except struct.error:
+        raise ProtocolError(f"a slot of an edge begins with a header of {HEADER} bytes; this one is shorter") from None
+    if magic != _MAGIC or version != _VERSION:
+        raise ProtocolError("no header of this version of Tensorwire: the same version and kind of edge at both ends")
+    if kind == TENSOR:
+        spec = _spec(dtype, nbytes, lengths)
+        if nbytes > bound:
+            raise ProtocolError(f"a tensor of {nbytes} bytes on an edge for {bound}: the same bound at both ends")
+        if raw != _NOTHING:
+            raise ProtocolError("malformed header: a tensor with a value")
+        region = _region(packed)
+        if offset + nbytes > region.length if region is not None else offset:
+            raise ProtocolError(f"malformed header: {nbytes} bytes at {offset} of {region}")
+        return Header(kind, step, nbytes, spec, None, "", region, offset)
+    if dtype != _NO_TYPE or lengths != _FLAT or packed != _NOWHERE or offset:
+        raise ProtocolError("malformed header: a value with a shape")
+    if kind in (STRING, ERROR):
+        text = _text(slot, at + HEADER, nbytes)
+        return Header(kind, step, nbytes, None, text if kind == STRING else None, text)
+    if nbytes:
+        raise ProtocolError("malformed header: a value with a payload")
+    return Header(kind, step, 0, value=_value(kind, raw))
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(described: bytes, nbytes: int, packed: bytes) -> Spec:
+    (dtype, rank), lengths = described, _LENGTHS.unpack(packed)
+    if dtype >= len(_NAMES) or rank > MOST_DIMENSIONS or any(lengths[rank:]):
+        raise ProtocolError(f"malformed header: dtype {dtype} and lengths {lengths} of rank {rank}")
+    spec = Spec(lengths[:rank], _NAMES[dtype])
+    if _reach(spec.shape, spec.dtype) >= _MOST_BYTES or spec.nbytes != nbytes:
+        raise ProtocolError(f"malformed header: {nbytes} bytes for {spec}")
+    return spec
+
+
+@functools.lru_cache(maxsize=1024)
+def _region(packed: bytes) -> RemoteRegion | None:
+    if packed == _NOWHERE:
+        return None
+    try:
+        return RemoteRegion.unpack(packed)
+    except ArgumentError as error:
+        raise ProtocolError(f"malformed header: {error}") from None
+
+
+def _value(kind: int, raw: bytes) -> Value:
+    number = _INT.unpack(raw)[0]
+    if kind == INT:
+        return int(number)
+    if kind == FLOAT:
+        return float(_FLOAT.unpack(raw)[0])
+    if kind == BOOL and number in (0, 1):
+        return bool(number)
+    if kind in (NONE, NOTHING) and number == 0:
+        return None if kind == NONE else NO_VALUE
+    raise ProtocolError(f"malformed header: kind {kind}, value {number}")
+
+
+def _text(slot: memoryview, at: int, nbytes: int) -> str:
+    if nbytes > TEXT or at + nbytes > slot.nbytes:
+        raise ProtocolError(f"malformed header: a text of {nbytes} bytes")
+    try:
+        return bytes(slot[at : at + nbytes]).decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("malformed header: a text that is no UTF-8") from None

@@ -1,0 +1,280 @@
+"""Bounded and dynamic edges between processes that are killed, stopped and forked."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.edge import (
+    NO_VALUE,
+    BoundedConsumer,
+    BoundedProducer,
+    DynamicConsumer,
+    DynamicProducer,
+    Pool,
+    Ring,
+    Spec,
+)
+from tensorwire.errors import PeerLost, ProducerFailed, WaitTimeout
+from tensorwire.testing.patterns import until_asleep
+from tests.device.forked import Forked, quick, receive, send
+from tests.edge.varying import EDGES, SECONDS, array_of, born, copied, tensor_of
+
+RING = Ring(2, 1 << 20)
+LIMIT = 64 << 20
+BIG = 32 << 20  # more than all sockets on the way hold
+
+End = Any
+
+
+def make_end(kind: str, role: str, device: Device, channel: Channel, mine: Any, remote: bytes) -> End:
+    """One end of an edge between processes."""
+    theirs = RemoteRegion.unpack(remote).view()
+    if kind == "bounded":
+        make = BoundedProducer if role == "producer" else BoundedConsumer
+        return make(channel, *((theirs, mine) if role == "producer" else (mine, theirs)), ring=RING)
+    pool = Pool(device, limit=LIMIT)
+    if role == "producer":
+        return DynamicProducer(channel, theirs, mine, ring=RING, pool=pool)
+    return DynamicConsumer(channel, mine, theirs, ring=RING, pool=pool)
+
+
+def connect(kind: str, role: str, device: Device, pipe: socket.socket) -> tuple[End, Channel]:
+    """Both processes do this, and have an edge."""
+    memory = device.allocate(RING.nbytes)
+    send(pipe, (device.address, memory.remote().pack()))
+    address, remote = receive(pipe)
+    channel = device.connect(address)
+    return make_end(kind, role, device, channel, memory.view(), remote), channel
+
+
+OTHER = {"producer": "consumer", "consumer": "producer"}
+
+
+@contextlib.contextmanager
+def edge(
+    device_kind: str, kind: str, role: str, far: Callable[[End, socket.socket], object], lost_after: float = 0.5
+) -> Iterator[tuple[End, Forked, Channel]]:
+    """Our end, as ``role``; the other one is of a forked process that does ``far``."""
+
+    def serve(pipe: socket.socket) -> None:
+        with quick(device_kind, lost_after=1000.0) as device:
+            far(connect(kind, OTHER[role], device, pipe)[0], pipe)
+            with contextlib.suppress(EOFError):
+                receive(pipe)
+
+    with quick(device_kind, lost_after=lost_after) as device, Forked(serve) as peer:
+        end, channel = connect(kind, role, device, peer.pipe)
+        yield end, peer, channel
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def far_kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=EDGES)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=["killed", "stopped"])
+def how(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def idle(end: End, pipe: socket.socket) -> None:
+    """Does nothing."""
+
+
+def finish(peer: Forked, how: str) -> None:
+    if how == "killed":
+        peer.kill()
+    else:
+        peer.signal(signal.SIGSTOP)
+
+
+def lost_while(work: Callable[[], object], then: Callable[[], None]) -> None:
+    """``then`` happens while ``work`` sleeps, which must raise `PeerLost`."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert thread.native_id
+    until_asleep(os.getpid(), thread.native_id)
+    then()
+    thread.join(SECONDS)
+    assert [type(error) for error in raised] == [PeerLost]
+
+
+def tensors(step: int) -> torch.Tensor:
+    """Another one every step."""
+    return torch.arange(step * 37 % 5000, dtype=torch.int32).view(-1, 1)[:: 1 + step % 3]
+
+
+def consume(end: End, pipe: socket.socket) -> None:
+    digest = hashlib.sha256()
+    for step in range(1, 201):
+        got = end.receive(step, SECONDS)
+        digest.update(repr(got).encode() if step % 5 == 0 else bytes(tensor_of(got).memory))
+    try:
+        end.receive(201, SECONDS)
+    except ProducerFailed as error:
+        digest.update(str(error).encode())
+    send(pipe, digest.hexdigest())
+
+
+def test_between_processes(far_kind: str, kind: str) -> None:
+    with edge(far_kind, kind, "producer", consume, 10.0) as (producer, peer, _):
+        digest = hashlib.sha256()
+        for step in range(1, 201):
+            if step % 5 == 0:
+                value = (step, None, NO_VALUE, "text", 0.5)[step // 5 % 5]
+                producer.send_value(step, value, SECONDS)
+                digest.update(repr(value).encode())
+            else:
+                copied(producer, step, tensors(step))
+                digest.update(tensors(step).contiguous().numpy().tobytes())
+        producer.send_error(201, RuntimeError("enough"))
+        digest.update(b"step 201 of this edge failed at its producer: RuntimeError: enough")
+        assert receive(peer.pipe) == digest.hexdigest()
+
+
+def test_a_producer_whose_consumer_ends(far_kind: str, kind: str, how: str) -> None:
+    """It waits for a slot."""
+    with edge(far_kind, kind, "producer", idle) as (producer, peer, channel):
+        for step in (1, 2):
+            born(producer, step, b"x" * 1000, Spec((1000,), "uint8"))
+        lost_while(lambda: producer.send_value(3, 3, SECONDS), lambda: finish(peer, how))
+        assert channel.lost
+        with pytest.raises(PeerLost):
+            born(producer, 3, b"x", Spec((1,), "uint8"))
+
+
+def test_a_sender_that_waits_to_overwrite(far_kind: str, how: str) -> None:
+    with edge(far_kind, "dynamic", "producer", idle) as (producer, peer, _):
+        lease = producer.fill(np.arange(10))
+        producer.send(1, lease)
+        lost_while(lambda: lease.wait(SECONDS), lambda: finish(peer, how))
+        assert lease.busy  # a stopped process may go on reading it
+
+
+def test_a_consumer_whose_producer_ends(far_kind: str, kind: str, how: str) -> None:
+    def send_one(producer: End, pipe: socket.socket) -> None:
+        born(producer, 1, b"before", Spec((6,), "uint8"))
+        producer.flush(SECONDS)
+        send(pipe, "sent")
+
+    with edge(far_kind, kind, "consumer", send_one) as (consumer, peer, _):
+        assert receive(peer.pipe) == "sent"
+        received = consumer.receive(1, SECONDS)
+        lost_while(lambda: consumer.receive(2, SECONDS), lambda: finish(peer, how))
+        assert bytes(tensor_of(received).memory) == b"before"  # stays readable, whoever had made it
+        received.release()
+        with pytest.raises(PeerLost):
+            consumer.receive(2, SECONDS)
+
+
+def send_big(producer: End, pipe: socket.socket) -> None:
+    born(producer, 1, bytes(range(256)) * (BIG // 256), Spec((BIG,), "uint8"))
+    producer.flush(SECONDS)
+    send(pipe, "sent")
+
+
+def test_a_producer_that_is_stopped_while_it_is_read() -> None:
+    """The consumer may wait again; its memory is nobody else's meanwhile, and the credit comes after the read."""
+    with edge("tcp", "dynamic", "consumer", send_big, 1000.0) as (consumer, peer, _):
+        assert receive(peer.pipe) == "sent"
+        consumer._ring.inbox.region.wait(0, 1, SECONDS)
+        peer.signal(signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(WaitTimeout, match="goes on"):
+                consumer.receive(1, 0.01)
+        assert consumer._pool.leased_bytes == BIG
+        assert consumer._ring._given == 0
+        peer.signal(signal.SIGCONT)
+        received = consumer.receive(1, SECONDS)
+        assert np.array_equal(array_of(received)[-256:], np.arange(256))
+        assert consumer._ring._given == 1
+
+
+def test_a_consumer_that_is_dropped_while_it_reads() -> None:
+    with edge("tcp", "dynamic", "consumer", send_big, 1000.0) as (consumer, peer, channel):
+        assert receive(peer.pipe) == "sent"
+        consumer._ring.inbox.region.wait(0, 1, SECONDS)
+        peer.signal(signal.SIGSTOP)
+        with pytest.raises(WaitTimeout):
+            consumer.receive(1, 0.01)
+        over = threading.Event()
+        consumer._reading.completion.on_done(lambda _: over.set())
+        pool = consumer._pool
+        del consumer
+        gc.collect()  # the error knew the frames that it came from
+        assert pool.leased_bytes == BIG
+        peer.kill()
+        assert over.wait(SECONDS)
+        assert channel.lost
+
+
+def test_a_producer_that_is_killed_while_it_is_read(how: str) -> None:
+    with edge("tcp", "dynamic", "consumer", send_big) as (consumer, peer, _):
+        assert receive(peer.pipe) == "sent"
+        consumer._ring.inbox.region.wait(0, 1, SECONDS)
+        peer.signal(signal.SIGSTOP)
+        lost_while(lambda: consumer.receive(1, SECONDS), lambda: finish(peer, how))
+        gc.collect()  # the error knows the frames that it came from
+        assert consumer._pool.leased_bytes == 0
+        assert consumer._reading is None
+
+
+def test_a_forked_child_gives_nothing_back(far_kind: str, kind: str) -> None:
+    """What it drops is its parent's, who still looks at it."""
+
+    def send_and_count(producer: End, pipe: socket.socket) -> None:
+        born(producer, 1, b"before", Spec((6,), "uint8"))
+        assert receive(pipe) == "look"
+        producer._ring.collect()
+        send(pipe, producer._ring.credits)
+        producer.send_value(2, 2, SECONDS)
+        assert receive(pipe) == "look again"
+        producer._ring.wait_for_credit(1, SECONDS)
+        send(pipe, producer._ring.credits)
+
+    with edge(far_kind, kind, "consumer", send_and_count, 10.0) as (consumer, peer, _):
+        received = consumer.receive(1, SECONDS)
+        given = consumer._ring._given
+
+        def drop(pipe: socket.socket) -> None:
+            received.release()
+            send(pipe, consumer._ring._given)
+
+        with Forked(drop) as child:
+            assert receive(child.pipe) == given
+        assert bytes(received.memory) == b"before"
+        send(peer.pipe, "look")
+        assert receive(peer.pipe) == given
+        received.release()
+        assert consumer.receive(2, SECONDS) == 2
+        send(peer.pipe, "look again")
+        assert receive(peer.pipe) == 2

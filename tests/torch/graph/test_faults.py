@@ -1,0 +1,95 @@
+"""Models over hosts that come to grief: everybody ends, soon, with the reason."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.sandbox import Sandbox
+
+# A model over two hosts; in step 3 worker 1 does what FAULT says.
+TRAIN = """
+    import torch
+    torch.set_num_threads(1)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+            self.e = torch.nn.Embedding(8, 8)
+
+        def forward(self, x, i):
+            return self.c(torch.tanh(self.b(torch.relu(self.a(x))) + self.e(i))).square().mean()
+
+    hosts = {{"a": "worker:0", "b": "worker:1", "c": "worker:0", "e": "worker:1"}}
+    {before}
+    torch.manual_seed(0)
+    model = Net()
+    compiled = torch.compile(model, backend="tensorwire", options={{"hosts": hosts}})
+    for step in range(100000):
+        x, i = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+        if step == 3:
+            print("three", job.rank)
+            if job.rank == 1:
+                {fault}
+        compiled(x, i).backward()
+"""
+
+
+def run(sandbox: Sandbox, fault: str = "pass", before: str = "") -> str:
+    script = sandbox.script(TRAIN.format(fault=fault, before=before))
+    result = sandbox.run(script, "--servers", "0").finish()
+    assert result.status != 0
+    sandbox.nothing_left()
+    return result.message()
+
+
+def test_a_host_that_is_killed(sandbox: Sandbox) -> None:
+    message = run(sandbox, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert message == "tensorwire: worker 1 was killed by SIGKILL\n"
+
+
+def test_an_exception_of_one_host(sandbox: Sandbox) -> None:
+    message = run(sandbox, "raise ValueError('broken data')")
+    assert message.splitlines()[0] == "tensorwire: worker 1 raised ValueError: broken data"
+    assert message.count("Traceback") == 1
+
+
+def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
+    """Which its own host catches: the others wait for what will not come, so the job ends all the same."""
+    fault = """try:
+                    compiled(x, i + 99)
+                except IndexError:
+                    print('caught')
+                while True:
+                    signal.pause()"""
+    message = run(sandbox, fault)
+    assert message.splitlines()[0] == "tensorwire: worker 1 raised IndexError: index out of range in self"
+    assert "embedding" in message
+
+
+def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
+    message = run(sandbox, before='hosts["c"] = f"worker:{job.rank}"')
+    first = message.splitlines()[0]
+    assert "does not agree with" in first
+    assert "on graph 0" in first
+    assert "addmm_2 = aten.addmm.default: worker:" in message
+
+
+def test_hosts_that_compile_differently(sandbox: Sandbox) -> None:
+    """One sees another shape: it compiles anew, the other does not."""
+    message = run(sandbox, "x, i = torch.randn(5, 8), torch.zeros(5, dtype=torch.int64)")
+    assert message.splitlines()[0] == (
+        "tensorwire: worker 0 raised PlanMismatch: worker:1 plans another graph, while this host runs graph 0 "
+        "(forward) once more: did they get arguments of other shapes, or take another branch?"
+    )
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> None:
+    program = sandbox.run(sandbox.script(TRAIN.format(fault="pass", before="")), "--servers", "0")
+    program.expect("three 1", "three 0")
+    program.signal(signal_)
+    assert program.finish().status == 128 + signal_
+    sandbox.nothing_left()
