@@ -10,11 +10,6 @@ from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, SAVED
 BIG = (64,)  # 256 bytes of float32: more than travels by value
 
 
-def spec(shape: tuple[Any, ...] = BIG, offset: int = 0, dtype: str = "float32") -> TensorSpec:
-    """Contiguous, from ``offset`` elements of its memory on."""
-    return TensorSpec(shape, dtype, offset=offset)
-
-
 class Sketch:
     """A graph in the making. ``shape=None`` makes a number."""
 
@@ -23,10 +18,12 @@ class Sketch:
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
 
-    def add(self, name: str, op: str, *inputs: str, shape: Any = BIG, offset: int = 0, **more: Any) -> str:
+    def add(
+        self, name: str, op: str, *inputs: str, shape: Any = BIG, stride: Any = None, offset: int = 0, **more: Any
+    ) -> str:
         """Any node."""
-        kind = None if shape is None else spec(shape, offset)
-        self.nodes.append(Node(name, op, inputs, spec=kind, **more))
+        spec = None if shape is None else TensorSpec(shape, "float32", stride, offset)
+        self.nodes.append(Node(name, op, inputs, spec=spec, **more))
         return name
 
     def input(self, name: str, *, on: str | None = None, shape: Any = BIG) -> str:

@@ -120,6 +120,18 @@ def test_others_are_sent(why: str) -> None:
     assert (set(found.sent), found.runs["mask"]) == ({last}, hosts("a"))
 
 
+def test_what_is_kept_is_kept_where_it_is_used_else_at_home() -> None:
+    s = Sketch()
+    s.input("text")
+    s.op("used", "text", on="a", cheap=True)
+    s.op("unused", "text", on="a", cheap=True)
+    s.op("x", "used", on="b")
+    s.out("used")
+    s.out("unused")
+    found = cross(s)
+    assert (found.runs["used"], found.runs["unused"]) == (hosts("b"), hosts("a"))
+
+
 def test_cheap_nodes_on_a_parameter_of_all_hosts_are_replicated() -> None:
     s = Sketch()
     s.parameter("table", on="ab")
@@ -178,10 +190,18 @@ def test_wide_steps_do_not_make_a_narrow_view_wide() -> None:
     assert cross(s).sent == {"quarter": ("a", ("b",))}
 
 
+def test_a_view_with_gaps_counts_as_long_as_it_spans() -> None:
+    s = Sketch()
+    s.op("x", on="a", shape=(8, 64))
+    s.view("column", "x", on="a", shape=(8, 4), stride=(64, 1), offset=60)
+    s.op("y", "column", on="b")
+    assert cross(s).sent == {"x": ("a", ("b",))}
+
+
 def test_a_shown_again_tensor_crosses_once() -> None:
     s = Sketch()
     s.op("x", on="a", shape=(64, 1))
-    s.view("many", "x", on="a", shape=(64, 100))
+    s.view("many", "x", on="a", shape=(64, 100), stride=(1, 0))
     s.op("y", "many", on="b")
     assert cross(s).sent == {"x": ("a", ("b",))}
 

@@ -93,7 +93,9 @@ def test_what_crosses_between_two_hosts() -> None:
 def test_registered_memory() -> None:
     plan = example()
     assert plan.outbox == (("a", 4096), ("b", 4096), ("c", 4096))
-    assert plan.inboxes == {("a", "b"): 4096, ("a", "c"): 4096, ("b", "a"): 4096, ("b", "c"): 4096, ("c", "a"): 4096}
+    # From b to a goes but a parameter, which has memory of its own.
+    assert plan.inboxes == {("a", "b"): 4096, ("a", "c"): 4096, ("b", "c"): 4096, ("c", "a"): 4096}
+    assert plan.lent == {"b": 256}
 
 
 def test_json_holds_all_of_it() -> None:

@@ -10,6 +10,7 @@ import click
 
 from tensorwire.cli.bench import bench
 from tensorwire.cli.doctor import doctor
+from tensorwire.cli.plan import plan
 from tensorwire.cli.run import run
 from tensorwire.cli.trace import trace
 from tensorwire.errors import ArgumentError, TensorwireError
@@ -30,6 +31,7 @@ def group() -> None:
 group.add_command(run)
 group.add_command(bench)
 group.add_command(doctor)
+group.add_command(plan)
 group.add_command(trace)
 
 

@@ -57,7 +57,7 @@ def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, 
         if node.kind in GIVEN:
             continue
         if node.name in wandering:
-            where = frozenset(need[node.name] | ({home[node.name]} if node.name in kept else set()))
+            where = frozenset(need[node.name] or ({home[node.name]} if node.name in kept else ()))
         else:
             where = writing.get(node.name) or frozenset({home[node.name]})
         runs[node.name] = where

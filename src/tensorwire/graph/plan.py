@@ -131,7 +131,18 @@ class Plan:
         """Bytes of registered memory, a bank, that the second host of a pair has for the first one's outbox, where it
         cannot map that."""
         outbox = dict(self.outbox)
-        return {(one.source, one.target): outbox[one.source] for one in self.traffic}
+        boxed = {(edge.source, target) for edge in self.edges if edge.slot is not None for target in edge.targets}
+        pairs = ((one.source, one.target) for one in self.traffic)
+        return {pair: outbox[pair[0]] for pair in pairs if pair in boxed}
+
+    @property
+    def lent(self) -> dict[str, int]:
+        """Bytes of registered memory, by host, that parameters live in because they are lent."""
+        found: dict[str, int] = {}
+        for edge in self.edges:
+            if edge.lent:
+                found[edge.source] = found.get(edge.source, 0) + (edge.nbytes or 0)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with its totals, as plain dicts, lists, strings and numbers."""
@@ -144,6 +155,7 @@ class Plan:
             "traffic": msgspec.to_builtins(self.traffic),
             "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
             "inboxes": inboxes,
+            "lent": [{"host": host, "nbytes": nbytes} for host, nbytes in self.lent.items()],
             "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.gets],
             "inputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.reads],
             "nodes": [{"name": name, "op": op, "hosts": list(hosts)} for name, op, hosts in self.nodes],

@@ -1,4 +1,7 @@
-"""Views that are made where they are needed, because their base goes there: they show half of it or more."""
+"""Views that are made where they are needed, because their base goes there: they span half of it or more.
+
+What a view spans counts, gaps included, and not what it shows: that much is sent of a tensor with gaps.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def following(graph: Graph, home: dict[str, str]) -> set[str]:
                 seen.add((name, host))
                 narrow[bases[name].name, host].append(name)
     for (base, _), group in narrow.items():
-        whole = _elements(graph.node(base))
-        if whole and sum(_elements(views[name]) or 0 for name in group) * 2 >= whole:
+        whole = _nbytes(graph.node(base))
+        if whole and sum(_nbytes(views[name]) or 0 for name in group) * 2 >= whole:
             _add_chains(found, views, group)
     return found
 
@@ -44,7 +47,7 @@ def _bases(graph: Graph, views: dict[str, Node]) -> dict[str, Node]:
 def _is_wide(node: Node, base: Node) -> bool:
     if node.tuple_:  # its items decide
         return True
-    view, whole = _elements(node), _elements(base)
+    view, whole = _nbytes(node), _nbytes(base)
     if view is None or whole is None:  # of unknown length: as long as its base, or nobody knows
         return True
     return view * 2 >= whole
@@ -61,5 +64,5 @@ def _add_chains(found: set[str], views: dict[str, Node], names: list[str]) -> No
     found |= added
 
 
-def _elements(node: Node) -> int | None:
-    return None if node.spec is None else node.spec.elements
+def _nbytes(node: Node) -> int | None:
+    return None if node.spec is None else node.spec.nbytes

@@ -1,0 +1,121 @@
+"""The models that can be planned: by name, or of a script."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorwire.bench import llama
+from tensorwire.bench.models import MODELS
+from tensorwire.errors import ArgumentError
+from tensorwire.torch.graph.draft import Repeated
+
+NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
+
+
+@dataclass(frozen=True)
+class Model:
+    """``make()`` makes the module, ``inputs()`` its arguments; ``repeated``: the layer that stands for more;
+    ``hosts``: where its modules go, if it says so."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], Sequence[Any]]
+    repeated: Repeated | None = None
+    hosts: Mapping[str, str] | None = None
+
+
+def find_model(what: str, batch: int | None, times: tuple[str, int] | None) -> Model:
+    """The model of that name or script. ``times``: the layer that stands for so many.
+
+    Raises `ArgumentError` if there is none, or the script fails.
+    """
+    repeated = None if times is None else Repeated(*times)
+    if what in NAMES:
+        known = MODELS[what]
+        size = batch or known.size
+        return Model(
+            what, lambda: known.build(1), lambda: known.inputs(size, torch.Generator().manual_seed(0)), repeated
+        )
+    if what == "llama-70b":
+        return Model(
+            what, llama.one_layer, lambda: llama.tokens(batch or 1), repeated or Repeated(llama.LAYER, llama.LAYERS)
+        )
+    path = Path(what)
+    if path.suffix != ".py" and not path.exists():
+        raise ArgumentError(f"there is no model {what!r}: it is {', '.join(NAMES)}, llama-70b, or a Python file")
+    if not path.is_file():
+        raise ArgumentError(f"there is no script {what}")
+    return _of_script(path, batch, repeated)
+
+
+def _of_script(path: Path, batch: int | None, repeated: Repeated | None) -> Model:
+    script = _Script(path)
+    module = script.run(lambda: _import(path))
+    for name in ("model", "inputs"):
+        if not callable(getattr(module, name, None)):
+            raise ArgumentError(f"{path} has no function {name}(): see tensorwire plan --help")
+    takes = bool(inspect.signature(module.inputs).parameters)
+    if batch is not None and not takes:
+        raise ArgumentError(f"--batch {batch}: inputs() of {path} takes no batch: write def inputs(batch=8)")
+    given = () if batch is None else (batch,)
+    hosts = getattr(module, "hosts", None)
+    if hosts is not None and not isinstance(hosts, dict):
+        raise ArgumentError(f"{path}: hosts is a dict of module paths to hosts, not {type(hosts).__name__}")
+    make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
+    return Model(path.stem, make, inputs, repeated, hosts)
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tensorwire_planned", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Script:
+    """Runs what a user wrote: what goes wrong there is told in one line, with its line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ArgumentError:
+            raise
+        except (Exception, SystemExit) as error:
+            where = str(self.path.resolve())
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+            line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
+            what = str(error).strip().partition("\n")[0]
+            raise ArgumentError(f"{self.path}, line {line}: {type(error).__name__}: {what}") from error
+
+    def module(self, make: Callable[[], Any]) -> nn.Module:
+        made = self.run(make)
+        if not isinstance(made, nn.Module):
+            raise ArgumentError(f"{self.path}: model() returns a module of torch, not {type(made).__name__}")
+        return made
+
+    def inputs(self, make: Callable[..., Any], given: tuple[int, ...]) -> Sequence[Any]:
+        made = self.run(lambda: make(*given))
+        if isinstance(made, torch.Tensor):
+            return (made,)
+        if not isinstance(made, (tuple, list)):
+            raise ArgumentError(f"{self.path}: inputs() returns a tuple of arguments, not {type(made).__name__}")
+        return tuple(made)

@@ -1,0 +1,196 @@
+"""What ``tensorwire plan`` says of a model: in words, for programs, and as a drawing."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+
+from tensorwire.cli.tables import show
+from tensorwire.graph.blocks import BY_VALUE, LENT, manner
+from tensorwire.graph.draw import draw, size
+from tensorwire.graph.plan import Edge, Plan
+from tensorwire.torch.graph.draft import Planned
+
+MOST_EDGES = 16  # of a graph, that are shown one by one
+KIB, MIB = 2**10, 2**20
+CLASSES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, None)  # bytes, each up to but without
+_BAR = 24  # characters
+
+
+@dataclass(frozen=True)
+class Report:
+    """``parameters``: bytes and elements by name; ``cut``: nobody said the placement; ``seconds``: of tracing, of
+    analysis."""
+
+    name: str
+    parameters: Mapping[str, tuple[int, int]]
+    placement: Mapping[str, str]
+    cut: bool
+    planned: Sequence[Planned]
+    seconds: tuple[float, float]
+
+    # ---- in words
+
+    def show(self) -> None:
+        """Prints it."""
+        sizes = [nbytes for nbytes, _ in self.parameters.values()]
+        elements = sum(n for _, n in self.parameters.values())
+        click.echo(f"{self.name}: {elements:,} parameters in {len(sizes):,} variables, {sum(sizes) / MIB:,.2f} MiB")
+        if sizes:
+            middle = statistics.median(sizes)
+            click.echo(f"mean {_about(statistics.fmean(sizes))}, median {_about(middle)}, largest {_about(max(sizes))}")
+            click.echo()
+            show(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
+        click.echo(f"\ntraced in {self.seconds[0]:.2f} s, analysed in {self.seconds[1]:.2f} s\n")
+        self._show_placement()
+        for planned in self.planned:
+            self._show_graph(planned)
+        self._show_memory()
+
+    def _histogram(self, sizes: Sequence[int]) -> list[tuple[str, str, str, str]]:
+        rows = []
+        for one in self._classes(sizes):
+            least, limit, count = one["from"], one["below"], one["variables"]
+            words = f"{size(least)} and more" if limit is None else f"{size(least)} to {size(limit)}"
+            bar = "#" * round(_BAR * count / len(sizes)) or "." * bool(count)
+            words = words if least else f"less than {size(limit)}"
+            rows.append((words, f"{count:,}", f"{one['nbytes'] / MIB:,.2f}", bar))
+        return rows
+
+    def _show_placement(self) -> None:
+        how = "cut in the order of its layers, by bytes of parameters" if self.cut else "as it was said"
+        click.echo(f"placement, {how}")
+        paths: dict[str, list[str]] = defaultdict(list)
+        for path, host in self.placement.items():
+            paths[host].append(path or "the model itself")
+        if "" not in self.placement and not self.cut:
+            paths[self.planned[0].graph.hosts[0]].append("all others")
+        held = self._held()
+        rows = []
+        for host in self.planned[0].graph.hosts:
+            some = paths[host]
+            shown = ", ".join(some) if len(some) <= 4 else f"{some[0]}, {some[1]}, ... {some[-1]} ({len(some)} modules)"
+            rows.append((host, shown or "nothing", f"{held[host] / MIB:,.2f}"))
+        show(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
+
+    def _held(self) -> Counter[str]:
+        """Bytes of parameters and buffers by host; of tied ones, once."""
+        held: Counter[str] = Counter()
+        for planned in self.planned:
+            for node in planned.graph.nodes:
+                if node.kind == "parameter" and node.present and node.spec is not None:
+                    held[node.present[0]] += node.spec.nbytes or 0
+        return held
+
+    def _show_graph(self, planned: Planned) -> None:
+        plan = planned.analysis.plan
+        count = len(plan.edges)
+        click.echo(f"\n{plan.name}: {len(planned.graph.nodes):,} nodes, {count:,} edge{'s' * (count != 1)}")
+        if not plan.edges:
+            return
+        if count <= MOST_EDGES:
+            rows = [_row(edge) for edge in plan.edges]
+            show(("edge", "from", "to", "tensor", "kind", "bytes", "born"), rows, left=(0, 1, 2, 3, 4, 6))
+        else:
+            show(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
+        for one in plan.traffic:
+            more = f", besides {one.unbounded} of any size" if one.unbounded else ""
+            copies = f"{one.born} born, {one.lent} lent, {one.copied} copied, {one.values} by value"
+            click.echo(f"{one.source} to {one.target}: {one.nbytes:,} bytes a step{more}: {copies}")
+
+    def _show_memory(self) -> None:
+        """What is registered: for all graphs together, since all stay."""
+        outboxes, inboxes = self._registered()
+        click.echo("\nregistered memory, a bank (a graph begins with two)")
+        rows = [(host, "outbox", f"{nbytes:,}") for host, nbytes in outboxes.items()]
+        for (source, target), nbytes in sorted(inboxes.items(), key=lambda one: one[0][::-1]):
+            rows.append((target, f"inbox for {source}, unless it maps that outbox", f"{nbytes:,}"))
+        for planned in self.planned:
+            rows += [(host, "parameters that it lends", f"{n:,}") for host, n in planned.analysis.plan.lent.items()]
+        show(("host", "memory", "bytes"), rows, left=(0, 1))
+
+    def _registered(self) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
+        outboxes: Counter[str] = Counter()
+        inboxes: Counter[tuple[str, str]] = Counter()
+        for planned in self.planned:
+            outboxes.update(dict(planned.analysis.plan.outbox))
+            inboxes.update(planned.analysis.plan.inboxes)
+        return dict(outboxes), dict(inboxes)
+
+    # ---- for programs, and to look at
+
+    def json(self) -> str:
+        """All of it, as JSON."""
+        sizes = [nbytes for nbytes, _ in self.parameters.values()]
+        outboxes, inboxes = self._registered()
+        record: dict[str, Any] = {
+            "model": self.name,
+            "parameters": sum(n for _, n in self.parameters.values()),
+            "variables": len(sizes),
+            "nbytes": sum(sizes),
+            "mean": statistics.fmean(sizes) if sizes else 0,
+            "median": statistics.median(sizes) if sizes else 0,
+            "largest": max(sizes, default=0),
+            "histogram": self._classes(sizes),
+            "tensors": [{"name": name, "nbytes": b, "elements": n} for name, (b, n) in self.parameters.items()],
+            "seconds": {"tracing": self.seconds[0], "analysis": self.seconds[1]},
+            "placement": dict(self.placement),
+            "graphs": [planned.analysis.plan.to_json() for planned in self.planned],
+            "outboxes": [{"host": host, "nbytes": n} for host, n in outboxes.items()],
+            "inboxes": [{"host": target, "of": source, "nbytes": n} for (source, target), n in inboxes.items()],
+        }
+        return msgspec.json.format(msgspec.json.encode(record), indent=2).decode() + "\n"
+
+    def _classes(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        least, found = 0, []
+        for limit in CLASSES:
+            inside = [n for n in sizes if least <= n and (limit is None or n < limit)]
+            found.append({"from": least, "below": limit, "variables": len(inside), "nbytes": sum(inside)})
+            least = limit or 0
+        return found
+
+    def svg(self) -> str:
+        """The drawing."""
+        return draw(self.name, [(one.graph, one.analysis, one.labels) for one in self.planned])
+
+
+def _row(edge: Edge) -> tuple[str, ...]:
+    spec = "a number" if edge.spec is None else f"{edge.spec.dtype}[{', '.join(map(str, edge.spec.shape))}]"
+    return (edge.name, edge.source, ", ".join(edge.targets), spec, edge.kind, _count(edge.nbytes), _birth(edge))
+
+
+def _folded(plan: Plan) -> list[tuple[str, ...]]:
+    """Edges that differ in nothing but their names and shapes, together; the heaviest first."""
+    groups: dict[tuple[str, str, str, str], list[Edge]] = defaultdict(list)
+    for edge in plan.edges:
+        birth = "yes" if edge.birthplace else _birth(edge)
+        groups[edge.source, ", ".join(edge.targets), edge.kind, birth].append(edge)
+    rows = []
+    for (source, targets, kind, birth), edges in groups.items():
+        total = None if any(edge.nbytes is None for edge in edges) else sum(edge.nbytes or 0 for edge in edges)
+        rows.append((total or 0, (f"{len(edges):,}", source, targets, kind, _count(total), birth)))
+    return [row for _, row in sorted(rows, key=lambda one: -one[0])]
+
+
+def _birth(edge: Edge) -> str:
+    if manner(edge) in (BY_VALUE, LENT):
+        return manner(edge)
+    return f"in {edge.birthplace}" if edge.birthplace else f"copied: {edge.copied}"
+
+
+def _count(nbytes: int | None) -> str:
+    return "any" if nbytes is None else f"{nbytes:,}"
+
+
+def _about(nbytes: float) -> str:
+    """With three digits, as papers have it."""
+    for unit, one in (("GiB", 2**30), ("MiB", MIB), ("KiB", KIB)):
+        if nbytes >= one or (unit == "MiB" and nbytes >= 100 * KIB):
+            return f"{nbytes / one:#,.3g}".rstrip(".") + f" {unit}"
+    return f"{nbytes:,.0f} B"

@@ -1,0 +1,270 @@
+"""``tensorwire plan``: the papers' figures, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tensorwire.cli import main
+
+# As the papers' authors give them: MiB, variables, parameters, mean, median, largest, below 4 KiB, from 1 MiB on.
+PAPERS = {
+    "alexnet": ("176.42", 16, 46_247_882, "11.0 MiB", "53.4 KiB", "100 MiB", 6, 6),
+    "inception": ("92.90", 196, 24_353_332, "0.474 MiB", "3.19 KiB", "9.38 MiB", 99, 21),
+    "vgg16": ("512.32", 32, 134_301_514, "16.0 MiB", "16.0 KiB", "392 MiB", 14, 11),
+    "lstm": ("35.93", 14, 9_417_704, "2.57 MiB", "4.00 MiB", "4.00 MiB", 1, 9),
+    "gru": ("27.92", 11, 7_319_528, "2.54 MiB", "4.00 MiB", "4.00 MiB", 1, 7),
+    "fcn5": ("204.47", 10, 53_600_266, "20.4 MiB", "88.0 KiB", "64.0 MiB", 1, 4),
+}
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``plan(*arguments)``: exit status, output, complaint."""
+
+    monkeypatch.setattr(
+        logging.root.manager, "disable", logging.CRITICAL
+    )  # torch writes a line for everything it traces
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tensorwire", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_figures(plan: Any, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "plan.json"
+    status, out, _ = plan(name, "--inference", "--batch", "2", "--json", str(file))
+    mib, variables, parameters, mean, median, largest, small, large = PAPERS[name]
+    assert status == 0
+    first, second = out.splitlines()[:2]
+    assert first == f"{name}: {parameters:,} parameters in {variables} variables, {mib} MiB"
+    assert second == f"mean {mean}, median {median}, largest {largest}"
+    written = json.loads(file.read_text())
+    assert (written["parameters"], written["variables"]) == (parameters, variables)
+    assert sum(c["variables"] for c in written["histogram"]) == variables
+    assert sum(c["variables"] for c in written["histogram"] if c["below"] == 4096) == small
+    assert sum(c["variables"] for c in written["histogram"] if c["from"] >= 2**20) == large
+    assert len(written["tensors"]) == variables
+    assert written["graphs"][0]["edges"]
+
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(LAYERS))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+def model():
+    return Net()
+
+def inputs(batch=8):
+    return (torch.zeros(batch, 64),)
+"""
+
+
+def script(folder: Path, layers: int = 4, text: str = SCRIPT) -> str:
+    path = folder / f"net{layers}.py"
+    path.write_text(text.replace("LAYERS", str(layers)))
+    return str(path)
+
+
+def crossing(file: Path) -> list[tuple[Any, ...]]:
+    return [
+        (edge["source"], edge["targets"], edge["kind"], edge["nbytes"], edge["copied"] or "born")
+        for graph in json.loads(file.read_text())["graphs"]
+        for edge in graph["edges"]
+    ]
+
+
+def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
+    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    places = ("--place", "layers.1=worker:1", "--place", "layers.2=worker:1")
+    status, out, _ = plan(script(tmp_path), "--json", str(files[0]), "--svg", str(files[1]), "--batch", "4", *places)
+    assert status == 0
+    a, b, activation = "worker:0", "worker:1", 4 * 64 * 4
+    assert crossing(files[0]) == [
+        (a, [b], "static", activation, "born"),
+        (b, [a], "static", activation, "born"),
+        (a, [b], "value", 4, "the caller gets it"),
+        (a, [b], "static", activation, "born"),
+        (b, [a], "static", activation, "born"),
+    ]
+    assert "backward: " in out
+    assert "worker:0  all others" in out
+    root = ElementTree.parse(files[1]).getroot()
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "layers.1" in words
+    assert "to layers.2" in words
+
+
+def test_a_repeated_layer_is_as_good_as_all(plan: Any, tmp_path: Path) -> None:
+    found = []
+    for layers, more in ((6, ()), (1, ("--repeat", "layers.0=6"))):
+        file = tmp_path / "plan.json"
+        status, _, err = plan(script(tmp_path, layers), "--hosts", "3", "--json", str(file), *more)
+        assert (status, err) == (0, "")
+        written = json.loads(file.read_text())
+        counted = [written[name] for name in ("parameters", "variables", "largest", "placement", "outboxes")]
+        found.append((crossing(file), counted, len(written["graphs"][0]["nodes"])))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 4
+
+
+def test_hundreds_of_edges_are_folded(plan: Any, tmp_path: Path) -> None:
+    places = [part for i in range(0, 40, 2) for part in ("--place", f"layers.{i}=worker:1")]
+    status, out, _ = plan(script(tmp_path, 40), "--inference", *places)
+    assert status == 0
+    assert "forward: " in out
+    assert [line.split() for line in out.splitlines() if line.endswith("yes")] == [
+        ["20", "worker:0", "worker:1", "static", "40,960", "yes"],
+        ["20", "worker:1", "worker:0", "static", "40,960", "yes"],
+    ]
+
+
+def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
+    net = script(folder)
+    broken = folder / "broken.py"
+    broken.write_text("def model():\n    raise ValueError('no weights')\n\ndef inputs():\n    return ()\n")
+    empty = folder / "empty.py"
+    empty.write_text("")
+    wrong = folder / "wrong.py"
+    wrong.write_text("def model(:\n")
+    fixed = folder / "fixed.py"
+    fixed.write_text("def model(): return 3\ndef inputs(): return ()\n")
+    narrow = folder / "narrow.py"
+    narrow.write_text(SCRIPT.replace("LAYERS", "1").replace("batch, 64", "batch, 63"))
+    return {
+        "no name": (["alexnot"], "there is no model 'alexnot': it is alexnet, "),
+        "no file": (["nothing.py"], "there is no script nothing.py"),
+        "folder": ([str(folder)], "there is no script"),
+        "no function": ([str(empty)], "has no function model(): see tensorwire plan --help"),
+        "raises": ([str(broken)], "broken.py, line 2: ValueError: no weights"),
+        "syntax": ([str(wrong)], "wrong.py, line 1: SyntaxError"),
+        "no module": ([str(fixed)], "model() returns a module of torch, not int"),
+        "no batch": ([str(fixed), "--batch", "3"], "--batch 3: inputs() of "),
+        "one host": ([net, "--hosts", "1"], "'--hosts': 1 is not in the range 2<=x<=64"),
+        "no host": ([net, "--place", "layers.1=worker:2"], "'worker:2' is none of the hosts, worker:0, worker:1"),
+        "no place": ([net, "--place", "layers.1"], "--place is PATH=HOST, not 'layers.1'"),
+        "no path": (
+            [net, "--place", "layer.1=worker:1"],
+            "'layer.1' is no module of the model, as its named_modules() names them; close to it: 'layers.1'",
+        ),
+        "part of a name": ([net, "--place", "lay=worker:1"], "'lay' is no module of the model"),
+        "repeat what": ([net, "--repeat", "head=3"], "--repeat is the path of a numbered layer"),
+        "repeat nothing": ([net, "--repeat", "blocks.0=3"], "'blocks.0' is no module of the model"),
+        "repeat one of many": ([net, "--repeat", "layers.1=0"], "--repeat is the path of a numbered layer"),
+        "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
+        "drawing": ([net, "--svg", "plan.png"], "--svg plan.png: a drawing's name ends with .svg"),
+        "no folder": ([net, "--json", "no/plan.json"], "--json no/plan.json: there is no folder no"),
+        "cannot run": ([str(narrow)], "Net cannot be traced: a and b must have same reduction dim"),
+    }
+
+
+MISTAKES = [
+    *(
+        "no name",
+        "no file",
+        "folder",
+        "no function",
+        "raises",
+        "syntax",
+        "no module",
+        "no batch",
+        "one host",
+        "no host",
+    ),
+    *("no place", "no path", "part of a name", "repeat what", "repeat nothing", "repeat one of many", "hosts"),
+    *("drawing", "no folder", "cannot run"),
+]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(plan: Any, tmp_path: Path, name: str) -> None:
+    arguments, why = mistakes(tmp_path)[name]
+    status, out, err = plan(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("tensorwire: ")
+    assert why in err
+
+
+def test_help_shows_a_script(plan: Any) -> None:
+    status, out, _ = plan("--help")
+    assert status == 0
+    for part in ("def model(): return MyModel()", "tensorwire plan vgg16", "--repeat PATH=N", "llama-70b"):
+        assert part in out
+
+
+def test_seventy_billion_parameters_from_one_layer(plan: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "plan.json"
+    status, out, _ = plan("llama-70b", "--hosts", "4", "--inference", "--json", str(file))
+    assert status == 0
+    assert out.startswith("llama-70b: 70,553,706,496 parameters in 723 variables, ")
+    hidden = 2048 * 8192 * 4
+    handed_on = [(one[0], one[1]) for one in crossing(file) if one[3] == hidden]
+    assert handed_on == [(f"worker:{i}", [f"worker:{i + 1}"]) for i in range(3)]
+
+
+def test_without_transformers_it_is_refused(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, _, err = plan("llama-70b")
+    assert (status, err) == (2, "tensorwire: llama-70b needs transformers: pip install transformers\n")
+
+
+def test_a_script_that_says_where(plan: Any, tmp_path: Path) -> None:
+    said = 'hosts = {"layers.1": "worker:1"}\n'
+    found = []
+    for text, more in ((SCRIPT + said, ()), (SCRIPT, ("--place", "layers.1=worker:1"))):
+        file = tmp_path / "plan.json"
+        status, _, err = plan(script(tmp_path, text=text), "--json", str(file), *more)
+        assert (status, err) == (0, "")
+        found.append((crossing(file), json.loads(file.read_text())["placement"]))
+    assert found[0] == found[1]
+
+
+def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
+    tie = "        self.layers[1][0].weight = self.stem.weight\n\n    def forward"
+    status, _, err = plan(
+        script(tmp_path, text=SCRIPT.replace("    def forward", tie, 1)), "--place", "layers=worker:1"
+    )
+    assert status == 0
+    assert err.startswith(
+        "tensorwire: stem.weight of worker:0 is tied to layers.1.0.weight of worker:1: its 16,384 bytes"
+    )
+
+
+def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "text"))
+    (tmp_path / "mlp.py").write_text(code)
+    _, out, _ = plan(str(tmp_path / "mlp.py"))
+
+    def lines(printed: str) -> list[str]:
+        return [line for line in printed.strip().splitlines() if not line.startswith("traced in")]
+
+    assert lines(out) == lines(text)
