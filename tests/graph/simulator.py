@@ -92,9 +92,12 @@ class Host:
                 self.all.check(f"{name} on {self.name} for {node.name}", value, self.all.one.read[node.name, name])
         made = self.all.program.run[node.name](operands)
         for index, edge in self.births[node.name].items():
+            if edge.kind == DYNAMIC:  # in memory that no slot is for
+                continue
             assert edge.slot is not None
             fresh = made[index] if isinstance(made, tuple) else made
-            born = self.outbox[edge.slot : edge.slot + fresh.nbytes].view(np.int64)
+            at = edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+            born = self.outbox[at : at + fresh.nbytes].view(np.int64)
             born[:] = fresh
             made = tuple(born if i == index else one for i, one in enumerate(made)) if isinstance(made, tuple) else born
         self.values[node.name] = made

@@ -102,7 +102,12 @@ def test_sent_and_returned() -> None:
 
 
 def varying(s: Sketch) -> None:
-    s.op("x", on="a", shape=(Unknown("s", 99),))
+    s.op("base", on="a", shape=(Unknown("s", 99),))
+    s.view("x", "base", shape=(32,))
+
+
+def unsized(s: Sketch) -> None:
+    s.op("x", on="a", shape=(Unknown("s", 99),), sized=False)
 
 
 def beyond(s: Sketch) -> None:
@@ -127,7 +132,8 @@ def not_allocated(s: Sketch) -> None:
         (lambda s: s.saved("x", on="a"), "kept from the forward graph"),
         (lambda s: s.op("x", on="a", shape=None), "it is small"),
         (lambda s: s.op("x", on="a", shape=(16,)), "it is small"),
-        (varying, "its size varies"),
+        (varying, "a part of what varies"),
+        (unsized, "nobody knows its size before"),
         (beyond, "it shows more than base, whose memory it is"),
         (given_out, "the caller gets it"),
         (not_allocated, "op does not allocate it"),
@@ -158,3 +164,12 @@ def test_a_parameter_that_the_graph_changes_is_copied() -> None:
     s.write("z", "x", on="a")
     found = analyze(s.graph()).plan.edges[0]
     assert (found.lent, found.copied) == (False, "a parameter")
+
+
+def test_what_varies_is_born_where_its_size_is_known_before() -> None:
+    s = Sketch()
+    s.op("x", on="a", shape=(Unknown("s", 99),))
+    s.op("free", on="a", shape=(Unknown("t"),))
+    s.op("y", "x", "free", on="b")
+    assert (born(s, "x"), edge(s, "x").slot) == (("x", 0, 0), 0)
+    assert (born(s, "free"), edge(s, "free").slot) == (("free", 0, 0), None)

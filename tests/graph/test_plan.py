@@ -37,8 +37,8 @@ edge w: b -> a: float32[64], static, 256 bytes, lent
 edge h: a -> b: float32[64], static, 256 bytes, at 0+0, born in h
 edge mean: b -> c: float32[64], static, 256 bytes, at 0+0, born in norm as output 1
 edge n: b -> c: a number, value, 8 bytes, at 256+0, by value
-edge last: c -> a: float32[s0, 4], bounded, 1600 bytes, at 0+0, copied: its size varies
-edge free: c -> a: float32[s1], dynamic, of any size, copied: its size varies
+edge last: c -> a: float32[s0, 4], bounded, 1600 bytes, at 0+0, born in last
+edge free: c -> a: float32[s1], dynamic, of any size, born in free
 edge end: a -> c: float32[64], static, 256 bytes, at 256+0, copied: the caller gets it
 outbox a: 4096 bytes
 outbox b: 4096 bytes
@@ -86,7 +86,7 @@ def test_what_crosses_between_two_hosts() -> None:
         Traffic("a", "c", 1, 256, 0, 0, 1, 0, 0),
         Traffic("b", "a", 1, 256, 0, 1, 0, 0, 0),
         Traffic("b", "c", 2, 264, 1, 0, 0, 1, 0),
-        Traffic("c", "a", 2, 1600, 0, 0, 2, 0, 1),
+        Traffic("c", "a", 2, 1600, 2, 0, 0, 0, 1),
     )
 
 
