@@ -56,6 +56,17 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
 
 
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["two_hosts", "experts"])
+def test_models_over_two_hosts_learn(name: str, device: str, tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / f"{name}.py")
+    command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "0", "--device", device]
+    said = NAMES.sub("", run([*command, "--", sys.executable, example], tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0]
+
+
 def test_the_readme_shows_the_minimal_example() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     text = MINIMAL.read_text()
