@@ -19,6 +19,7 @@ from tensorwire.torch.graph.importer import Origin, import_graph
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.partition import Boxed, partition
 from tensorwire.torch.graph.party import party_of
+from tensorwire.torch.graph.paths import host_of
 from tensorwire.torch.graph.placement import owner_of
 from tensorwire.torch.graph.post import Post
 
@@ -88,7 +89,7 @@ class Part:
 
     def host_of(self, node: fx.Node) -> str | None:
         """Where the user put a node."""
-        return self.scope.host_of(node)
+        return host_of(self.scope, node, backward=False)
 
     def origins(self, args: list[Any]) -> list[Origin]:
         """Where each argument is."""
@@ -164,8 +165,7 @@ class Backward(Part):
         self.forward = forward
 
     def host_of(self, node: fx.Node) -> str | None:
-        """Of the gradient of a node. Sums of gradients belong to no module: they are where their operands are."""
-        return self.scope.host_of(node) if node.meta.get("custom") or node.meta.get("fwd_nn_module_stack") else None
+        return host_of(self.scope, node, backward=True)
 
     def _planned(self) -> Analysis:
         assert self.forward.analysis is not None

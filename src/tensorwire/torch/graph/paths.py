@@ -38,7 +38,5 @@ def placed(model: nn.Module, hosts: Mapping[str, str]) -> Iterator[Scope]:
 
 
 def host_of(scope: Scope, node: fx.Node, *, backward: bool) -> str | None:
-    """The host that was said of a node, as in a job: of gradients of the model itself nothing is said."""
-    if backward and not (node.meta.get("custom") or node.meta.get("fwd_nn_module_stack")):
-        return None
-    return scope.host_of(node)
+    """The host that was said of a node. Sums of gradients belong to no module: they are where their operands are."""
+    return None if backward and node.meta.get("is_gradient_acc") else scope.host_of(node)
