@@ -61,3 +61,59 @@ def train(job: Any, cut: int = 0, die: int = 0) -> Trained:
     for parameter in model.parameters():
         total.update(parameter.detach().numpy().tobytes())
     return Trained(total.hexdigest(), loss.item(), job.routes["server 0"].device, sent.bytes, sent.messages)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """What a worker has to say of a model whose parts run on both hosts."""
+
+    losses: list[float]
+    wrong: list[str]  # gradients that are not those of one process
+    here: list[str]  # the parameters that had a gradient here
+    route: str
+    sent: int  # bytes in the last step
+    asked: int  # RPCs and registrations in the last step
+    copies: int
+
+
+def train_parted(job: Any) -> Parted:
+    """A small transformer, its second layer on worker 1; each worker trains the same model by itself as well."""
+    import copy
+
+    import torch
+
+    from tensorwire.observe import counters
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
+    alone = copy.deepcopy(model)
+    hosts = {"": "worker:0", "1": "worker:1"}
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts})
+    losses, wrong, here, last = [], [], [], None
+    for step in range(4):
+        x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(step))
+        before = counters.snapshot()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        last = counters.since(before)
+        right = alone(x).square().mean()
+        right.backward()
+        losses.append(loss.item())
+        if not torch.equal(loss, right):
+            wrong.append(f"step {step}: loss")
+        for (path, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if mine.grad is not None and not torch.equal(mine.grad, its.grad):
+                wrong.append(f"step {step}: {path}")
+        here = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
+        for one in (model, alone):
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.01 * parameter.grad
+            one.zero_grad()
+    assert last is not None
+    route = job.routes[f"worker {1 - job.rank}"].device
+    asked = last.rpcs + last.registrations
+    return Parted(losses, wrong, here, route, last.bytes, asked, last.copies)
