@@ -11,7 +11,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-rdma bench-rdma check check-native setup format docs stubs clean
+.PHONY: demo test test-long test-rdma bench-rdma check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -19,6 +19,10 @@ demo: setup
 # Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# More models, cuts, hosts and devices of the tests of graphs: hours.
+test-long: setup
+	TENSORWIRE_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/torch/graph tests/graph $(ARGS)
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
