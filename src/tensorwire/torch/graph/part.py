@@ -48,7 +48,7 @@ class Part:
 
         Where nobody said a host, it runs all of it, and nobody waits for it.
         """
-        if self._run is None and self.is_replica(args):
+        if self._run is None and self._replica is None and self.is_replica(args):
             self._replica = self.replica()
         if self._replica is not None:
             return self._run_replica(self._replica, args)
