@@ -80,6 +80,7 @@ struct Registry {
     std::unordered_set<Door*> doors;
     std::unordered_set<Progress*> engines;
     std::unordered_set<Life*> lives;
+    std::unordered_set<AtFork*> told;  // of a fork
     std::unordered_set<int> fds;
 };
 
@@ -95,6 +96,8 @@ void enlist(Door* door) { std::lock_guard g(registry().mutex); registry().doors.
 void dismiss(Door* door) { std::lock_guard g(registry().mutex); registry().doors.erase(door); }
 void enlist(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.insert(p); }
 void dismiss(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.erase(p); }
+void enlist(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.insert(told); }
+void dismiss(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.erase(told); }
 
 void ring_all() {
     std::lock_guard g(registry().mutex);
@@ -217,6 +220,7 @@ static void after_fork_in_child() {
     Unlocked::after_fork_in_child();
     Registry& r = registry();
     for (Life* life : r.lives) life->mark_forked();
+    for (AtFork* told : r.told) told->in_child();
     // The numbers stay taken, by /dev/null: objects copied from the parent will close them again.
     const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (null >= 0) {

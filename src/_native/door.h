@@ -90,6 +90,16 @@ int open_socket(int family, int type);
 int accept_socket(int listener);  // waits for a connection first
 void close_socket(int fd);
 void install_fork_handlers();
+// Told in a forked child, by the thread that forked, before those descriptors are given up. Takes no lock.
+class AtFork {
+  public:
+    virtual void in_child() = 0;
+
+  protected:
+    ~AtFork() = default;
+};
+void enlist(AtFork* told);
+void dismiss(AtFork* told);
 
 // Something that must run for a word to change: the tcp engine, or whoever drains completion queues.
 class Progress;

@@ -12,16 +12,21 @@ namespace tw {
 
 [[noreturn]] static void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
-Window::Window(u64 size) : nbytes((size + page - 1) / page * page) {
+Window::Window(u64 size, bool shared) : nbytes((size + page - 1) / page * page), shared_(shared) {
     if (size > largest) fail(ENOMEM, "reserve");
     void* p = mmap(nullptr, std::max(nbytes, page), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail(errno, "reserve");
     base = static_cast<char*>(p);
+    if (shared_) {
+        enlist(this);
+        return;
+    }
     pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (pagemap_ >= 0) close_on_fork(pagemap_);
 }
 
 Window::~Window() {
+    if (shared_) dismiss(this);
     if (base) munmap(base, std::max(nbytes, page));
     if (pagemap_ >= 0) {
         forget_fd(pagemap_);
@@ -32,7 +37,7 @@ Window::~Window() {
 void Window::show(const Extent& e, u64 from, u64 length) {
     // Populated while it is read-only: populating a writable private mapping would copy every page. Not where the
     // region is sparse: that would fill it.
-    const int flags = MAP_PRIVATE | MAP_FIXED | (e.span->reserved ? MAP_POPULATE : 0);
+    const int flags = (shared_ ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED | (e.span->reserved ? MAP_POPULATE : 0);
     const off_t at = static_cast<off_t>(e.span->file_offset() + e.source + (from - e.offset));
     void* p = mmap(base + from, length, PROT_READ, flags, e.span->file(), at);
     if (p == MAP_FAILED) fail(errno, "mmap");
@@ -43,6 +48,7 @@ void Window::place(u64 offset, std::shared_ptr<Span> span, u64 source, u64 lengt
     if (offset % page || source % page || length % page || offset > nbytes || length > nbytes - offset) fail(EINVAL, "window");
     const u64 room = (span->nbytes + page - 1) / page * page;
     if (span->file() < 0 || source > room || length > room - source) fail(EINVAL, "window");
+    if (shared_ && !span->writable) fail(EACCES, "window");
     if (!length) return;
     Extent e{offset, source, length, std::move(span)};
     show(e, offset, length);
@@ -56,6 +62,14 @@ void Window::refresh(u64 offset, u64 length) {
     for (const Extent& e : extents_) {
         const u64 from = std::max(offset, e.offset), to = std::min(end, e.offset + e.length);
         if (from < to) show(e, from, to - from);
+    }
+}
+
+void Window::in_child() {
+    for (const Extent& e : extents_) {
+        const off_t at = static_cast<off_t>(e.span->file_offset() + e.source);
+        void* p = mmap(base + e.offset, e.length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, e.span->file(), at);
+        if (p == MAP_FAILED) munmap(base + e.offset, e.length);  // a crash there is better than a write to the parent's
     }
 }
 

@@ -1,7 +1,9 @@
-// A copy-on-write view of regions, side by side in one address range.
+// A view of regions, side by side in one address range.
 //
-// A framework's parameter lives here: it shows what others write into the region, while a stray in-place write
-// of user code lands in a private page, where it hurts nobody and can be found (the kernel's pagemap tells).
+// A framework's parameter lives in one that copies on write: it shows what others write into the region, while a stray
+// in-place write of user code lands in a private page, where it hurts nobody and can be found (the kernel's pagemap
+// tells). A gradient is born in a shared one: what is written there is in the region. In a forked child that one copies
+// on write from then on, as the child's memory does elsewhere.
 #pragma once
 
 #include <vector>
@@ -10,9 +12,9 @@
 
 namespace tw {
 
-class Window {
+class Window final : private AtFork {
   public:
-    explicit Window(u64 nbytes);  // reserves address space only
+    explicit Window(u64 nbytes, bool shared = false);  // reserves address space only
     ~Window();
     Window(const Window&) = delete;
     Window& operator=(const Window&) = delete;
@@ -28,6 +30,7 @@ class Window {
     u64 nbytes = 0;
 
   private:
+    void in_child() override;
     struct Extent {
         u64 offset, source, length;
         std::shared_ptr<Span> span;
@@ -35,6 +38,7 @@ class Window {
     void show(const Extent& extent, u64 from, u64 length);
     std::vector<Extent> extents_;
     std::vector<u64> entries_;
+    const bool shared_;
     int pagemap_ = -1;
 };
 

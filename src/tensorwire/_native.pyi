@@ -203,9 +203,11 @@ def put_signal(
     """Copies, then stores the signal with release."""
 
 class Window:
-    """A copy-on-write view of regions, side by side in one address range."""
+    """
+    A view of regions, side by side in one address range: copy-on-write, or shared.
+    """
 
-    def __init__(self, nbytes: int) -> None: ...
+    def __init__(self, nbytes: int, shared: bool = False) -> None: ...
     def place(self, offset: int, memory: Memory, source: int, length: int) -> None: ...
     def refresh(self, offset: int, length: int) -> None: ...
     def modified(self, limit: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Windows: copy-on-write views that show what others write, and keep stray writes to themselves."""
+"""Windows: views of regions side by side, that keep stray writes to themselves, or are shared."""
 
 from __future__ import annotations
 
@@ -107,6 +107,47 @@ def test_a_sparse_region_stays_sparse_behind_a_window() -> None:
     window.refresh(0, 1 << 30)
     assert os.fstat(memory.fd).st_blocks * 512 < 1 << 20
     assert window.modified(1) == []
+
+
+def test_a_shared_window_writes_into_its_regions(size: int) -> None:
+    first, second = Memory.allocate(size), Memory.allocate(size)
+    window = Window(3 * PAGE, shared=True)
+    window.place(0, first, 4 * PAGE, 2 * PAGE)
+    window.place(2 * PAGE, second, 0, PAGE)
+    array(window)[:] = pattern(1, 3 * PAGE)
+    assert np.array_equal(array(first)[4 * PAGE : 6 * PAGE], pattern(1, 3 * PAGE)[: 2 * PAGE])
+    assert np.array_equal(array(second)[:PAGE], pattern(1, 3 * PAGE)[2 * PAGE :])
+    assert not array(first)[: 4 * PAGE].any()
+    array(second)[0] ^= 0xFF
+    assert array(window)[2 * PAGE] == array(second)[0]
+
+
+def test_a_forked_child_has_a_shared_window_for_itself(size: int) -> None:
+    import os
+
+    memory = Memory.allocate(size)
+    window = Window(size, shared=True)
+    window.place(0, memory, 0, size)
+    array(window)[:] = pattern(1, size)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(array(window), pattern(1, size))
+        array(window)[:] = 0
+        os._exit(0 if same and not array(window).any() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(array(memory), pattern(1, size))
+    array(window)[0] ^= 0xFF  # this process still shares it
+    assert array(memory)[0] == array(window)[0]
+
+
+def test_a_shared_window_takes_no_memory_that_cannot_be_written(size: int) -> None:
+    import os
+
+    memory = Memory.allocate(size)
+    fd = os.dup(memory.fd)
+    with pytest.raises(OSError):
+        Window(size, shared=True).place(0, Memory.map(fd, False), 0, size)
+    os.close(fd)
 
 
 def test_what_does_not_fit_is_refused(size: int) -> None:

@@ -11,8 +11,9 @@ import msgspec
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
 from tensorwire.control.settings import seconds
-from tensorwire.device import Channel, Region, RemoteRegion
+from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.edge.static import lane_of
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
@@ -48,30 +49,53 @@ class _Server:
         self.back = Outbox(len(self.buckets))
         device = self.channel.device
         self.versions: Region = device.allocate(self.back.nbytes)
-        # Where the server's memory cannot be mapped, what it will receive is put together here.
-        maps = device.capabilities.maps
-        self.staging: Region | None = None if maps else device.allocate(self.layout.nbytes)
-        self.head = self._producer(self.layout.head, head_bytes(len(spec.numeric)), self.layout.head_word, None)
-        self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word, None)
-        self.pushes = [
-            self._producer(*self.layout.slots[b.index], self.layout.word(b.index), self.version(b.index))
-            for b in self.buckets
-        ]
+        # Where the server's memory cannot be mapped, what it will receive is put together in ours.
+        self.mapped = self.channel.map(self.inbox.view())
+        self.staging = None if self.mapped else device.allocate(self.layout.slots)
+        self.gradients = None if self.mapped else client.gradients_on(device)
+        self.head = self._producer(self.layout.head, head_bytes(len(spec.numeric)), self.layout.head_word)
+        self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
+        self.pushes = [self._push(b) for b in self.buckets]
+        self._said: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
-        self.pacing = Pacing() if spec.planes > 1 and not maps else None
+        self.pacing = Pacing() if spec.planes > 1 and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
 
-    def _producer(self, offset: int, nbytes: int, word: int, credit: Word | None) -> Producer:
+    def _producer(self, offset: int, nbytes: int, word: int) -> Producer:
         source = [] if self.staging is None else [self.staging.view(offset, nbytes)]
+        slots = [self.inbox.view(offset, nbytes)]
+        return Producer(self.channel, self.inbox.view(word, 8), slots=slots, source=source)
+
+    def _push(self, bucket: Bucket) -> Producer:
+        source = [] if self.gradients is None else [self.gradients.view(bucket.space, bucket.nbytes)]
         return Producer(
             self.channel,
-            self.inbox.view(word, 8),
-            slots=[self.inbox.view(offset, nbytes)],
+            self.inbox.view(self.layout.word(bucket.index), 8),
+            slots=[self.inbox.view(self.layout.slots + bucket.shard, bucket.nbytes)],
             source=source,
-            credit=credit,
+            credit=self.version(bucket.index),
         )
+
+    def push(self, bucket: Bucket, step: int, present: bytes | None) -> Completion:
+        """Sends a bucket; ahead of it ``present``, a byte a piece, where that is not what it was."""
+        if present is not None:
+            self._say(bucket.index, present)
+        return traced_send(self.pushes[bucket.index], step, self.name, bucket.index)
+
+    def _say(self, bucket: int, present: bytes) -> None:
+        at, nbytes = self.layout.present[bucket]
+        if self.mapped is not None:
+            memoryview(self.mapped)[at : at + nbytes] = present
+            return
+        assert self.staging is not None
+        earlier = self._said[bucket]
+        if earlier is not None:
+            earlier.wait(step_timeout())  # it was there before a version that has come; now its source is free
+        memoryview(self.staging)[at : at + nbytes] = present
+        lane = lane_of(self.channel, self.inbox.view(self.layout.word(bucket), 8))  # which keeps it ahead
+        self._said[bucket] = lane.write(self.staging.view(at, nbytes), self.inbox.view(at, nbytes))
 
     def version(self, bucket: int) -> Word:
         """The word that says which version of a bucket is out; also the credit of its gradient slot."""
@@ -94,10 +118,13 @@ class StoreClient:
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
         self.asks = 0  # for the optimizer's state, that are known to have been published
+        self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
-        self._said: dict[int, bytes] = {}  # by bucket: what its slot says of the gradients in it
+        self.gradients = self._place_gradients()
+        self._said: dict[int, bytes] = {}  # by bucket: what was said last of the gradients in its slot
+        self._posted: dict[int, int] = {}  # by bucket: the round in which it was pushed last
         self._rooms = {id(b): self._rooms_of(b) for b in self.order}  # by bucket: where its pieces go
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
         self._space = self._place_parameters()
@@ -119,6 +146,23 @@ class StoreClient:
                     space[device.name] = device.allocate(plan.space_bytes * len(self.windows))
                 window.place(at, space[device.name], plane * plan.space_bytes + at, nbytes)
         return space
+
+    def gradients_on(self, device: Device) -> Region:
+        """That device's memory that gradients leave from, where servers' memory cannot be mapped."""
+        if device.name not in self._sources:
+            self._sources[device.name] = device.allocate(self.plan.space_bytes)
+        return self._sources[device.name]
+
+    def _place_gradients(self) -> Window:
+        """The slots of all buckets, laid out as the space: each tensor's side by side, whichever servers have it."""
+        window = Window(self.plan.space_bytes, shared=True)
+        for index, at, shard, nbytes in self.plan.runs():
+            server = self._servers[index]
+            if server.mapped is not None:
+                window.place(at, server.mapped, server.layout.slots + shard, nbytes)
+            else:
+                window.place(at, self.gradients_on(server.channel.device), at, nbytes)
+        return window
 
     def repeated(self, byte: bytes) -> Window:
         """A window of the space's size that shows one byte everywhere: a little memory, many times."""
@@ -161,15 +205,24 @@ class StoreClient:
             server.head.send(self.step)
 
     def slot(self, bucket: Bucket) -> memoryview:
-        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round.
-
-        Behind the gradients it has a byte a piece, which ``send`` fills.
-        """
-        return self._servers[bucket.server].pushes[bucket.index].slot(self.step, step_timeout())
+        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        self._servers[bucket.server].pushes[bucket.index].slot(self.step, step_timeout())
+        return self.memory(bucket)
 
     def memory(self, bucket: Bucket) -> memoryview:
         """The slot itself, without asking whether it is free: for views that are made once."""
-        return self._servers[bucket.server].pushes[bucket.index].memory
+        return memoryview(self.gradients)[bucket.space : bucket.space + bucket.nbytes]
+
+    def is_free(self, bucket: Bucket) -> bool:
+        """Whether the slot may be filled before its next round has begun: its server has read what was pushed last.
+
+        Raises what became of that push, if it failed.
+        """
+        server = self._servers[bucket.server]
+        if self.step < 0 or server.version(bucket.index).value < self._posted.get(id(bucket), 0):
+            return False
+        server.pushes[bucket.index].flush(step_timeout())  # it has left: the server had it
+        return True
 
     def _rooms_of(self, bucket: Bucket) -> list[memoryview]:
         memory, sizes = self.memory(bucket), [DTYPES[self.plan.tensors[p.tensor].dtype] for p in bucket.pieces]
@@ -193,12 +246,11 @@ class StoreClient:
         ``present``: a byte a piece, 0 where there is no gradient.
         """
         server = self._servers[bucket.server]
-        push = server.pushes[bucket.index]
         said = b"\1" * len(bucket.pieces) if present is None else present
-        if self._said.get(id(bucket)) != said:
-            push.memory[bucket.nbytes :] = said
-            self._said[id(bucket)] = said
-        send = partial(traced_send, push, self.step, server.name, bucket.index)
+        news = None if self._said.get(id(bucket)) == said else said
+        self._said[id(bucket)] = said
+        self._posted[id(bucket)] = self.step
+        send = partial(server.push, bucket, self.step, news)
         if server.pacing is None:
             send()
         else:

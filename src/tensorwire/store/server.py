@@ -36,12 +36,12 @@ class _Worker:
         self.inbox = self.channel.device.allocate(self.layout.nbytes)
         self.memory = memoryview(self.inbox)
         buckets = server.plan.buckets[server.index]
-        slots = [self.memory[start : start + nbytes] for start, nbytes in self.layout.slots]
-        self.slots = [slot[: b.nbytes] for slot, b in zip(slots, buckets, strict=True)]
-        self.present = [slot[b.nbytes :] for slot, b in zip(slots, buckets, strict=True)]
+        gradients = self.memory[self.layout.slots :]
+        self.slots = [gradients[b.shard : b.shard + b.nbytes] for b in buckets]
+        self.present = [self.memory[start : start + nbytes] for start, nbytes in self.layout.present]
         self.head = self._consumer(self.layout.head_word, self.layout.head, head_bytes(len(server.spec.numeric)))
         self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
-        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[slots[b.index]]) for b in buckets]
+        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
         self.pulls: list[Producer] = []
         self.norm_back: Producer
         self.together: Producer

@@ -10,7 +10,7 @@ from tensorwire.device import Completion
 from tensorwire.edge import Producer
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import ALIGNMENT, PAGE, Plan, TensorSpec, make_plan, round_up
+from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan, round_up
 from tensorwire.store.rounds import head_bytes
 
 WORD = 64  # bytes between signal words: each has its cache line
@@ -42,14 +42,16 @@ class StoreSpec(msgspec.Struct, frozen=True):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The layout of a worker's inbox on a server: arrival words, the head, the norm, then a slot a bucket.
+    """The layout of a worker's inbox on a server: arrival words, the head, the norm, what is present, the slots.
 
-    A slot is the bucket's gradient, and behind it a byte a piece: whether this worker has a gradient for it.
+    What is present: a byte a piece, whether this worker has a gradient for it. The slots begin at a page, and lie as
+    their buckets do in the shard: so a window shows those of a tensor side by side, whatever servers they are on.
     """
 
     head: int
     norm: int
-    slots: tuple[tuple[int, int], ...]  # where each bucket's begins, and its bytes
+    present: tuple[tuple[int, int], ...]  # where each bucket's bytes begin, and how many these are
+    slots: int
     nbytes: int
 
     @property
@@ -73,13 +75,12 @@ def inbox(plan: Plan, server: int, options: int) -> Inbox:
     norm = WORD * (2 + len(buckets))
     head = norm + WORD
     end = head + head_bytes(options)
-    slots = []
+    present = []
     for bucket in buckets:
-        # Large ones at a page: they are copied fastest, and no two share one.
-        start = round_up(end, PAGE if bucket.nbytes >= PAGE else ALIGNMENT)
-        end = start + bucket.nbytes + len(bucket.pieces)
-        slots.append((start, end - start))
-    return Inbox(head, norm, tuple(slots), round_up(end, PAGE))
+        present.append((end, len(bucket.pieces)))
+        end += len(bucket.pieces)
+    slots = round_up(end, PAGE)
+    return Inbox(head, norm, tuple(present), slots, slots + plan.shard_bytes[server])
 
 
 class Outbox(msgspec.Struct, frozen=True):

@@ -172,7 +172,9 @@ class _Watched:
 
     def postpone(self) -> None:
         part = self.part
-        later = set() if self._compiled else self._ran
+        # A gradient that was born in its slot must not change before its server has read it, and code may change it.
+        born = {i for i, slot in enumerate(part.slots) if slot.taken}
+        later = set() if self._compiled else self._ran - born
         self._ran = set()
         part.arrive(i for i in range(len(part.params)) if i not in later)
         part.hide(later, self._nowhere)

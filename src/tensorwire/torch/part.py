@@ -23,6 +23,7 @@ from tensorwire.store.state import load_state
 from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch import options
+from tensorwire.torch.slots import open_slots
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
@@ -56,6 +57,7 @@ class Part:
         for bucket in self.client.order:
             for i in {piece.tensor for piece in bucket.pieces}:
                 self.buckets[i].append(bucket)
+        self.slots = open_slots(self.client, self.params, self.buckets)
         self._views = [self._tensors(window) for window in self.client.windows]
         self.written: set[str] = set()
         self._pages_seen = True  # whether the kernel tells which pages of a window were written to
@@ -145,7 +147,10 @@ class Part:
             )
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        """Parameter ``i``'s gradient as a flat row. Raises `Unsupported` or `ArgumentError` for what cannot be sent."""
+        """Parameter ``i``'s gradient as a flat row, ready to be pushed: one that was not born in its slot has it free.
+
+        Raises `Unsupported` or `ArgumentError` for what cannot be sent.
+        """
         p, name = self.params[i], self.names[i]
         g = p.grad
         if g is None:
@@ -157,17 +162,25 @@ class Part:
                 f"the gradient of {name!r} is {g.dtype} {list(g.shape)} on {g.device}, "
                 f"its parameter {p.dtype} {list(p.shape)} on {p.device}"
             )
-        return g.detach().reshape(-1)
+        row = g.detach().reshape(-1)
+        if not self.slots[i].holds(row):
+            self.slots[i].clear()
+        return row
 
     def push(self, bucket: Bucket, values: Callable[[int], torch.Tensor | None]) -> None:
-        """Copies the values of a bucket's tensors, each a flat row or None, into its slot, and sends it."""
+        """Brings the values of a bucket's tensors, each a flat row or None, into its slot, and sends it.
+
+        What was born there is there; the rest is copied.
+        """
         self.client.slot(bucket)
         present = bytearray(len(bucket.pieces))
         for n, piece in enumerate(bucket.pieces):
             value = values(piece.tensor)
-            if value is not None:
+            if value is None:
+                continue
+            present[n] = 1
+            if not self.slots[piece.tensor].holds(value):
                 self.client.copy(bucket, n, value[piece.start : piece.stop])
-                present[n] = 1
         self._sent.add(id(bucket))
         self.client.send(bucket, bytes(present))
 
@@ -248,6 +261,8 @@ class Part:
         try:
             client.begin(Operation.ASSIGN, self.options())
             if self._job.rank == 0:
+                for slot in self.slots:
+                    slot.clear()  # values take the way of gradients
                 values = [p.detach().reshape(-1) for p in self.params]
                 for bucket in client.order:
                     self.push(bucket, values.__getitem__)

@@ -1,4 +1,7 @@
-"""The backend of torch.compile: what dynamo captures is planned by all hosts, and each runs its own part."""
+"""The backend of torch.compile: what dynamo captures is planned by all hosts, and each runs its own part.
+
+Where nobody said a host, each runs all of it by itself.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ def backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="tensorwire", options={"hosts": {...}})``; see `Options`.
 
-    Call it in every process of the job, with the same model and arguments of the same shapes. Raises `ArgumentError`
-    for wrong options and for a process that is in no job.
+    Call it in every process of the job, with the same model and arguments of the same shapes. Where nobody said a host,
+    each process runs all of it, and knows of no other; gradients are born in the slots of a `StoreOptimizer`.
+
+    Raises `ArgumentError` for wrong options and for a process that is in no job.
     """
     chosen, job = Options.of(options), current()
     scope = Scope.of_frame(chosen.hosts)
@@ -72,7 +77,8 @@ def _boxed(part: Part) -> Boxed:
 
 def _marked(results: Any, part: Forward) -> Any:
     """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
-    assert part.analysis is not None
+    if part.analysis is None:  # nobody said a host: all have everything
+        return results
     holds, hosts, me = part.analysis.crossing.holds, part.party.hosts, part.party.me
     skip = part.metadata.num_mutated_inp_runtime_indices
     for value, node in zip(results, part.returned[skip:], strict=False):

@@ -97,9 +97,9 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
     inputs = tuple(dict.fromkeys(operand.name for operand in node.all_input_nodes))
     if node.target is operator.getitem:
         index: Any = node.args[1]
-        return Node(node.name, "item", inputs, ITEM, spec, host_of(node), alias=_alias(node, value), index=index)
+        return Node(node.name, "item", inputs, ITEM, spec, host_of(node), alias=alias_of(node, value), index=index)
     writes = _writes(node)
-    alias = _alias(node, value)
+    alias = alias_of(node, value)
     target: Any = node.target
     tags = getattr(target, "tags", ())
     return Node(
@@ -163,7 +163,7 @@ def _writes(node: fx.Node) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _alias(node: fx.Node, value: Any) -> str | None:
+def alias_of(node: fx.Node, value: Any) -> str | None:
     """The operand whose memory the output shares: seen by the memory of the traced tensors."""
     first = value[0] if _is_tuple(value) and value else value
     if not isinstance(first, torch.Tensor):
@@ -173,7 +173,7 @@ def _alias(node: fx.Node, value: Any) -> str | None:
         shown = operand.meta.get("val")
         if _is_tuple(shown):
             if node.target is operator.getitem and operand.target is not operator.getitem:
-                return _alias(operand, shown)
+                return alias_of(operand, shown)
             continue
         if isinstance(shown, torch.Tensor) and shown.untyped_storage()._cdata == storage:
             return operand.name

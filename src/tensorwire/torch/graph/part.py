@@ -22,6 +22,7 @@ from tensorwire.torch.graph.party import party_of
 from tensorwire.torch.graph.paths import host_of
 from tensorwire.torch.graph.placement import owner_of
 from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.replica import gradients, replica, slots_of_inputs
 
 SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
 HOME = "_tensorwire_home"  # attribute of a tensor that only this host has: its name and host
@@ -41,9 +42,17 @@ class Part:
         self.analysis: Analysis | None = None
         self._wires: Wires | RpcWires | None = None
         self._run: Boxed | None = None
+        self._replica: Boxed | None = None
 
     def __call__(self, args: list[Any]) -> Any:
-        """Runs this host's part. An error here is one of the whole job: the others wait for what will not come."""
+        """Runs this host's part. An error here is one of the whole job: the others wait for what will not come.
+
+        Where nobody said a host, it runs all of it, and nobody waits for it.
+        """
+        if self._run is None and self._replica is None and self.is_replica(args):
+            self._replica = self.replica()
+        if self._replica is not None:
+            return self._run_replica(self._replica, args)
         try:
             if self._run is None:
                 self._run = self._prepare(args)
@@ -64,6 +73,21 @@ class Part:
 
     def enter(self, args: list[Any]) -> None:
         """Before each run."""
+
+    def is_replica(self, args: list[Any]) -> bool:
+        """Whether nobody said a host."""
+        raise NotImplementedError
+
+    def replica(self) -> Boxed:
+        """All of the graph."""
+        return replica(self.module)
+
+    def _run_replica(self, run: Boxed, args: list[Any]) -> Any:
+        try:
+            self.enter(args)
+            return run(args)
+        except TensorwireError as error:
+            raise self.job.member.explain(error) from None
 
     def _prepare(self, args: list[Any]) -> Boxed:
         graph = self._import(args)
@@ -116,6 +140,14 @@ class Forward(Part):
         self._static = frozenset(metadata.static_input_indices)
         self.homes: list[Origin] = []
 
+    def is_replica(self, args: list[Any]) -> bool:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        return (
+            self.scope.spot is None
+            and not any(map(self.scope.host_of, self.module.graph.nodes))
+            and not any(home_of(tensor) or owner_of(tensor) for tensor in tensors)
+        )
+
     def enter(self, args: list[Any]) -> None:
         self.scope.enter()
         for place, origin in enumerate(self.homes):
@@ -163,6 +195,20 @@ class Backward(Part):
     def __init__(self, module: fx.GraphModule, forward: Forward) -> None:
         super().__init__(module, forward.job, forward.options, forward.scope)
         self.forward = forward
+        self._tensors = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in forward.given)
+        self._bears = False  # gradients, in the slots of a store
+
+    def is_replica(self, args: list[Any]) -> bool:
+        return self.forward.analysis is None
+
+    def replica(self) -> Boxed:
+        born = gradients(self.forward.module, self.module)
+        self._bears = bool(born)
+        return replica(self.module, born)
+
+    def enter(self, args: list[Any]) -> None:
+        if self._bears:
+            args.append(slots_of_inputs(self._tensors))
 
     def host_of(self, node: fx.Node) -> str | None:
         return host_of(self.scope, node, backward=True)
