@@ -34,8 +34,8 @@ LAYERS = {
     "inception": Layers(("stem.*", "grid35.*", "grid17.*", "grid8.*")),
     "vgg16": Layers(("net.*",)),
     # All products of inputs here, which wait for nothing, and there the states, one after the other.
-    "lstm": Layers(("x b", "h out")),
-    "gru": Layers(("x b", "h out")),
+    "lstm": Layers(("inputs", "states out")),
+    "gru": Layers(("inputs", "states out")),
     "fcn5": Layers(("net.*",)),
     "gpt2": Layers(("blocks.*",), rest=0),
     "bert": Layers(("model.bert.encoder.layer.*",), rest=0),

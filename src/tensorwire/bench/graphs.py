@@ -1,4 +1,4 @@
-"""``tensorwire bench graph``: training steps of models that are cut over hosts, the ways in which tensors cross in turns.
+"""``tensorwire bench graph``: training steps of models that are cut over hosts, whose tensors cross in several ways.
 
 A step's seconds are what the slowest host took. Its parts come from the trace of the very steps that were timed, what
 crossed from the counters of all hosts meanwhile.
@@ -31,19 +31,30 @@ ALONE = "one process"
 REHEARSAL = "rehearsal"  # the word of a round that is not timed
 REHEARSED = 4  # steps, in which graphs are captured, plans are made, and memory is registered
 MOST_HOSTS = {"lstm": 2, "gru": 2}
-COUNTS = ("copies", "registrations", "rpcs", "messages", "bytes", "mapped_bytes")
-NOTHING = ("copies", "registrations", "rpcs")  # what zerocopy has none of
+# What is counted in a step, and how people read it. Of the first three zerocopy has none.
+COUNTS = {
+    "copies": "copies",
+    "registrations": "registrations",
+    "rpcs": "RPCs",
+    "messages": "messages",
+    "bytes": "bytes written",
+    "mapped_bytes": "bytes mapped",
+    "copied_bytes": "bytes copied",
+}
+NOTHING = tuple(COUNTS)[:3]
 EXPOSED = 0.03  # of a step: what communication may cost GPT-2 small over two hosts on shm
 ROOM = 2.0  # what a job may take of memory for each byte that one process took
 
 
 @dataclass
 class Outcome:
-    """What one way showed: seconds and losses by round, counts of all timed steps of all hosts, facts, a trace."""
+    """What one way showed: seconds and losses by round, facts of the model, the parts of the typical step.
+
+    ``samples.counts``: of a step, all hosts together, in the round that had most.
+    """
 
     samples: Samples = field(default_factory=Samples)
     losses: list[float] = field(default_factory=list)
-    counts: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -54,9 +65,9 @@ class Outcome:
         if len(losses) > 1:
             raise ProgramFailed(f"hosts have different losses of one step: {sorted(losses)}")
         self.losses += losses
+        counts = self.samples.counts
         for name in COUNTS:
-            amount = sum(a[name] for a in answers) / course.steps
-            self.counts[name] = max(self.counts.get(name, 0), amount)
+            counts[name] = max(counts.get(name, 0.0), sum(a[name] for a in answers) / course.steps)
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ def same(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -> Record:
-    """``record`` with its details, and with what it is to reach where it is `zerocopy`."""
+    """``record`` with its details, and with what it is to reach where it is ``zerocopy``."""
     outcome = outcomes[record.peer]
     seconds = record.seconds
     details = {"loss": outcome.losses[-1], "samples_per_second": outcome.facts["batch"] / seconds}
@@ -161,12 +172,11 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
         details |= {"step": seconds, "compute": seconds, "update": 0.0, "exposed": 0.0, "idle": 0.0, "hidden": 0.0}
     else:
         details |= {"overhead": seconds / outcomes[ALONE].samples.median - 1, **outcome.parts}
-    details |= {name: outcome.counts[name] for name in ("messages", "bytes", "mapped_bytes")}
-    counted = {name: outcome.counts[name] for name in NOTHING}
-    record = replace(record, details=details, bytes_per_second=None, **counted)
+    details |= {name: outcome.samples.counts[name] for name in COUNTS}
+    record = replace(record, details=details, bytes_per_second=None)  # of a step, bytes a second say nothing
     if record.peer != "zerocopy":
         return record
-    target, met = "0 copies, registrations, RPCs", not any(counted.values())
+    target, met = "0 copies, registrations, RPCs", not any(details[name] for name in NOTHING)
     if aimed:
         target += f"; exposed <= {EXPOSED:.0%}"
         met = met and details["exposed"] <= EXPOSED * details["step"]
@@ -177,7 +187,7 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
 
 STEP_TITLE = "Where a step's time went, the mean of the hosts (overhead: over one process)"
 CROSSED_TITLE = "What crossed in a step, all hosts together"
-CROSSED_HEAD = ("what", "who", *(name.replace("_", " ") for name in COUNTS), "target", "")
+CROSSED_HEAD = ("what", "who", *COUNTS.values(), "target", "")
 CUT_TITLE = "Where the models are cut, and whose losses are the same, bit for bit"
 CUT_HEAD = ("what", "cut", "the same losses")
 
@@ -188,8 +198,8 @@ def crossed_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     before = ""
     for record in records:
         what, before = ("" if record.workload == before else record.workload), record.workload
-        counted = {**record.as_dict(), **(record.details or {})}  # what it says of a step, and more
-        cells = [f"{counted[name]:,.0f}" for name in COUNTS]
+        told = record.details or {}
+        cells = [f"{told[name]:,.2f}".removesuffix(".00") for name in COUNTS]
         verdict = "" if record.met is None else ("met" if record.met else "MISSED")
         rows.append((what, record.peer, *cells, record.target or "", verdict))
     return rows

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tensorwire.bench.models import Trained, images
+from tensorwire.bench.workloads import CLASSES
 
 _TOKENS = 64
 _BERT_WORDS, _LLAMA_WORDS = 30522, 32000
 _DRAWN = 1900  # words that a shrunken vocabulary has, too
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Loss(nn.Module):
@@ -76,8 +77,7 @@ def vit(shrink: int = 1) -> nn.Module:
         intermediate_size=1536 // shrink,
         num_hidden_layers=_depth(shrink),
         num_attention_heads=6,
-        num_labels=10,
-        **_NO_DROPOUT,
+        **{"num_labels": CLASSES, **_NO_DROPOUT},
     )
     return Loss(transformers.ViTForImageClassification(config), "pixel_values", "labels")
 

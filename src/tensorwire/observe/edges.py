@@ -1,8 +1,8 @@
 """Why a host of a graph waits for a tensor of another one: told from what that one did meanwhile.
 
-Until its maker sends the tensor, whoever waits for it waits for the maker: that is **idle** where the maker computes, or
-waits for a third host that does. From then on the tensor is on its way, which is **exposed** communication; so is
-waiting for a maker who himself waits for what is on its way, or sends something else.
+Until its maker sends the tensor, whoever waits for it waits for the maker: **idle** where the maker computes, or waits
+for a third host that does. From then on the tensor is on its way, which is **exposed** communication; so is waiting for
+a maker who himself waits for what is on its way, or sends something else.
 """
 
 from __future__ import annotations

@@ -161,8 +161,11 @@ class _Timeline:
     def __init__(self, spans: Sequence[Span], returns: Sequence[Span], worker: int) -> None:
         self._waits = sorted((s for s in spans if s.name == "wait"), key=lambda s: s.start)
         pushes = [s for s in spans if s.name == "push"]
-        self._pushing = union((s.start, s.stop) for s in pushes)
-        self._crossed = sorted(filter(of_graph, [*pushes, *self._waits]), key=lambda s: s.start)
+        crossed = [span for span in (*pushes, *self._waits) if of_graph(span)]
+        self._crossed = sorted(crossed, key=lambda s: s.start)
+        # In a graph, a push may wait for memory.
+        inside = [(s.start, s.stop) for s in crossed if s.name == "wait"]
+        self._pushing = without(((s.start, s.stop) for s in pushes), inside)
         mine = [s for s in returns if not s.what or s.what.split(",")[0] == f"worker {worker}"]
         self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name in ("copy", "transfer"))
         self._busy = union([*self._pushing, *((w.start, w.stop) for w in self._waits)])
