@@ -185,14 +185,29 @@ class Inception(nn.Module):
 _STEPS, _FEATURES, _OUTPUTS = 10, 1024, 1000
 
 
+class _Products(nn.Module):
+    """What the gates make of the input, or of the state: a matrix each, and a bias if there is one."""
+
+    def __init__(self, matrices: nn.ParameterList, biases: nn.ParameterList | None = None) -> None:
+        super().__init__()
+        self.matrices, self.biases = matrices, biases
+
+    def forward(self, k: int, x: Tensor) -> Tensor:
+        """Of gate ``k``."""
+        product: Tensor = (
+            x @ self.matrices[k] if self.biases is None else torch.addmm(self.biases[k], x, self.matrices[k])
+        )
+        return product
+
+
 class Recurrent(nn.Module):
     """What LSTM and GRU share: per gate a matrix for the input, one for the state, a bias; a dense layer at the end."""
 
     def __init__(self, gates: int, shrink: int) -> None:
         super().__init__()
         self.wide = _FEATURES // shrink
-        self.x, self.h = (self._made(gates, self.wide, self.wide) for _ in range(2))
-        self.b = self._made(gates, self.wide)
+        x, h = (self._made(gates, self.wide, self.wide) for _ in range(2))
+        self.inputs, self.states = _Products(x, self._made(gates, self.wide)), _Products(h)
         self.out = nn.Linear(self.wide, _OUTPUTS)
 
     def _made(self, gates: int, *shape: int) -> nn.ParameterList:
@@ -201,7 +216,7 @@ class Recurrent(nn.Module):
 
     def gate(self, k: int, x: Tensor, h: Tensor) -> Tensor:
         """Gate ``k`` before its activation."""
-        before: Tensor = torch.addmm(self.b[k], x, self.x[k]) + h @ self.h[k]
+        before: Tensor = self.inputs(k, x) + self.states(k, h)
         return before
 
     def forward(self, batch: Tensor, labels: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
     axes.margins(x=0.12)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _legend(figure)
+    _legend(figure, records)
     figure.supxlabel("\n".join(machine), fontsize=6)
     try:
         figure.savefig(path, dpi=150)
@@ -156,6 +156,8 @@ def _bar(axes: Any, at: float, record: Record) -> None:
         end = record.seconds * 1e3
     for name, (colour, hatch) in PARTS.items() if "compute" in told else ():
         width = told[name] * 1e3
+        if not width:
+            continue
         style = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
         axes.barh(at, width, left=end, height=0.6, **style)
         end += width
@@ -166,10 +168,14 @@ def _bar(axes: Any, at: float, record: Record) -> None:
     axes.text(end, at, f" {time_text(record.seconds)}", va="center", fontsize=8)
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Any, records: Sequence[Record]) -> None:
+    """What of it there is in the bars."""
     from matplotlib.patches import Patch
 
-    named = [(name if name != "exposed" else "exposed communication", *style) for name, style in PARTS.items()]
-    named += [("hidden communication (beside)", *_HIDDEN), ("not divided", "white", "")]
+    told = [record.details or {} for record in records]
+    names = {"exposed": "exposed communication", "hidden": "hidden communication (beside)"}
+    styles = {**PARTS, "hidden": _HIDDEN}
+    named = [(names.get(part, part), *style) for part, style in styles.items() if any(one.get(part) for one in told)]
+    named += [("not divided", "white", "")] if any("compute" not in one for one in told) else []
     patches = [Patch(facecolor=c, hatch=h, edgecolor="black", linewidth=0.5, label=n) for n, c, h in named]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8, frameon=False)

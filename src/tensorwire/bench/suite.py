@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tensorwire.bench import edges, faults, idle, links, machine, report, show, stores, training, verbs, writes
+from tensorwire.bench import edges, faults, graphs, idle, links, machine, report, show, stores, training, verbs, writes
 from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import end_all
@@ -36,6 +36,8 @@ class Options:
     steps: int = 3
     overlap: bool = False
     report: str = ""
+    hosts: int = 2
+    modes: tuple[str, ...] = ()
 
 
 def device(options: Options) -> None:
@@ -72,6 +74,20 @@ def train(options: Options) -> None:
     tell(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
     if options.report:
         tell(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
+        report.chart(records, options.report, described)
+
+
+def graph(options: Options) -> None:
+    """``tensorwire bench graph``."""
+    if options.report:
+        report.check_chart(options.report)
+    told: list[graphs.Told] = []
+    records, described = _report(options, partial(_graph, told), shared=True)
+    tell = report.markdown if options.markdown else report.show
+    tell(graphs.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    tell(graphs.CROSSED_TITLE, graphs.CROSSED_HEAD, graphs.crossed_rows(records))
+    tell(graphs.CUT_TITLE, graphs.CUT_HEAD, graphs.cut_rows(told))
+    if options.report:
         report.chart(records, options.report, described)
 
 
@@ -160,6 +176,16 @@ def _train(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
         "shrink": training.QUICK_SHRINK if options.quick else 1,
     }
     return training.measure(options.workloads, options.devices, options.links, made, notes)
+
+
+def _graph(told: list[graphs.Told], options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    made = {
+        "hosts": options.hosts,
+        "modes": options.modes,
+        "course": training.Course(options.rounds or (2 if options.quick else 5), options.steps),
+        "shrink": training.QUICK_SHRINK if options.quick else 1,
+    }
+    return graphs.measure(options.workloads, options.devices, made, told, notes)
 
 
 def _posting(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:

@@ -1,4 +1,4 @@
-"""The processes of one way to train: workers by themselves, under DDP, or of a job with a store. Driven by lines.
+"""The processes of one way to train: workers by themselves, under DDP, or of a job. Driven by lines.
 
 Over a link they are spread over its two ends: server 0 and worker 1 at the first, worker 0 at the second.
 """
@@ -30,17 +30,18 @@ class Way:
     """One way to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
 
     ``ddp``, ``grpc`` (the gRPC store), ``store``, or ``overlap`` (a store that is pushed to while backward runs).
-    ``device``: the store's.
+    ``device``: the job's. ``actor``: the workers' program; ``graph`` has kinds of its own: its modes, and ``alone``.
     """
 
     name: str
     kind: str
     device: str = "auto"
+    actor: str = "train"
 
     @property
     def ours(self) -> bool:
-        """Whether Tensorwire's store is in it."""
-        return self.kind in STORES
+        """Whether its processes are a job of Tensorwire's."""
+        return self.kind in STORES or (self.actor == "graph" and self.kind != "alone")
 
     @property
     def traced(self) -> bool:
@@ -68,6 +69,7 @@ class Team:
 
     def __init__(self, way: Way, cast: Cast) -> None:
         self.way = way
+        self.told: list[str] = []  # each worker's first line
         self._cast = cast
         self._others: list[Program] = []  # the servers, and before ours the coordinator
         self._workers: list[Program] = []
@@ -77,7 +79,7 @@ class Team:
             environment = {"TENSORWIRE_TRACE": self._folder.name} if way.traced else {}
             meeting = str(Path(self._folder.name) / "meeting")
             if way.ours:
-                environment |= self._store(environment)
+                environment |= self._job(environment)
             elif way.kind == "grpc":
                 environment["PYTHONPATH"] = os.pathsep.join(
                     [str(peers_folder()), os.environ.get("PYTHONPATH", "")]
@@ -94,7 +96,7 @@ class Team:
         name = f"{self.way.name}: {name}"
         return Program((*self._cast.inside(place), *command), {**common, **environment}, name=name)
 
-    def _store(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def _job(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
         cast = self._cast
         told = {
@@ -131,11 +133,11 @@ class Team:
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         cast = self._cast
         for rank in range(cast.workers):
-            command = actor("train", self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
+            command = actor(self.way.actor, self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
             told = {**environment, "TENSORWIRE_RANK": str(rank)}
             self._workers.append(self._program(f"worker {rank}", rank + 1, command, told))
-        servers = self._others[-cast.servers :] if self._others else []
-        hear_all(self._workers, silent=servers)
+        servers = self._others[-cast.servers :] if self._others and cast.servers else []
+        self.told = hear_all(self._workers, silent=servers)
         for worker in self._workers:
             worker.say("-")
         hear_all(self._workers, silent=servers)  # ready
@@ -146,7 +148,7 @@ class Team:
         return ask(self._workers, f"run {self._rounds} {warm} {count} {word}".rstrip())
 
     def finish(self) -> dict[str, Record]:
-        """Has them leave in good order; the trace of a job with a store, nothing otherwise."""
+        """Has them leave in good order; the trace of a job, nothing otherwise."""
         for worker in self._workers:
             worker.say("run 0 0 0 leave")
         for program in (*self._workers, *self._others):

@@ -15,6 +15,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _DEVICES = ("shm", "tcp", "verbs")
 _LINKS = ("1gbit", "10gbit")
 _MODELS = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
+_TRANSFORMERS = ("bert", "llama", "vit")
 
 
 def _names(what: str, known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -43,9 +44,11 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(sizes)
 
 
-def _workloads(*others: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+def _workloads(
+    every: tuple[str, ...], others: tuple[str, ...]
+) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
     def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        return _MODELS if value == "all" else _names("workload", (*_MODELS, *others))(context, parameter, value)
+        return every if value == "all" else _names("workload", (*every, *others))(context, parameter, value)
 
     return parse
 
@@ -89,11 +92,11 @@ def _link(what: str) -> Callable[..., Any]:
     return click.option("--link", "links", default="", metavar="RATES", callback=_names("", _LINKS), help=what)
 
 
-def _workload(what: str, *others: str) -> Callable[..., Any]:
-    """The option of a benchmark of models; ``others`` are those that ``all`` leaves out."""
-    parse = _workloads(*others)
+def _workload(what: str, *others: str, every: tuple[str, ...] = _MODELS, default: str = "fcn5") -> Callable[..., Any]:
+    """The option of a benchmark of models: ``every`` one is ``all``, which leaves out ``others``."""
+    parse = _workloads(every, others)
     return click.option(
-        "--workload", "workloads", default="fcn5", show_default=True, metavar="NAMES", callback=parse, help=what
+        "--workload", "workloads", default=default, show_default=True, metavar="NAMES", callback=parse, help=what
     )
 
 
@@ -119,6 +122,7 @@ def bench() -> None:
       tensorwire bench edge
       tensorwire bench store
       tensorwire bench train
+      tensorwire bench graph
       tensorwire bench faults
     """
 
@@ -253,6 +257,44 @@ def train(**options: Any) -> None:
 
     check(options["workloads"], options["devices"], options["links"])
     _run("train", **options)
+
+
+@bench.command()
+@_shown
+@_workload(
+    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; with transformers also bert, llama, vit.",
+    every=(*_MODELS, *_TRANSFORMERS),
+    default="gpt2",
+)
+@click.option(
+    "--device",
+    "devices",
+    default="shm",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("device", ("shm", "tcp")),
+    help="Between the hosts: shm, tcp.",
+)
+@click.option(
+    "--modes",
+    default="zerocopy,copy,rpc",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("mode", ("zerocopy", "copy", "rpc")),
+    help="How tensors cross.",
+)
+@click.option("--hosts", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
+@click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
+@click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf).")
+def graph(**options: Any) -> None:
+    """Training steps of a model whose parts run on several hosts: zerocopy, copy, rpc, and one process alone.
+
+    \b
+    SGD with momentum, synthetic inputs, one thread a process. Some runs:
+      tensorwire bench graph
+      tensorwire bench graph --workload all --device shm,tcp --report graphs.png
+    """
+    _run("graph", **options)
 
 
 def _run(name: str, **options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tensorwire.device import Channel, Completion, RemoteRegion, View
+from tensorwire.device import Channel, Completion, RemoteRegion, RemoteView, View
 from tensorwire.edge import DynamicProducer, Lease, Pool, Spec
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
 from tensorwire.graph.inflow import (
@@ -22,7 +22,9 @@ from tensorwire.graph.inflow import (
     pack,
     patiently,
 )
-from tensorwire.observe import counters
+from tensorwire.observe import counters, spans
+from tensorwire.observe.edges import edge_of
+from tensorwire.observe.spans import clock
 
 
 class Outflow:
@@ -54,6 +56,7 @@ class Outflow:
         self._landings: dict[int, RemoteRegion] = {}
         self._sent: list[Completion] = []
         self._granted = 0
+        self._memory = edge_of(ledger.name, f"memory of {host}")  # in spans
 
     def open(self, door: Door) -> None:
         """Takes what the target told."""
@@ -88,8 +91,10 @@ class Outflow:
     def _inbox(self, run: int, timeout: float) -> RemoteRegion:
         """Where the values of ``run`` go to."""
         if self._granted < run << 8:
+            start = clock()
             self._wait(GRANT, run << 8, timeout)
             self._granted = self.words.load(LINE * GRANT)
+            spans.add("wait", run, start, clock(), self._memory)
         number = self._granted & 255
         while number >= len(self._inboxes):
             self._inboxes.append(RemoteRegion.unpack(self._ledger.find("in", self.host, len(self._inboxes))))
@@ -103,7 +108,7 @@ class Outflow:
             counters.mapped(source.nbytes)
         else:
             target = self._inbox(run, timeout).view(source.offset, source.nbytes)
-            self._sent.append(self.channel.write(source, target, (word, value)))
+            self._write(source, target, (word, value), run)
 
     def lend(self, edge: int, run: int, source: View) -> None:
         """Makes ``source``, which is lent, arrive as ``edge``."""
@@ -112,16 +117,26 @@ class Outflow:
             self.channel.signal(word, value)
             counters.mapped(source.nbytes)
         else:
-            self._sent.append(self.channel.write(source, self._landings[edge].view(), (word, value)))
+            self._write(source, self._landings[edge].view(), (word, value), run)
+
+    def _write(self, source: View, target: RemoteView, signal: tuple[RemoteView, int], run: int) -> None:
+        """Where a trace is made, it says from when to when bytes move."""
+        start = clock()
+        completion = self.channel.write(source, target, signal)
+        self._sent.append(completion)
+        if spans.enabled:
+            completion.on_done(lambda _: spans.add("transfer", run, start, clock(), self._memory))
 
     def end(self, run: int, lends: bool, timeout: float) -> None:
         """Returns when the target reads nothing any more that was lent: the owner may change it."""
         if not lends:
             return
         if self.maps:
+            start = clock()
             self._wait(RETURNED, run, timeout)
+            spans.add("wait", run, start, clock(), self._memory)
         else:
-            self.flush(timeout)
+            self.flush(run, timeout)
 
     def _wait(self, word: int, at_least: int, timeout: float) -> None:
         self._patiently(lambda seconds: self.words.wait(LINE * word, at_least, seconds, self.channel), timeout)
@@ -141,11 +156,15 @@ class Outflow:
         """Tells the target that this host plans its ``number``-th graph, counted from 1."""
         self.channel.signal(self._arrivals.view(self._planning, 8), number)
 
-    def flush(self, timeout: float) -> None:
-        """Returns when everything sent is in the target's memory."""
+    def flush(self, run: int, timeout: float) -> None:
+        """Returns, in run ``run``, when everything sent is in the target's memory."""
+        if not self._sent:
+            return
+        start = clock()
         sent, self._sent = self._sent, []
         for completion in sent:
             completion.wait(timeout)
+        spans.add("push", run, start, clock(), self._memory)
 
     def close(self) -> None:
         """Gives the memory back."""

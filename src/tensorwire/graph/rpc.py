@@ -22,6 +22,7 @@ from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
+from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 _HEAD = struct.Struct("<16sIIQ")  # token, plan, edge, run
@@ -124,6 +125,7 @@ class RpcWires:
         self, plan: Plan, me: str, calls: Calls, number: int, timeout: float, _: Collection[tuple[str, str]] = ()
     ) -> None:
         self.plan, self.me, self.number = plan, me, number
+        self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
         self._calls, self._timeout = calls, timeout
         self.run = 0
         self._outbox = numpy.empty(dict(plan.outbox)[me], numpy.uint8).data
@@ -142,8 +144,15 @@ class RpcWires:
         at = edge.slot + edge.offset
         start = clock()
         for host in edge.targets:
-            self._sent.append(self._calls.call(host, self.number, index, self.run, self._outbox[at : at + nbytes]))
-        spans.add("push", self.run, start, clock(), edge.name)
+            future = self._calls.call(host, self.number, index, self.run, self._outbox[at : at + nbytes])
+            self._sent.append(future)
+            if spans.enabled:
+                self._trace(future, index)
+        spans.add("push", self.run, start, clock(), self.what[index])
+
+    def _trace(self, call: Any, index: int) -> None:
+        run, start = self.run, clock()
+        call.add_done_callback(lambda _: spans.add("transfer", run, start, clock(), self.what[index]))
 
     def receive(self, index: int) -> Held:
         """Waits for the call of edge ``index``, and unpacks it into memory of its own."""
@@ -155,7 +164,7 @@ class RpcWires:
         memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
         memory[at:] = payload
         counters.add(copies=1, copied_bytes=payload.nbytes)
-        spans.add("wait", self.run, start, clock(), edge.name)
+        spans.add("wait", self.run, start, clock(), self.what[index])
         return hold(memory.data)
 
     def loan(self, index: int) -> Held:
@@ -169,8 +178,10 @@ class RpcWires:
     def end(self) -> None:
         """Waits until every call of this run was answered."""
         sent, self._sent = self._sent, []
+        start = clock()
         for future in sent:
             self._calls.finish(future, self._timeout)
+        spans.add("push", self.run, start, clock(), edge_of(self.plan.name, "answers"))
 
     def plan_another(self, number: int) -> None:
         """Others time out."""

@@ -33,6 +33,7 @@ from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
+from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
@@ -67,6 +68,7 @@ class Wires:
     ) -> None:
         self.plan, self.me, self._timeout = plan, me, timeout
         self._member, self._number, self._pools = member, number, pools
+        self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
         self.run = 0
         self.bank: Bank | None = None  # of this run
         self.held: Held | None = None  # its bytes
@@ -188,10 +190,12 @@ class Wires:
         for inflow in self._in.values():
             inflow.begin(self.run)
         for outflow in self._out.values():
-            outflow.flush(self._timeout)
+            outflow.flush(self.run, self._timeout)
         if self._banks:
+            start = clock()
             self.bank = self._free_bank()
             self.held = self.bank.hold(self.run)
+            spans.add("wait", self.run, start, clock(), edge_of(self.plan.name, "the outbox"))
 
     def _free_bank(self) -> Bank:
         """Waits for one, but not for hosts that began this run and hold on to the earlier ones."""
@@ -229,7 +233,7 @@ class Wires:
             target = self._out[host]
             source = self._outboxes[bank.number][target.channel.device.name]
             target.send(index, self.run, bank, source.view(edge.slot + edge.offset, nbytes), self._timeout)
-        spans.add("push", self.run, start, clock(), edge.name)
+        spans.add("push", self.run, start, clock(), self.what[index])
 
     def room(self, index: int, nbytes: int) -> Lease:
         """Memory for edge ``index``, which is dynamic, to be born in. Raises `OutOfMemory` or `WaitTimeout`."""
@@ -248,13 +252,13 @@ class Wires:
                 other.memory[:] = memoryview(lease.hold)
                 counters.add(copies=1, copied_bytes=lease.nbytes)
             target.send_dynamic(index, self.run, leases[device], self._timeout)
-        spans.add("push", self.run, start, clock(), edge.name)
+        spans.add("push", self.run, start, clock(), self.what[index])
 
     def receive_dynamic(self, index: int) -> Received:
         """Waits for edge ``index``, which is dynamic. Raises `PeerLost`, `WaitTimeout` or `OutOfMemory`."""
         edge, start = self.plan.edges[index], clock()
         received = self._in[edge.source].receive_dynamic(index, self.run, self._timeout)
-        spans.add("wait", self.run, start, clock(), edge.name)
+        spans.add("wait", self.run, start, clock(), self.what[index])
         return received
 
     def loan(self, index: int) -> Held:
@@ -263,17 +267,18 @@ class Wires:
 
     def lend(self, index: int) -> None:
         """Makes edge ``index``, which lies in ``loan(index)``, arrive at its targets."""
-        memory = self._loans[index][0]
+        memory, start = self._loans[index][0], clock()
         for host in self.plan.edges[index].targets:
             target = self._out[host]
             target.lend(index, self.run, memory[target.channel.device.name].view())
+        spans.add("push", self.run, start, clock(), self.what[index])
 
     def receive(self, index: int) -> Held:
         """Waits for edge ``index``; the bytes of its source's outbox, in which it lies where the plan says, or those
         that were lent. Raises `PeerLost` or `WaitTimeout`."""
         edge, start = self.plan.edges[index], clock()
         held = self._in[edge.source].receive(index, self.run, self._timeout)
-        spans.add("wait", self.run, start, clock(), edge.name)
+        spans.add("wait", self.run, start, clock(), self.what[index])
         return held
 
     def end(self) -> None:

@@ -1,8 +1,9 @@
 """The parts of a training step, from the spans that workers and servers recorded.
 
-A worker's step lasts from the end of one ``step()`` to the end of the next. All pushing in it is **exposed**
-communication: it keeps the thread that computes. Waiting has three causes, told apart by what the others did in those
-moments: a server applied the rule (**update**), else another worker was still computing (**idle**), else bytes or
+A worker's step lasts from the end of one ``step()`` to the end of the next; where nothing but a graph communicates, as
+long as its span of compute. All pushing in it is **exposed** communication: it keeps the thread that computes. Waiting
+has three causes, told apart by what the others did in those moments: a server applied the rule (**update**), else
+another worker was still computing (**idle**; ``edges.py`` tells it of tensors that cross in graphs), else bytes or
 signals were on their way (**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to
 the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute: transfers, and
 copies by a thread of their own.
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.errors import ArgumentError
+from tensorwire.observe.edges import Edges, Host, of_graph, overlapping
 from tensorwire.observe.intervals import Interval, common, length, union, within, without
 from tensorwire.observe.spans import Clock, Span
 
@@ -133,10 +135,11 @@ def steps_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[A
             returns.append(span)
     updates = {step: union(intervals) for step, intervals in updates.items()}
     timelines = {w: _Timeline([Span(*s) for s in spans], returns, w) for w, spans in sorted(workers.items())}
+    edges = Edges({worker: timeline.host() for worker, timeline in timelines.items()})
     found = []
     for worker, timeline in timelines.items():
         peers = [other for w, other in timelines.items() if w != worker]
-        found += [timeline.step(worker, at, updates, peers) for at in range(len(timeline.windows))]
+        found += [timeline.step(worker, at, updates, peers, edges) for at in range(len(timeline.windows))]
     return found
 
 
@@ -157,7 +160,12 @@ class _Timeline:
 
     def __init__(self, spans: Sequence[Span], returns: Sequence[Span], worker: int) -> None:
         self._waits = sorted((s for s in spans if s.name == "wait"), key=lambda s: s.start)
-        self._pushing = union((s.start, s.stop) for s in spans if s.name == "push")
+        pushes = [s for s in spans if s.name == "push"]
+        crossed = [span for span in (*pushes, *self._waits) if of_graph(span)]
+        self._crossed = sorted(crossed, key=lambda s: s.start)
+        # In a graph, a push may wait for memory.
+        inside = [(s.start, s.stop) for s in crossed if s.name == "wait"]
+        self._pushing = without(((s.start, s.stop) for s in pushes), inside)
         mine = [s for s in returns if not s.what or s.what.split(",")[0] == f"worker {worker}"]
         self._moving = union((s.start, s.stop) for s in [*spans, *mine] if s.name in ("copy", "transfer"))
         self._busy = union([*self._pushing, *((w.start, w.stop) for w in self._waits)])
@@ -173,51 +181,64 @@ class _Timeline:
         turns: dict[int, int] = {}
         windows: list[_Window] = []
         for at, c in enumerate(computes):
-            stop = self._end(c.stop, computes[at + 1].stop if at + 1 < len(computes) else float("inf"), ends)
+            stop = self._end(c, computes[at + 1].stop if at + 1 < len(computes) else float("inf"), ends)
             if stop is not None:  # else the job ended in the middle of it
                 turn = turns[c.step] = turns.get(c.step, -1) + 1
                 start = max(c.start, windows[-1].stop) if windows else c.start
                 windows.append(_Window(c.step, turn, start, c.stop, stop))
         return windows
 
-    def _end(self, called: float, next_called: float, ends: Sequence[float]) -> float | None:
-        """Where compute begins anew; a store's last step has ended when the last push or wait has."""
+    def _end(self, compute: Span, next_called: float, ends: Sequence[float]) -> float | None:
+        """Where compute begins anew; a store's last step has ended when the last push or wait has.
+
+        A step that communicates in a graph alone has ended before: with its compute.
+        """
+        called = compute.stop
         at = bisect_right(ends, called)
-        if at < len(ends) and ends[at] <= next_called:
-            return ends[at]
-        busy = within(self._busy, called, next_called)
+        begins = ends[at] if at < len(ends) and ends[at] <= next_called else None
+        busy = within(self._busy, called, next_called if begins is None else begins)
+        if not busy and overlapping(self._crossed, compute.start, called):
+            return called
+        if begins is not None:
+            return begins
         return busy[-1][1] if busy else None
 
-    def _waited(self, window: _Window) -> list[Span]:
-        found = []
-        for at in range(bisect_right(self._waits, window.start, key=lambda w: w.stop), len(self._waits)):
-            wait = self._waits[at]
-            if wait.start >= window.stop:
-                break
-            found.append(wait._replace(start=max(wait.start, window.start), stop=min(wait.stop, window.stop)))
-        return found
+    def host(self) -> Host:
+        """What others wait for who wait for a tensor of this worker."""
+        computing = union(i for w in self.windows for i in w.computing)
+        pushes, waits = ([s for s in self._crossed if s.name == name] for name in ("push", "wait"))
+        return Host(pushes, waits, computing)
 
     def computed(self, windows: Iterable[_Window]) -> list[Interval]:
         """When this worker computed for the same steps as another one did in ``windows``."""
         return [i for w in windows for i in self._computing.get((w.step, w.turn), [])]
 
-    def step(self, worker: int, at: int, updates: Mapping[int, list[Interval]], peers: Sequence[_Timeline]) -> Step:
+    def step(
+        self,
+        worker: int,
+        at: int,
+        updates: Mapping[int, list[Interval]],
+        peers: Sequence[_Timeline],
+        edges: Edges,
+    ) -> Step:
         """What the time of a window went to."""
         window = self.windows[at]
         pushing = within(self._pushing, window.start, window.stop)
         updating: list[Interval] = []
         idle: list[Interval] = []
         exposed = list(pushing)
-        for wait in self._waited(window):
+        for wait in overlapping(self._waits, window.start, window.stop):
             waiting = without([(wait.start, wait.stop)], pushing)
-            update = common(waiting, within(updates.get(wait.step, []), wait.start, wait.stop))
-            rest = without(waiting, update)
-            # Before step() is called, with overlap, one waits for the steps before.
-            awaited = self.windows[max(0, at - 2) : at + (wait.start >= window.called)]
-            idling = common(rest, [i for peer in peers for i in peer.computed(awaited)])
+            if of_graph(wait):
+                update, idling = [], common(waiting, edges.idle(worker, wait))
+            else:
+                update = common(waiting, within(updates.get(wait.step, []), wait.start, wait.stop))
+                # Before step() is called, with overlap, one waits for the steps before.
+                awaited = self.windows[max(0, at - 2) : at + (wait.start >= window.called)]
+                idling = common(without(waiting, update), [i for peer in peers for i in peer.computed(awaited)])
             updating += update
             idle += idling
-            exposed += without(rest, idling)
+            exposed += without(waiting, [*update, *idling])
         when = {
             "compute": window.computing,
             "update": updating,

@@ -13,7 +13,8 @@ from tensorwire.graph import Edge
 from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
-from tensorwire.observe import counters
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
 from tensorwire.torch.graph.memory import extent_bytes, write_number, write_shape
 from tensorwire.torch.graph.place import over
 
@@ -52,8 +53,7 @@ def static(wires: AnyWires, index: int, edge: Edge) -> Send:
         held = wires.held
         assert held is not None
         if nbytes and (value.data_ptr() != held.ctypes.data + at or value.stride() != strides):
-            over(held, dtype=value.dtype, shape=shape, strides=strides, offset=at).copy_(value)
-            counters.add(copies=1, copied_bytes=nbytes)
+            _copy(wires, index, value, over(held, dtype=value.dtype, shape=shape, strides=strides, offset=at))
         wires.send(index, nbytes)
 
     return send
@@ -71,8 +71,7 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
         write_shape(_bank(wires)[at:], value)
         if nbytes and value.data_ptr() != held.ctypes.data + at + PREFIX:
             there = over(held, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=at + PREFIX)
-            there.copy_(value)
-            counters.add(copies=1, copied_bytes=nbytes)
+            _copy(wires, index, value, there)
         wires.send(index, PREFIX + nbytes)
 
     return send
@@ -120,9 +119,16 @@ def house(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> N
 
 def _copy_loan(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> torch.Tensor:
     loan = over(wires.loan(index), dtype=parameter.dtype, shape=parameter.shape, strides=parameter.stride())
-    loan.copy_(parameter.detach())
-    counters.add(copies=1, copied_bytes=_nbytes(edge))
+    _copy(wires, index, parameter.detach(), loan)
     return loan
+
+
+def _copy(wires: AnyWires, index: int, value: torch.Tensor, there: torch.Tensor) -> None:
+    """A copy on its way out, counted; it keeps the thread that computes, as sending does."""
+    start = clock()
+    there.copy_(value)
+    counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
+    spans.add("push", wires.run, start, clock(), wires.what[index])
 
 
 def layout(edge: Edge) -> tuple[Any, Any]:

@@ -1,0 +1,95 @@
+"""A host of a model that is cut: ``MODE WORKLOAD SHRINK RANK HOSTS MEETING``, driven as ``lines.py`` says.
+
+``MODE``: how tensors cross, or ``alone``: the whole model in one process, not compiled. Its line to the benchmark tells
+where the model is cut, as JSON. The word of a round is ``leave``, or nothing. ``MEETING`` is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tensorwire as tw
+from tensorwire.bench import huggingface, models
+from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.bench.actors.train import BATCHES, SGD
+from tensorwire.bench.cuts import cut
+from tensorwire.observe import counters, spans
+from tensorwire.observe.counting import Counters
+from tensorwire.observe.spans import clock
+
+
+class Host:
+    """The model, of which this host has a part, and the batches, which all hosts have."""
+
+    def __init__(self, mode: str, workload: str, shrink: int, hosts: int) -> None:
+        torch.manual_seed(0)  # every process begins with the same values
+        made = {**models.MODELS, **huggingface.MODELS}[workload]
+        self.model = made.build(shrink)
+        generator = torch.Generator().manual_seed(1)
+        self._batches = [made.inputs(made.size, generator) for _ in range(BATCHES)]
+        self._step = 0
+        nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.facts = {"cut": "", "nbytes": nbytes, "batch": made.size}
+        self.run: Callable[..., Tensor] = self.model
+        self.leave: Callable[[], object] = lambda: None
+        if mode != "alone":
+            self._divide(mode, workload, hosts)
+        # Parameters of other hosts have no gradients here: the optimizer passes them by.
+        self._optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
+
+    def _divide(self, mode: str, workload: str, hosts: int) -> None:
+        found = cut(workload, self.model, self._batches[0], hosts)
+        self.facts["cut"] = found.text
+        self.leave = tw.init().close
+        tw.torch.place(self.model, found.hosts)
+        self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})
+
+    def step(self) -> Tensor:
+        """One step, which a trace shows; its loss."""
+        start = clock()
+        torch.manual_seed(self._step)  # dropout: the same in every mode
+        batch = self._batches[self._step % BATCHES]
+        self._step += 1
+        self._optimizer.zero_grad()
+        loss = self.run(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        spans.add("compute", self._step, start, clock())
+        return loss.detach()
+
+    def round(self, run: Run) -> tuple[float, float, Counters, float]:
+        """When the timed steps began and ended by the clock, what they counted, and the last one's loss."""
+        for _ in range(run.warm):
+            self.step()
+        before, start = counters.snapshot(), clock()
+        for _ in range(run.count):
+            loss = self.step()
+        return start, clock(), counters.since(before), loss.item()
+
+
+def main(mode: str, workload: str, shrink: str, _rank: str, hosts: str, _meeting: str) -> None:
+    """Runs as the bench says."""
+    lines = Lines()
+    host = Host(mode, workload, int(shrink), int(hosts))
+    timed: list[tuple[float, float]] = []
+    lines.hello(json.dumps(host.facts))
+    for run in lines.runs():
+        if run.word == "leave":
+            break
+        start, stop, counted, loss = host.round(run)
+        timed.append((start, stop))
+        lines.answer(stop - start, loss=loss, **asdict(counted))
+    facts: dict[str, Any] = spans.facts
+    facts["timed"] = timed  # the other steps are rehearsals, or between rounds
+    host.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Where ``bench graph`` cuts a model: each host has layers that follow each other, with a like share of the operations.
+
+Operations are the multiplications and additions of one forward pass, as torch counts them. The cut is the same in every
+process and in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tensorwire.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What of a model is divided, in the order in which it runs: ``order`` has the paths of one layer each, separated
+    by spaces; a ``*`` at the end stands for all modules there.
+
+    ``rest``: the host of all else, 0 or -1 for the last. Tied weights keep the rest with the first: the embedding.
+    """
+
+    order: tuple[str, ...]
+    rest: int = -1
+
+
+LAYERS = {
+    "alexnet": Layers(("net.*",)),
+    "inception": Layers(("stem.*", "grid35.*", "grid17.*", "grid8.*")),
+    "vgg16": Layers(("net.*",)),
+    # All products of inputs here, which wait for nothing, and there the states, one after the other.
+    "lstm": Layers(("inputs", "states out")),
+    "gru": Layers(("inputs", "states out")),
+    "fcn5": Layers(("net.*",)),
+    "gpt2": Layers(("blocks.*",), rest=0),
+    "bert": Layers(("model.bert.encoder.layer.*",), rest=0),
+    "llama": Layers(("model.model.embed_tokens model.model.rotary_emb", "model.model.layers.*")),
+    "vit": Layers(("model.vit.embeddings", "model.vit.layers.*")),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``hosts``: by module path, as `tensorwire.torch.place` takes them; ``text``: the same for people."""
+
+    hosts: dict[str, str]
+    text: str
+
+
+def cut(name: str, model: nn.Module, inputs: Sequence[torch.Tensor], hosts: int) -> Cut:
+    """Divides ``model``, which is the workload ``name``, over so many hosts.
+
+    Raises `ArgumentError` if it has not as many layers.
+    """
+    said = LAYERS[name]
+    layers = _expanded(model, said.order)
+    operations = _operations(model, inputs)
+    costs = [sum(operations.get(path, 0) for path in paths) for paths in layers]
+    rest = max(0, operations[""] - sum(costs))
+    where = divide(costs, hosts, before=0 if said.rest else rest, behind=rest if said.rest else 0)
+    last = (hosts + said.rest) % hosts
+    if len({*where, last}) < hosts:
+        raise ArgumentError(f"{name} has {len(layers)} layers to divide, too few for {hosts} hosts")
+    placed = {path: f"worker:{host}" for paths, host in zip(layers, where, strict=True) for path in paths}
+    return Cut({"": f"worker:{last}", **placed}, _told(layers, where, last))
+
+
+def divide(costs: Sequence[int], hosts: int, *, before: int = 0, behind: int = 0) -> list[int]:
+    """The host of each layer: one each if there are as many. Else hosts have a like share of what the layers cost and
+    of what the first has to do ``before`` them and the last ``behind``.
+    """
+    if len(costs) == hosts:
+        return list(range(hosts))
+    total = before + sum(costs) + behind
+    ends = accumulate(costs, initial=before)
+    middles = [start + cost / 2 for start, cost in zip(ends, costs, strict=False)]
+    return [min(hosts - 1, int(middle * hosts / total)) for middle in middles]
+
+
+def _expanded(model: nn.Module, order: Sequence[str]) -> list[list[str]]:
+    """The paths of every layer."""
+    found = []
+    for paths in order:
+        inner, star, _ = paths.partition(".*")
+        found += [[f"{inner}.{name}"] for name, _ in model.get_submodule(inner).named_children()] if star else []
+        found += [] if star else [paths.split()]
+    return found
+
+
+def _operations(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Of a forward pass, by module path; ``""`` is all of it. The pass changes nothing."""
+    model.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*inputs)
+    model.train()
+    name = type(model).__name__
+    counted: Mapping[str, Mapping[object, int]] = counter.get_flop_counts()
+    whole = {"": counter.get_total_flops()}
+    return whole | {
+        path.removeprefix(f"{name}."): sum(by_operator.values())
+        for path, by_operator in counted.items()
+        if path.startswith(f"{name}.")
+    }
+
+
+def _told(layers: Sequence[Sequence[str]], where: Sequence[int], last: int) -> str:
+    told = []
+    for host in sorted({*where, last}):
+        own = [", ".join(paths) for paths, its in zip(layers, where, strict=True) if its == host]
+        what = [" to ".join(dict.fromkeys((own[0], own[-1])))] if own else []
+        told.append(f"worker:{host} has " + " and ".join([*what, *(["the rest"] if host == last else [])]))
+    return "; ".join(told)

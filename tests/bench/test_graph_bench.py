@@ -1,0 +1,241 @@
+"""``tensorwire bench graph``: real short runs, where models are cut, and what it refuses. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from tensorwire.bench import graphs, huggingface, models
+from tensorwire.bench.compare import Samples, Workload, records
+from tensorwire.bench.cuts import LAYERS, cut, divide
+from tensorwire.bench.records import MODES
+from tensorwire.bench.show import Notes
+from tensorwire.bench.teams import Cast, Team, Way
+from tensorwire.errors import ArgumentError, ProgramFailed
+from tensorwire.observe.parts import Record as Trace
+from tests.sandbox import Result, Sandbox
+
+TINY = 16  # divides the hidden sizes
+ALL = {**models.MODELS, **huggingface.MODELS}
+
+
+def bench(sandbox: Sandbox, *arguments: str) -> Result:
+    """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
+    program = sandbox.launch("bench", "graph", "--quick", "--rounds", "1", "--steps", "2", *arguments)
+    out, _ = program.process.communicate(timeout=280)
+    sandbox.nothing_left()
+    return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
+
+
+def check_parts(details: dict[str, float]) -> None:
+    """Four parts add up to the step, within 5 %."""
+    assert min(details[name] for name in ("update", "idle", "hidden")) >= 0
+    assert min(details["compute"], details["exposed"]) > 0
+    total = sum(details[name] for name in ("compute", "update", "exposed", "idle"))
+    assert total == pytest.approx(details["step"], rel=0.05)
+
+
+@pytest.mark.timeout(300)  # seven processes import torch, six of them capture a model
+def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
+    pytest.importorskip("matplotlib")
+    file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
+    result = bench(sandbox, "--workload", "fcn5", "--json", str(file), "--report", str(chart))
+    assert result.status == 0, result.err
+    told = json.loads(file.read_text())
+    calls = ["rpc"] if find_spec("grpc") else []
+    assert [r["peer"] for r in told] == ["one process", "zerocopy", "copy", *calls]
+    assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("graph", "training-step", "shm")}
+    assert "training-step" in MODES
+    alone, zerocopy, copy, *rpc = told
+    assert (alone["details"]["compute"], alone["details"]["step"]) == (alone["seconds"], alone["seconds"])
+    assert (zerocopy["target"], zerocopy["met"]) == ("0 copies, registrations, RPCs", True)
+    assert [zerocopy[name] for name in ("copies", "registrations", "rpcs")] == [0, 0, 0]
+    width = 4096 // TINY
+    crossed = 2 * 4 * 64 * width + 4  # an activation, its gradient, and the loss
+    assert [r["details"]["mapped_bytes"] for r in (zerocopy, copy)] == [crossed, crossed]
+    assert (copy["copies"], copy["details"]["copied_bytes"]) == (2, crossed - 4)
+    assert [r["rpcs"] for r in rpc] == [3 for _ in rpc]
+    assert len({r["details"]["loss"] for r in told}) == 1
+    for record in told[1:]:
+        assert record["details"]["overhead"] == record["seconds"] / alone["seconds"] - 1
+        check_parts(record["details"])
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert "worker:0 has net.0; worker:1 has net.1 to net.8 and the rest" in result.out
+    assert ", ".join(["one process, zerocopy, copy", *calls]) in result.out
+
+
+@pytest.mark.timeout(240)
+def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
+    result = bench(sandbox, "--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--markdown")
+    assert result.status == 0, result.err
+    row = next(line for line in result.out.splitlines() if line.startswith("|  | zerocopy | 0 | 0 | 0 |"))
+    assert row.endswith("| 0 copies, registrations, RPCs | met |")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--modes", "carrier"), "'carrier' is not one of zerocopy, copy, rpc"),
+        (("--modes", ","), "no mode: one or more of zerocopy, copy, rpc"),
+        (("--workload", "resnet"), "'resnet' is not one of alexnet, inception, vgg16"),
+        (("--hosts", "1"), "1 is not in the range 2<=x<=8"),
+        (("--device", "verbs"), "'verbs' is not one of shm, tcp"),
+        (("--report", "steps.txt"), "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
+    ],
+)
+def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: str) -> None:
+    result = bench(sandbox, *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+# ---- the trace that the parts come from
+
+
+@pytest.mark.timeout(180)
+def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
+    with Team(Way("copy", "copy", "shm", actor="graph"), Cast("fcn5", 2, 0, TINY)) as team:
+        team.run(1, 2)
+        trace = team.finish()
+
+    def named(process: str, name: str) -> set[tuple[str, int]]:
+        spans = (span for span in trace[process].spans if span.name == name)
+        return {(span.what, span.step) for span in spans if "memory" not in span.what and "outbox" not in span.what}
+
+    for here, there in (("worker-0", "worker-1"), ("worker-1", "worker-0")):
+        waits = named(here, "wait")
+        assert waits
+        assert waits <= named(there, "push")
+    copied = [len(pushes_of(trace["worker-0"], run)) for run in (1, 2, 3)]
+    assert copied == [2, 2, 2]  # the copy into the outbox, and sending it
+
+
+def pushes_of(record: Trace, run: int) -> list[str]:
+    """What a host pushed in that run of its forward graph."""
+    return [s.what for s in record.spans if s.name == "push" and s.step == run and "(forward)" in s.what]
+
+
+# ---- where models are cut
+
+
+def test_layers_are_divided_by_what_they_cost() -> None:
+    assert divide([1, 1, 1, 1], 2) == [0, 0, 1, 1]
+    assert divide([1, 1, 1, 5], 2) == [0, 0, 0, 1]
+    assert divide([1, 1, 1, 1], 2, before=2) == [0, 1, 1, 1]
+    assert divide([1, 1, 1, 1], 2, behind=4) == [0, 0, 0, 0]
+    assert divide([2, 1, 1, 2, 0], 3) == [0, 1, 1, 2, 2]
+    assert divide([0, 9], 2) == [0, 1]  # as many layers as hosts
+
+
+def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A small model and a batch."""
+    return ALL[name].build(TINY), ALL[name].inputs(2, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", graphs.WORKLOADS)
+def test_a_cut_gives_every_host_parameters(name: str) -> None:
+    if name in graphs.TRANSFORMERS:
+        pytest.importorskip("transformers")
+    model, batch = built(name)
+    found = cut(name, model, batch, 2)
+    modules = dict(model.named_modules())
+    assert {"", *found.hosts} <= set(modules)
+    assert model.training
+    owners: dict[str, int] = {}
+    for path, parameter in model.named_parameters():
+        at = path.rpartition(".")[0]
+        while at not in found.hosts:
+            at = at.rpartition(".")[0]
+        owners[found.hosts[at]] = owners.get(found.hosts[at], 0) + parameter.numel()
+    assert sorted(owners) == ["worker:0", "worker:1"]
+    assert found.text.startswith("worker:0 has ")
+    assert found.text.count("the rest") == 1
+
+
+def test_too_many_hosts_for_the_layers() -> None:
+    model, batch = built("lstm")
+    with pytest.raises(ArgumentError, match="lstm has 2 layers to divide, too few for 3 hosts"):
+        cut("lstm", model, batch, 3)
+
+
+def test_every_workload_has_its_layers_and_its_model() -> None:
+    assert set(graphs.WORKLOADS) == set(LAYERS)
+    assert set(graphs.WORKLOADS) < set(ALL)
+
+
+@pytest.mark.parametrize("name", huggingface.MODELS)
+def test_every_parameter_of_a_small_transformer_learns(name: str) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, batch = built(name)
+    loss = model(*batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+# ---- what is left out, and what is judged
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, missing: str, workload: str, **made: Any) -> tuple[list[str], list[str]]:
+    """What is skipped, and which modes are left, where the package ``missing`` is not there."""
+    monkeypatch.setattr(graphs, "find_spec", lambda name: None if name == missing else object())
+    contests: list[str] = []
+    monkeypatch.setattr(graphs, "contest", lambda name, device, *, modes, **_: contests.extend(modes) or [])
+    skipped: list[str] = []
+    options = {"hosts": 2, "modes": graphs.MODES, **made}
+    graphs.measure([workload], ["shm"], options, [], Notes(skipped.append, skipped.append))
+    return skipped, contests
+
+
+def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    rpc = ["skipped: rpc needs grpcio: pip install 'tensorwire[rpc]'"]
+    assert measured(monkeypatch, "grpc", "fcn5") == (rpc, ["zerocopy", "copy"])
+    bert = ["skipped: bert needs transformers: pip install transformers"]
+    assert measured(monkeypatch, "transformers", "bert") == (bert, [])
+    assert measured(monkeypatch, "", "lstm", hosts=3) == (["skipped: lstm can be cut over 2 hosts"], [])
+
+
+def outcome(*losses: float) -> graphs.Outcome:
+    """A way that has trained."""
+    return graphs.Outcome(losses=list(losses))
+
+
+def test_losses_are_to_be_the_same_bit_for_bit() -> None:
+    assert graphs.same({"a": outcome(2.0, 1.0), "b": outcome(2.0, 1.0)}) == "a, b"
+    with pytest.raises(ProgramFailed, match=r"round 2: the loss is 1\.0000000001 with b, but 1\.0 with a"):
+        graphs.same({"a": outcome(2.0, 1.0), "b": outcome(2.0, 1.0000000001)})
+
+
+def judged(*, aimed: bool, **showed: float) -> tuple[str | None, bool | None]:
+    """The verdict on a step of a second in which so much was counted or exposed."""
+    parts = {"step": 1.0, "exposed": showed.pop("exposed", 0.0)}
+    counts = {**dict.fromkeys(graphs.COUNTS, 0.0), **showed}
+    found = {
+        name: graphs.Outcome(Samples([1.0], counts), [2.0], {"batch": 1}, parts) for name in (graphs.ALONE, "zerocopy")
+    }
+    shape = Workload("graph", "shm", "w", 1, "training-step", ())
+    record = records(shape, {n: o.samples for n, o in found.items()}, {n: n for n in found})[1]
+    record = graphs._detailed(record, found, aimed=aimed)
+    return record.target, record.met
+
+
+def test_verdicts() -> None:
+    target = "0 copies, registrations, RPCs"
+    assert judged(aimed=False, exposed=0.5, messages=9.0) == (target, True)
+    for name in graphs.NOTHING:
+        assert judged(aimed=False, **{name: 0.1}) == (target, False)
+    assert judged(aimed=True, exposed=0.03) == (f"{target}; exposed <= 3%", True)
+    assert judged(aimed=True, exposed=0.031)[1] is False
+    assert judged(aimed=True, copies=1.0)[1] is False
+
+
+def test_hosts_that_disagree_fail() -> None:
+    answers = [{"seconds": 1.0, "loss": loss, **dict.fromkeys(graphs.COUNTS, 0.0)} for loss in (1.0, 2.0)]
+    with pytest.raises(ProgramFailed, match="hosts have different losses"):
+        graphs.Outcome().add(answers, graphs.Course(1, 1))
