@@ -1,6 +1,7 @@
 // The limit of shared memory: a copy and a flag between two processes, with nothing around them.
 //
-// memory target|initiator NBYTES ping-pong|one-way COPY, where COPY is memcpy, rep-movsb, nt-sse2 or nt-avx512.
+// memory target|initiator NBYTES ping-pong|one-way|stream COPY, where COPY is memcpy, rep-movsb, nt-sse2 or nt-avx512.
+// stream: one way through two slots; a second flag gives each back.
 #include "lines.h"
 
 #include <fcntl.h>
@@ -83,6 +84,7 @@ static char* map(int fd, size_t nbytes) {
 int main(int argc, char** argv) {
     if (argc != 5) return 2;
     const int target = !strcmp(argv[1], "target"), ping_pong = !strcmp(argv[3], "ping-pong");
+    const int stream = !strcmp(argv[3], "stream");
     const size_t nbytes = strtoul(argv[2], NULL, 10), room = (nbytes + BLOCK - 1) / BLOCK * BLOCK;
     copy_t* copy = find_copy(argv[4]);
     char line[LINE] = "-", theirs[LINE];
@@ -100,7 +102,7 @@ int main(int argc, char** argv) {
         if ((fd = open(line, O_RDWR)) < 0) die(line);
     }
     char* shared = map(fd, BLOCK + 2 * room);
-    char* source = map(-1, room);
+    char* source = target && !ping_pong ? NULL : map(-1, room);
     word_t *to_target = (word_t*)shared, *to_initiator = (word_t*)(shared + 256);
     char *there = shared + BLOCK, *here = there + room;
     uint64_t at = 0;
@@ -108,8 +110,13 @@ int main(int argc, char** argv) {
     for (struct run run; next_run(&run);) {
         const uint64_t begin = at + (uint64_t)run.warm, end = begin + (uint64_t)run.count;
         double start = now();
-        fill(source, nbytes, run.round);
-        if (target && ping_pong) {
+        if (source) fill(source, nbytes, run.round);
+        if (target && stream) {
+            while (at < end) {
+                await(to_target, ++at);
+                atomic_store_explicit(to_initiator, at, memory_order_release);
+            }
+        } else if (target && ping_pong) {
             while (at < end) {
                 await(to_target, ++at);
                 copy(here, source, nbytes);
@@ -117,19 +124,21 @@ int main(int argc, char** argv) {
             }
         } else if (!target) {
             while (at < end) {
+                if (stream && at) await(to_initiator, at == begin ? at : at - 1);
                 if (at == begin) start = now();
                 at++;
-                copy(there, source, nbytes);
+                copy(stream && at % 2 ? here : there, source, nbytes);
                 atomic_store_explicit(to_target, at, memory_order_release);
                 if (ping_pong) await(to_initiator, at);
             }
+            if (stream) await(to_initiator, end);
             start = now() - start;
         }
         if (target) {
             // One way: this line came when the initiator was done. Until then this process slept.
             await(to_target, at = end);
         }
-        if (target || ping_pong) check(target ? there : here, nbytes, run.round);
+        if (target || ping_pong) check(target && !(stream && end % 2) ? there : here, nbytes, run.round);
         answer(target ? 0 : start);
     }
     return 0;

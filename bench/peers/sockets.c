@@ -1,6 +1,7 @@
-// The limit of tcp by blocking sockets: a payload one way, BACK bytes back when all of it has arrived.
+// The limit of tcp by blocking sockets: a payload one way, a byte back when all of it has arrived.
 //
-// sockets target|initiator NBYTES BACK BUFFER HOST; BUFFER bytes a socket buffer, 0: what the kernel chooses.
+// sockets target|initiator NBYTES WINDOW BUFFER HOST; BUFFER bytes a socket buffer, 0: what the kernel chooses.
+// WINDOW: how many payloads may be on their way before the first is answered.
 #include "lines.h"
 
 #include <arpa/inet.h>
@@ -63,25 +64,33 @@ static int meet(int target, int buffer, const char* host) {
 int main(int argc, char** argv) {
     if (argc != 6) return 2;
     const int target = !strcmp(argv[1], "target");
-    const size_t nbytes = strtoul(argv[2], NULL, 10), back = strtoul(argv[3], NULL, 10);
+    const size_t nbytes = strtoul(argv[2], NULL, 10);
+    const long window = atol(argv[3]);
     leave_with_parent();
     const int fd = meet(target, atoi(argv[4]), argv[5]);
-    char *memory = malloc(nbytes), *answered = calloc(1, back);
-    if (!memory || !answered) die("malloc");
+    char *memory = malloc(nbytes), reply = 1;
+    if (!memory) die("malloc");
     ready();
     for (struct run run; next_run(&run);) {
         double start = now();
+        long ahead = 0;
         if (!target) fill(memory, nbytes, run.round);
         for (long i = 0; i < run.warm + run.count; i++) {
-            if (i == run.warm) start = now();
+            if (i == run.warm) {
+                for (; ahead; ahead--) receive_all(fd, &reply, 1);
+                start = now();
+            }
             if (target) {
                 receive_all(fd, memory, nbytes);
-                send_all(fd, answered, back);
+                send_all(fd, &reply, 1);
             } else {
                 send_all(fd, memory, nbytes);
-                receive_all(fd, answered, back);
+                if (++ahead < window) continue;
+                receive_all(fd, &reply, 1);
+                ahead--;
             }
         }
+        for (; ahead; ahead--) receive_all(fd, &reply, 1);
         start = now() - start;
         if (target) check(memory, nbytes, run.round);
         answer(target ? 0 : start);

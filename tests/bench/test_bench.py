@@ -93,10 +93,22 @@ def test_device(sandbox: Sandbox) -> None:
 
 
 def test_edge(sandbox: Sandbox) -> None:
-    result, records = bench(sandbox, "edge", "--sizes", "4KiB", "--markdown")
-    mapped = ours(records, device="shm")
-    assert (mapped["mode"], mapped["copies"], mapped["bytes_per_second"]) == ("mapped", 0, None)
-    assert ours(records, device="tcp")["mode"] == "ping-pong"
+    result, records = bench(sandbox, "edge", "--sizes", "4KiB", "--peer-python", "/bin/false", "--markdown")
+    for device, modes in (("shm", ("transfer-mapped", "whole-mapped")), ("tcp", ("transfer", "whole"))):
+        for mode in modes:
+            made = [r for r in records if (r["device"], r["mode"]) == (device, mode)]
+            assert [r["peer"] for r in made][:3] == ["tensorwire", "tensorwire, bounded", "tensorwire, dynamic"]
+            assert {(r["copies"], r["rpcs"], r["registrations"]) for r in made[:3]} == {(0, 0, 0)}
+            assert {r["bytes_per_second"] is None for r in made} == {device == "shm"}
+            assert ("no byte moved" in made[0]["workload"]) == (device == "shm")
+            assert {r["peer"].partition(",")[0] for r in made[3:]} == (
+                {"ends alone"} if "whole" in mode else {"C flag", "C memcpy"} if device == "shm" else {"C sockets"}
+            )
+    assert ours(records, mode="transfer-mapped")["target"] == "<= 2 us and >= 25.00 of grpc"
+    assert ours(records, mode="whole-mapped")["target"] == ">= 20.00 of grpc"
+    assert "skipped: grpc is not here: pip install grpcio" in result.err
+    for line in ("tensorwire: static edge of two slots", "tensorwire, dynamic: dynamic edge; a lease a tensor"):
+        assert line in result.out
     table = [line for line in result.out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(records)
     assert {line.count("|") for line in table} == {10}

@@ -139,6 +139,7 @@ MISTAKES = [
     (["bench", "edge", "--sizes", "8GiB"], "'8GiB' is not a size"),
     (["bench", "device", "--rounds", "0"], "0 is not in the range 1<=x<=1000"),
     (["bench", "device", "--peers", "pigeons"], "--peers: 'pigeons' is not one of none, all, ucx"),
+    (["bench", "edge", "--peers", "pigeons"], "'pigeons' is not one of none, grpc, torch-rpc, gloo"),
     (["bench", "device", "--link", "3gbit"], "'3gbit' is not one of 1gbit, 10gbit"),
     (["bench", "faults", "--cores", "one"], "--cores is two numbers such as 0,1, not 'one'"),
     (["bench", "faults", "--cores", "0,4095"], "--cores 0,4095: two of the processors"),

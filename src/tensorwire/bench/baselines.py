@@ -87,7 +87,7 @@ class Peers:
     def copies(self, nbytes: int, mode: str, names: Sequence[str], group: str) -> list[Contender]:
         """Copies and a flag in C, in shared memory."""
         program = self._build("memory")
-        asleep = mode != "ping-pong"
+        asleep = mode == "one-way"
         return [Contender(f"C {name}", pair(program, nbytes, mode, name), group, asleep) for name in names if program]
 
     def same_memory(self, ours: Contender, names: Sequence[str], group: str) -> tuple[Contender, list[Contender]]:
@@ -98,13 +98,16 @@ class Peers:
         ours = replace(ours, commands=tuple((*command, *library) for command in ours.commands))
         return ours, [replace(ours, name=f"C {name}", word=name, group=group) for name in names]
 
-    def sockets(self, nbytes: int, buffers: Sequence[int], back: int = 1) -> list[Contender]:
-        """Blocking sockets in C with buffers of several sizes, 0 being the kernel's own choice; ``back`` bytes back."""
+    def sockets(self, nbytes: int, buffers: Sequence[int], window: int = 1) -> list[Contender]:
+        """Blocking sockets in C with buffers of several sizes, 0 being the kernel's own choice; one byte back.
+
+        ``window``: how many payloads may be on their way before the first is answered.
+        """
         program = self._build("sockets")
         made = []
         for buffer in buffers if program else ():
             name = f"C sockets, {size_text(buffer)}" if buffer else "C sockets"
-            made.append(Contender(name, pair(program, nbytes, back, buffer, "127.0.0.1"), "C sockets"))
+            made.append(Contender(name, pair(program, nbytes, window, buffer, "127.0.0.1"), "C sockets"))
         return made
 
     def libfabric(self, nbytes: int) -> list[Contender]:

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from tensorwire._native import available_bytes
 from tensorwire.bench.programs import OURS, Answer, Contender, Stage
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
+from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ProgramFailed
 
+Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
 _MOST_OPERATIONS = 20_000
 
@@ -31,6 +34,8 @@ class Workload:
     """What is compared. ``limits``: groups of contenders; the first that was measured is the limit.
 
     ``per``: how many figures a timed operation stands for; 2 where it is a round trip and the figure is one way.
+    ``stage``: those that follow each other with the same one share the processes of contenders that both have; without
+    one, those whose contenders are all the same. ``least``: operations of a round, however long they take.
     """
 
     bench: str
@@ -42,6 +47,8 @@ class Workload:
     limits: tuple[str, ...] = ()
     target: Target | None = None
     per: int = 1
+    stage: str = ""
+    least: int = 1
 
 
 @dataclass
@@ -69,7 +76,7 @@ class Stages:
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._cores = cores
-        self._by_commands: dict[tuple[tuple[str, ...], ...], Stage] = {}
+        self._by_commands: dict[Commands, Stage] = {}
 
     def get(self, contender: Contender) -> Stage:
         """The contender's programs, started if they do not run. Raises `ProgramFailed`."""
@@ -89,21 +96,58 @@ class Stages:
 def compare_all(workloads: Sequence[Workload], settings: Settings, notes: Notes) -> list[Record]:
     """One workload after the other; those of the same programs share them."""
     made: list[Record] = []
-    for _, group in groupby(workloads, key=lambda w: [c.commands for c in w.contenders]):
-        with Stages(settings.cores) as stages:
-            for workload in group:
-                made += compare(workload, settings, notes, stages)
+    for _, group in groupby(workloads, key=lambda w: w.stage or [c.commands for c in w.contenders]):
+        made += _compare_sharing(list(group), settings, notes)
     return made
 
 
-def compare(workload: Workload, settings: Settings, notes: Notes, running: Stages) -> list[Record]:
-    """Measures all contenders in turns; a contender of others that fails is skipped with a note."""
+def _compare_sharing(workloads: Sequence[Workload], settings: Settings, notes: Notes) -> list[Record]:
+    """Those that share programs. Programs that do not fit into memory together run one after the other."""
+    found: list[dict[str, Samples]] = [{} for _ in workloads]
+    for together in fitting(workloads, available_bytes(), notes):
+        with Stages(settings.cores) as stages:
+            for workload, samples in zip(workloads, found, strict=True):
+                contenders = [c for c in workload.contenders if c.commands in together]
+                samples.update(measure(workload, contenders, settings, notes, stages))
+    made: list[Record] = []
+    for workload, samples in zip(workloads, found, strict=True):
+        groups = {c.name: c.group or c.name for c in workload.contenders}
+        made += records(workload, {name: samples[name] for name in groups if name in samples}, groups)
+    return made
+
+
+def fitting(workloads: Sequence[Workload], left: int, notes: Notes) -> list[set[Commands]]:
+    """The commands of the contenders that are to run at the same time, where ``left`` bytes of memory are left.
+
+    What does not fit in even by itself is skipped with a note.
+    """
+    needs: dict[Commands, int] = {}
+    for contender in (c for workload in workloads for c in workload.contenders):
+        if contender.memory > left:
+            needed = f"it may take {in_words(contender.memory)} of memory, and {in_words(left)} are left"
+            notes.skip(f"{workloads[0].name}: {contender.name}: {needed}")
+        else:
+            needs[contender.commands] = contender.memory
+    if sum(needs.values()) <= left:
+        return [set(needs)]
+    notes.say(f"{workloads[0].name}: one after another, not in turns: together they may take more memory than is left")
+    return [{commands} for commands in needs]
+
+
+def measure(
+    workload: Workload, contenders: Sequence[Contender], settings: Settings, notes: Notes, running: Stages
+) -> dict[str, Samples]:
+    """Measures contenders in turns; one of others that fails is skipped with a note."""
     stages: dict[str, tuple[Contender, Stage, int]] = {}
-    for contender in workload.contenders:
+    for contender in contenders:
         notes.progress(f"{workload.name}: {contender.name}")
         with _tolerated(contender, notes):
             stage = running.get(contender)
-            stages[contender.name] = (contender, stage, _calibrate(stage, contender.word, settings.seconds))
+            stages[contender.name] = (
+                contender,
+                stage,
+                _calibrate(stage, contender.word, settings.seconds, workload.least),
+            )
     samples = {name: Samples() for name in stages}
     for round in range(1, settings.rounds + 1):
         for name, (contender, stage, count) in _in_turns(stages, round):
@@ -111,8 +155,7 @@ def compare(workload: Workload, settings: Settings, notes: Notes, running: Stage
             with _tolerated(contender, notes):
                 if name in samples:
                     _round(contender, stage, count, workload.per, samples)
-    groups = {c.name: c.group or c.name for c in workload.contenders}
-    return records(workload, samples, groups)
+    return samples
 
 
 def _round(contender: Contender, stage: Stage, count: int, per: int, samples: dict[str, Samples]) -> None:
@@ -129,7 +172,7 @@ def _tolerated(contender: Contender, notes: Notes) -> Iterator[None]:
     try:
         yield
     except ProgramFailed as error:
-        if contender.name == OURS:
+        if contender.name.startswith(OURS):
             raise
         notes.skip(f"{contender.name}: {error}")
 
@@ -143,12 +186,14 @@ def _in_turns(stages: Mapping[str, tuple[Contender, Stage, int]], round: int) ->
     return items[at:] + items[:at]
 
 
-def _calibrate(stage: Stage, word: str, seconds: float) -> int:
+def _calibrate(stage: Stage, word: str, seconds: float, least: int) -> int:
     """How many operations take about ``seconds``; warms memory and caches as well."""
     count = 1
     for part in (0.01, 0.1, 1.0):
         took = max(stage.run(1, count, word)[-1]["seconds"] / count, 1e-9)
-        count = max(1, min(_MOST_OPERATIONS, int(part * seconds / took)))
+        if took > seconds:
+            return least
+        count = max(least, min(_MOST_OPERATIONS, int(part * seconds / took)))
     return count
 
 
@@ -196,6 +241,7 @@ def _record(
         rounds=len(measured.seconds),
         target=None,
         met=None,
+        how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
     )
     if workload.target is None or name != OURS:
         return record

@@ -37,6 +37,7 @@ class Contender:
     ``word``: what the programs are to do instead of their own work. Contenders with the same commands share one set of
     processes, and so the same memory. ``servers``: the first so many programs serve the others, which run together;
     all share the cores, and each is told the lines of all. Servers begin by themselves, and are asked afterwards.
+    ``memory``: bytes that its programs may take; 0: little. ``how``: for people, how it is run.
     """
 
     name: str
@@ -47,6 +48,8 @@ class Contender:
     word: str = ""
     servers: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    memory: int = 0
+    how: str = ""
 
 
 def actor(name: str, role: str, *arguments: object) -> tuple[str, ...]:

@@ -11,7 +11,10 @@ MODES = {
     "ping-pong": "both ends write and wait for the other's signal; half of a round trip",
     "passive-target": "the target's process sleeps; the initiator's write, until it is complete",
     "waiting-target": "the target's process waits for a signal (it polls, then blocks); write and completion",
-    "mapped": "born in the slot, sent by a signal alone: no byte moved; half of a round trip",
+    "transfer": "a stream of tensors over one edge, two on their way at most; time per tensor, of the transfer alone",
+    "transfer-mapped": "`transfer` of what lies in the consumer's slot already, by a signal alone: no byte moved",
+    "whole": "`transfer` between its ends: `torch.add` into the memory that is sent, and `sum` of what was received",
+    "whole-mapped": "`whole`, born in the consumer's slot and sent by a signal alone: no byte moved",
     "one-way": "a stream of writes, two always on their way (verbs: 4); time per write",
     "one-signal": "the same with a signal behind the last write only",
     "both-ways": "`one-way` from both ends at once; the slower direction",
@@ -66,7 +69,7 @@ class Record:
 
     ``ratio`` is the share of the limit's speed, ``limit_value / seconds``. ``copies``, ``rpcs`` and ``registrations``
     are counts an operation on both ends together; None where nobody counts them. ``details``: what else is told of a
-    step of training, such as its parts in seconds.
+    step of training, such as its parts in seconds. ``how``: how a peer was run, where that is told.
     """
 
     bench: str
@@ -89,6 +92,7 @@ class Record:
     target: str | None
     met: bool | None
     details: Mapping[str, float] | None = None
+    how: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -65,7 +65,9 @@ def row(record: Record) -> tuple[str, ...]:
     """A record's cells."""
     large = record.bytes_per_second is not None and record.bytes >= _LARGE
     rate = f"{(record.bytes_per_second or 0) / 1e9:.3g} GB/s" if large else ""
-    share = "" if record.ratio is None or record.peer == record.limit else f"{record.ratio:.2f} of {record.limit}"
+    share = ""
+    if record.ratio is not None and record.peer != record.limit:
+        share = f"{record.ratio:.{0 if record.ratio >= 100 else 2}f} of {record.limit}"
     verdict = "" if record.met is None else ("met" if record.met else "MISSED")
     spread = f"{time_text(record.low)} - {time_text(record.high)}"
     return (
@@ -86,10 +88,10 @@ def table(records: Sequence[Record], machine: Sequence[str]) -> None:
     console = Console()
     if not console.is_terminal:
         print("\n".join(machine))
-        for line in plain(records):
+        for line in [*plain(records), *hows(records)]:
             print(line)
         return
-    shown = Table(*HEAD, caption="\n".join(machine), caption_justify="left")
+    shown = Table(*HEAD, caption="\n".join([*hows(records), *machine]), caption_justify="left")
     for cells in _grouped(records):
         if cells is None:
             shown.add_section()
@@ -110,7 +112,12 @@ def markdown(records: Sequence[Record], machine: Sequence[str]) -> str:
     """The same for docs/benchmarks.md."""
     lines = ["|".join(("", *HEAD, "")), "|".join(("", *["---"] * len(HEAD), ""))]
     lines += ["| " + " | ".join(cells) + " |" for cells in _grouped(records) if cells is not None]
-    return "\n".join([*lines, "", *(f"{line}  " for line in machine)])
+    return "\n".join([*lines, "", *(f"{line}  " for line in [*hows(records), *machine])])
+
+
+def hows(records: Sequence[Record]) -> list[str]:
+    """A line for each way in which somebody was run, where that is told."""
+    return list(dict.fromkeys(f"{record.peer}: {record.how}" for record in records if record.how))
 
 
 def write_json(path: str, records: Sequence[Record], machine: Sequence[str]) -> None:

@@ -157,8 +157,14 @@ def _over_link(
 
 
 def _edge(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
-    peers = Peers((), None, notes)
-    return compare_all(edges.workloads(options.devices, options.sizes, peers), settings, notes)
+    settings = replace(settings, rounds=options.rounds or (2 if options.quick else 5))
+    peers = Peers((), options.peer_python, notes)
+    names = [name for name in options.peers if name != "none"]
+    records: list[Record] = []
+    for nbytes in options.sizes or (edges.QUICK_SIZES if options.quick else edges.SIZES):
+        made = edges.workloads(options.devices, nbytes, peers, names)
+        records += compare_all(made, _at_most(settings, 3) if nbytes >= edges.LARGE else settings, notes)
+    return records
 
 
 def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:

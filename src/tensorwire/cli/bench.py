@@ -117,9 +117,9 @@ def bench() -> None:
     """Measure Tensorwire beside the limits of this machine.
 
     \b
-    Start here (no root, no network; one to three minutes each):
+    Start here (no root, no network; one to three minutes each, edge more):
       tensorwire bench device
-      tensorwire bench edge
+      tensorwire bench edge --sizes 64KiB,1MiB
       tensorwire bench store
       tensorwire bench train
       tensorwire bench graph
@@ -170,8 +170,19 @@ def device(peers: str, listen: str, **options: Any) -> None:
 @bench.command()
 @_common
 @_size_option
+@click.option(
+    "--peers",
+    default="grpc,torch-rpc,gloo",
+    show_default=True,
+    metavar="NAMES",
+    callback=_names("", ("none", "grpc", "torch-rpc", "gloo")),
+    help="Other libraries: grpc, torch-rpc, gloo; or none.",
+)
+@click.option(
+    "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
+)
 def edge(**options: Any) -> None:
-    """A tensor that is born in its consumer's slot, there and back."""
+    """A stream of tensors over one edge, alone and between a producer and a consumer, beside other libraries."""
     _run("edge", **options)
 
 

@@ -1,107 +1,141 @@
-"""A tensor born in the consumer's slot, there and back: ``target|initiator DEVICE NBYTES``.
+"""A stream of tensors over one edge: ``target|initiator DEVICE KIND NBYTES``; the initiator produces.
 
-Two static edges, one each way, each of one slot. On a device that maps, a step is a signal alone; on another one the
-slot is a part of our own memory that ``send`` writes across.
+Two are on their way at most: the producer makes the next one while the consumer is at the last. A round is over when
+the consumer has given everything back. What a round does is its word:
+
+``transfer``: the bytes lie in registered memory before; they are sent, received, and their slot is given back.
+``whole``: two tensors are added into registered memory, their sum is sent and summed up.
+``alone``: what both ends do in ``whole``, in the same memory, but nothing is sent and nobody waits: the least it takes.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
+from collections.abc import Callable
 
-from tensorwire.bench.actors.lines import Lines, Run, check, fill, timed
+import torch
+
+from tensorwire.bench.actors.ends import Summands, Sums
+from tensorwire.bench.actors.kinds import StaticReceiver, StaticSender, make_receiver, make_sender, sizes
+from tensorwire.bench.actors.lines import Lines, Run, check, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, make_device, polled, since
 from tensorwire.device import Device, RemoteRegion
-from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.edge import Word
 
-_ARRIVAL, _CREDIT, _SLOT = 0, 64, 4096
+_WORD = 64  # bytes in front of the producer's outbox: how far the consumer is, told at the end of a round
+
+Part = Callable[[int, float], object]  # a step, and how many seconds to wait at most
 
 
-class Ends:
-    """This process's producer on one edge and consumer on the other, over one region a process."""
+class End:
+    """One process's end: ``region`` is what the other one's end writes to."""
 
     def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
-        self.region = device.allocate(_SLOT + nbytes)
+        self.region = device.allocate(nbytes)
         told = lines.hello(f"{device.address.hex()} {self.region.remote().pack().hex()}").split()
-        channel = device.connect(bytes.fromhex(told[0]))
-        there = RemoteRegion.unpack(bytes.fromhex(told[1]))
-        self.producer = Producer(
-            channel,
-            there.view(_ARRIVAL, 8),
-            slots=[there.view(_SLOT, nbytes)],
-            source=[] if device.capabilities.maps else [device.allocate(nbytes).view()],
-            credit=Word(self.region, _CREDIT, channel),
-        )
-        self.consumer = Consumer(
-            Word(self.region, _ARRIVAL, channel),
-            slots=[self.region.view(_SLOT, nbytes).buffer],
-            credit=(channel, there.view(_CREDIT, 8)),
-        )
+        self.channel = device.connect(bytes.fromhex(told[0]))
+        self.there = RemoteRegion.unpack(bytes.fromhex(told[1]))
         self.at = 0
 
-    def warm_there_and_back(self, count: int) -> None:
-        """``there_and_back``, always awake (see ``polled``)."""
-        for _ in range(count):
-            self.at += 1
-            polled(lambda seconds: self.producer.slot(self.at, seconds))
-            self.producer.send(self.at)
-            polled(lambda seconds: self.consumer.receive(self.at, seconds))
-            self.consumer.release(self.at)
-
-    def warm_back(self, count: int) -> None:
-        """``back``, always awake."""
-        for _ in range(count):
-            self.at += 1
-            polled(lambda seconds: self.consumer.receive(self.at, seconds))
-            self.consumer.release(self.at)
-            polled(lambda seconds: self.producer.slot(self.at, seconds))
-            self.producer.send(self.at)
-
-    def there_and_back(self, count: int) -> None:
-        """Sends, then receives; the initiator's part."""
-        producer, consumer = self.producer, self.consumer
+    def repeat(self, part: Part, count: int) -> None:
+        """The next steps."""
         for step in range(self.at + 1, self.at + count + 1):
-            producer.slot(step, SECONDS)
-            producer.send(step)
-            consumer.receive(step, SECONDS)
-            consumer.release(step)
+            part(step, SECONDS)
         self.at += count
 
-    def back(self, count: int) -> None:
-        """Receives, then sends; the target's part."""
-        producer, consumer = self.producer, self.consumer
+    def warm(self, part: Part, count: int) -> None:
+        """The same, always awake (see ``polled``)."""
         for step in range(self.at + 1, self.at + count + 1):
-            consumer.receive(step, SECONDS)
-            consumer.release(step)
-            producer.slot(step, SECONDS)
-            producer.send(step)
+            polled(functools.partial(part, step))
         self.at += count
 
 
-def measure(ends: Ends, run: Run, role: str) -> tuple[float, dict[str, float]]:
-    """The round's bytes are born in the slot before the first step; later steps find them there."""
-    # The slot is ours once the step before it was given back.
-    slot = ends.producer.slot(ends.at + 1, SECONDS)
-    fill(slot, run.round)
-    before = counts()
-    if role == "initiator":
-        seconds = timed(run, ends.there_and_back, ends.warm_there_and_back)
-    else:
-        seconds = timed(run, ends.back, ends.warm_back)
-    counted = since(before)
-    ends.producer.flush(SECONDS)
-    got = ends.consumer.receive(ends.at, SECONDS)
-    check(got, run.round)
-    return seconds, counted
+def initiate(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
+    """The producer, until its input ends."""
+    end = End(lines, device, _WORD + sizes(kind, nbytes, maps=device.capabilities.maps)[1])
+    sender = make_sender(kind, end.channel, end.there.view(), end.region.view(_WORD), nbytes)
+    summands, done = Summands(nbytes // 4), Word(end.region, 0, end.channel)
+    before = 0  # steps of earlier rounds
+
+    def repeat(part: Part, count: int) -> None:
+        end.repeat(part, count)
+        done.wait(end.at, SECONDS)
+
+    def warm(part: Part, count: int) -> None:
+        end.warm(part, count)
+        polled(functools.partial(done.wait, end.at))
+
+    def whole(step: int, seconds: float) -> None:
+        sender.make(step, summands, step - before, seconds)
+
+    for run in lines.runs():
+        before, earlier = end.at, counts()
+        if run.word == "transfer":
+            sender.fill(run.round)
+        else:
+            summands.prepare(run.round)
+        part = sender.send if run.word == "transfer" else whole
+        if run.word == "alone":
+            assert isinstance(sender, StaticSender)
+            seconds = alone(run, functools.partial(summands.add, 1, sender.tensors[0]))
+        else:
+            seconds = timed(run, functools.partial(repeat, part), functools.partial(warm, part))
+        lines.answer(seconds, **since(earlier))
 
 
-def main(role: str, kind: str, nbytes: str) -> None:
+def target(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
+    """The consumer, until its input ends."""
+    end = End(lines, device, sizes(kind, nbytes, maps=device.capabilities.maps)[0])
+    receiver = make_receiver(kind, end.channel, end.region.view(), end.there.view(_WORD), nbytes)
+    sums, done = Sums(nbytes // 4), end.there.view(0, 8)
+
+    def transfer(step: int, seconds: float) -> None:
+        receiver.receive(step, seconds)
+        receiver.release(step)
+
+    def whole(step: int, seconds: float) -> None:
+        receiver.receive(step, seconds)
+        sums.take(receiver.tensor(step))
+        receiver.release(step)
+
+    for run in lines.runs():
+        earlier = counts()
+        if run.word == "alone":
+            assert isinstance(receiver, StaticReceiver)
+            lines.answer(alone(run, functools.partial(sums.take, receiver.tensors[1])))
+            sums.found.clear()
+            continue
+        part = transfer if run.word == "transfer" else whole
+        end.warm(part, run.warm)
+        end.channel.signal(done, end.at)
+        end.repeat(part, run.count)
+        end.channel.signal(done, end.at)
+        if run.word == "transfer":
+            check(receiver.latest, run.round)
+        else:
+            sums.check(run.round, run.warm + run.count, receiver.latest)
+        lines.answer(**since(earlier))
+
+
+def alone(run: Run, part: Callable[[], object]) -> float:
+    """The seconds of what an end does beside the transfer."""
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            part()
+
+    return timed(run, repeat)
+
+
+def main(role: str, kind_of_device: str, kind: str, nbytes: str) -> None:
     """Runs until its input ends."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # memory of others is read-only, and only read
     lines = Lines()
-    with make_device(kind) as device:
-        ends = Ends(lines, device, int(nbytes))
-        for run in lines.runs():
-            seconds, counted = measure(ends, run, role)
-            lines.answer(seconds if role == "initiator" else 0.0, **counted)
+    with make_device(kind_of_device) as device:
+        (target if role == "target" else initiate)(lines, device, kind, int(nbytes))
 
 
 if __name__ == "__main__":
