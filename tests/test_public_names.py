@@ -110,7 +110,7 @@ def test_nothing_pickles_or_evaluates() -> None:
         if path.name == "counting.py":  # counts pickles, makes none
             continue
         for line in path.read_text().splitlines():
-            if re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill)|\beval\(|\bexec\(", line):
+            if re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill)|(?<![.\w])(eval|exec)\(", line):
                 wrong.append(f"{path.name}: {line.strip()}")
     assert wrong == []
 

@@ -18,6 +18,7 @@ T = TypeVar("T")
 LINE = 64  # bytes between words: each has its cache line
 RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
 RING = Ring(64)  # of a dynamic edge: so many runs may be alive at once
+OVER = 1 << 62  # the number of a plan that nobody makes: a host that says it runs no graph any more
 _LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
@@ -49,11 +50,26 @@ def arrival(place: int, run: int) -> int:
     return 8 * (place * RUNS + run % RUNS)
 
 
-def patiently(wait: Callable[[float], T], timeout: float, host: str, moved_on: Callable[[], bool], name: str) -> T:
+def moved_on(planning: int, plans: int) -> str:
+    """What a host does that last said ``planning``, if not what this one does, which has made ``plans`` plans."""
+    if planning <= plans:
+        return ""
+    return "runs no graph any more" if planning >= OVER else "plans another graph"
+
+
+def mismatch(host: str, does: str, name: str) -> PlanMismatch:
+    """That ``host`` does something else, while this host runs graph ``name``."""
+    return PlanMismatch(
+        f"{host} {does}, while this host runs graph {name} once more: did they get arguments of other shapes, take "
+        "another branch, or another number of steps?"
+    )
+
+
+def patiently(wait: Callable[[float], T], timeout: float, host: str, does: Callable[[], str], name: str) -> T:
     """``wait(seconds)`` for something that ``host`` sends in a run of graph ``name``, unless that has moved on.
 
-    ``moved_on()``: whether it plans another graph; it says so after all that it sent before. Raises `PlanMismatch`, or
-    what ``wait`` raises.
+    ``does()``: as `moved_on`; a host says so after all that it sent before. Raises `PlanMismatch`, or what ``wait``
+    raises.
     """
     end = time.monotonic() + timeout
     while True:
@@ -61,17 +77,14 @@ def patiently(wait: Callable[[float], T], timeout: float, host: str, moved_on: C
         try:
             return wait(min(_LOOK, left))
         except WaitTimeout:
-            if not moved_on():
+            if not does():
                 if left <= _LOOK:
                     raise
                 continue
         try:
             return wait(0.0)
         except WaitTimeout:
-            raise PlanMismatch(
-                f"{host} plans another graph, while this host runs graph {name} once more: did they get arguments of "
-                "other shapes, or take another branch?"
-            ) from None
+            raise mismatch(host, does(), name) from None
 
 
 class Inflow:
@@ -195,8 +208,8 @@ class Inflow:
     def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
         return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
 
-    def _moved_on(self) -> bool:
-        return self._words.load(self._planning) > self._ledger.plans()
+    def _moved_on(self) -> str:
+        return moved_on(self._words.load(self._planning), self._ledger.plans())
 
     def _hold(self, number: int, run: int) -> Held:
         if not self.maps:

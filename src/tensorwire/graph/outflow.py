@@ -19,6 +19,7 @@ from tensorwire.graph.inflow import (
     Door,
     T,
     arrival,
+    moved_on,
     pack,
     patiently,
 )
@@ -144,8 +145,8 @@ class Outflow:
     def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
         return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
 
-    def _moved_on(self) -> bool:
-        return self.words.load(LINE * PLANNING) > self._ledger.plans()
+    def _moved_on(self) -> str:
+        return moved_on(self.words.load(LINE * PLANNING), self._ledger.plans())
 
     def send_dynamic(self, edge: int, run: int, lease: Lease, timeout: float) -> None:
         """Makes what lies in ``lease`` arrive as ``edge``, once the target has a place for its header."""

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from tensorwire.control import Member
 from tensorwire.device import Device
 from tensorwire.edge import Pool
+from tensorwire.graph.inflow import OVER
 from tensorwire.graph.plan import Plan
 from tensorwire.graph.rpc import Calls, RpcWires
 from tensorwire.graph.wires import Wires, make_pool
@@ -42,7 +43,7 @@ class Party:
         wires: Wires | RpcWires
         if rpc:
             self._calls = self._calls or Calls(self.member)
-            wires = RpcWires(plan, self.me, self._calls, number, self.timeout)
+            wires = RpcWires(plan, self.me, self._calls, number, self.timeout, self._wires.__len__)
         else:
             wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__, self._pool)
         self._wires.append(wires)
@@ -51,6 +52,16 @@ class Party:
     def _pool(self, device: Device) -> Pool:
         """One a device, for all plans."""
         return self._pools.setdefault(device.name, make_pool(device))
+
+    def leave(self) -> None:
+        """Returns when no host runs a graph any more; what this one has is in use until then.
+
+        Raises `WaitTimeout` or `JobEnded`.
+        """
+        for wires in self._wires:
+            wires.plan_another(OVER)
+        if self._wires:
+            self.member.client.barrier("graphs are over", len(self.hosts), self.timeout)
 
     def close(self) -> None:
         """Gives the memory of all plans back. Idempotent."""

@@ -7,11 +7,13 @@ calls are not authenticated by gRPC: each carries the job's token, which the con
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import msgspec
@@ -20,12 +22,14 @@ import numpy
 from tensorwire.control import Member
 from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
+from tensorwire.graph.inflow import mismatch, moved_on
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 _HEAD = struct.Struct("<16sIIQ")  # token, plan, edge, run
+_NEWS = 0xFFFFFFFF  # in place of an edge; with it, plan and run are a rank and what it plans
 _METHOD = "/tensorwire.Graph/Put"
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -43,6 +47,31 @@ class Address(msgspec.Struct, frozen=True):
     token: bytes
 
 
+class _Threads(Executor):
+    """Threads for calls. ``ThreadPoolExecutor`` takes none once the interpreter ends, where hosts still meet."""
+
+    def __init__(self, count: int) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for _ in range(count):
+            threading.Thread(target=self._run, name="tensorwire-rpc", daemon=True).start()
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._work.put(work)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
 class Calls:
     """This process's server, and its channels to the other hosts. One a job."""
 
@@ -52,16 +81,15 @@ class Calls:
             import grpc
         except ImportError:
             raise Unsupported("mode='rpc' needs grpcio: pip install 'tensorwire[rpc]'") from None
-        from concurrent.futures import ThreadPoolExecutor
-
         self._grpc, self._member = grpc, member
         self._token = secrets.token_bytes(16)
         self._arrived: dict[tuple[int, int, int], bytes] = {}
+        self._planning: dict[str, int] = {}  # by host, the number of the plan that it said last it makes
         self._changed = threading.Condition()
         handler = grpc.method_handlers_generic_handler(
             "tensorwire.Graph", {"Put": grpc.unary_unary_rpc_method_handler(self._put)}
         )
-        self._server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
+        self._server = grpc.server(_Threads(4), options=_OPTIONS)
         self._server.add_generic_rpc_handlers((handler,))
         port = self._server.add_insecure_port(f"{host}:0")
         self._server.start()
@@ -76,28 +104,47 @@ class Calls:
         if not secrets.compare_digest(token, self._token):
             context.abort(self._grpc.StatusCode.UNAUTHENTICATED, "another job's token")
         with self._changed:
-            self._arrived[plan, edge, run] = request
+            if edge == _NEWS:
+                self._planning[f"worker:{plan}"] = run
+            else:
+                self._arrived[plan, edge, run] = request
             self._changed.notify_all()
         return b""
 
     def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview) -> Any:
         """Begins a call; its future."""
+        counters.add(copies=1, copied_bytes=payload.nbytes)
+        return self._call(host, plan, edge, run, payload)
+
+    def tell(self, host: str, number: int) -> Any:
+        """Begins to tell ``host`` that this one plans its ``number``-th graph, counted from 1; the call's future."""
+        return self._call(host, self._member.index, _NEWS, number)
+
+    def planning(self, host: str) -> int:
+        """The number of the plan that ``host`` said last it makes."""
+        return self._planning.get(host, 0)
+
+    def _call(self, host: str, plan: int, edge: int, run: int, payload: memoryview | bytes = b"") -> Any:
         if host not in self._peers:
             packed = self._member.client.lookup(f"rpc/{host.replace(':', ' ')}")
             address = msgspec.msgpack.decode(packed, type=Address)
             channel = self._grpc.insecure_channel(address.target, options=_OPTIONS)
             self._peers[host] = channel, address.token
         channel, token = self._peers[host]
-        counters.add(rpcs=1, copies=1, copied_bytes=payload.nbytes)
+        counters.add(rpcs=1)
         return channel.unary_unary(_METHOD).future(_HEAD.pack(token, plan, edge, run) + payload)
 
-    def take(self, plan: int, edge: int, run: int, timeout: float) -> memoryview:
-        """What arrived for an edge. Raises `PeerLost` when the job ends meanwhile, or `WaitTimeout`."""
+    def take(self, plan: int, edge: int, run: int, timeout: float, check: Callable[[], None]) -> memoryview:
+        """What arrived for an edge. ``check()`` raises what ends the wait.
+
+        Raises `PeerLost` when the job ends meanwhile, or `WaitTimeout`.
+        """
         end = time.monotonic() + timeout
         with self._changed:
             while (plan, edge, run) not in self._arrived:
                 if self._member.client.ended.is_set():
                     raise PeerLost("rpc: the job ended")
+                check()
                 if time.monotonic() >= end:
                     raise WaitTimeout(f"rpc: edge {edge} of run {run} did not arrive within {timeout:g} s")
                 self._changed.wait(_LOOK)
@@ -122,8 +169,15 @@ class RpcWires:
     """As `Wires`, over calls. Memory is ordinary memory, made anew where a tensor is unpacked."""
 
     def __init__(
-        self, plan: Plan, me: str, calls: Calls, number: int, timeout: float, _: Collection[tuple[str, str]] = ()
+        self,
+        plan: Plan,
+        me: str,
+        calls: Calls,
+        number: int,
+        timeout: float,
+        plans: Callable[[], int] = int,
     ) -> None:
+        self._plans = plans
         self.plan, self.me, self.number = plan, me, number
         self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
         self._calls, self._timeout = calls, timeout
@@ -159,7 +213,7 @@ class RpcWires:
         edge = self.plan.edges[index]
         assert edge.slot is not None
         start = clock()
-        payload = self._calls.take(self.number, index, self.run, self._timeout)
+        payload = self._calls.take(self.number, index, self.run, self._timeout, lambda: self._check(edge.source))
         at = edge.slot + edge.offset
         memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
         memory[at:] = payload
@@ -184,7 +238,16 @@ class RpcWires:
         spans.add("push", self.run, start, clock(), edge_of(self.plan.name, "answers"))
 
     def plan_another(self, number: int) -> None:
-        """Others time out."""
+        """Tells the other hosts that this one plans its ``number``-th graph, counted from 1."""
+        ends = [(edge.source, target) for edge in self.plan.edges for target in edge.targets]
+        others = {host for pair in ends if self.me in pair for host in pair} - {self.me}
+        for told in [self._calls.tell(host, number) for host in sorted(others)]:
+            self._calls.finish(told, self._timeout)
+
+    def _check(self, host: str) -> None:
+        does = moved_on(self._calls.planning(host), self._plans())
+        if does:
+            raise mismatch(host, does, self.plan.name)
 
     def close(self) -> None:
         """Nothing is kept."""

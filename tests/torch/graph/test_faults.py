@@ -26,7 +26,7 @@ TRAIN = """
     {before}
     torch.manual_seed(0)
     model = Net()
-    compiled = torch.compile(model, backend="tensorwire", options={{"hosts": hosts}})
+    compiled = torch.compile(model, backend="tensorwire", options={{"hosts": hosts, "mode": "{mode}"}})
     for step in range(100000):
         x, i = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
         if step == 3:
@@ -37,8 +37,8 @@ TRAIN = """
 """
 
 
-def run(sandbox: Sandbox, fault: str = "pass", before: str = "") -> str:
-    script = sandbox.script(TRAIN.format(fault=fault, before=before))
+def run(sandbox: Sandbox, fault: str = "pass", before: str = "", mode: str = "zerocopy") -> str:
+    script = sandbox.script(TRAIN.format(fault=fault, before=before, mode=mode))
     result = sandbox.run(script, "--servers", "0").finish()
     assert result.status != 0
     sandbox.nothing_left()
@@ -77,18 +77,26 @@ def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
     assert "addmm_2 = aten.addmm.default: worker:" in message
 
 
-def test_hosts_that_compile_differently(sandbox: Sandbox) -> None:
-    """One sees another shape: it compiles anew, the other does not."""
-    message = run(sandbox, "x, i = torch.randn(5, 8), torch.zeros(5, dtype=torch.int64)")
+@pytest.mark.parametrize("mode", ["zerocopy", "rpc"])
+@pytest.mark.parametrize(
+    ("fault", "does"),
+    [
+        ("x, i = torch.randn(5, 8), torch.zeros(5, dtype=torch.int64)", "plans another graph"),
+        ("break", "runs no graph any more"),
+    ],
+)
+def test_hosts_that_move_on(sandbox: Sandbox, fault: str, does: str, mode: str) -> None:
+    """One sees another shape and compiles anew, or is done; the other goes on as before."""
+    message = run(sandbox, fault, mode=mode)
     assert message.splitlines()[0] == (
-        "tensorwire: worker 0 raised PlanMismatch: worker:1 plans another graph, while this host runs graph 0 "
-        "(forward) once more: did they get arguments of other shapes, or take another branch?"
+        f"tensorwire: worker 0 raised PlanMismatch: worker:1 {does}, while this host runs graph 0 (forward) once more: "
+        "did they get arguments of other shapes, take another branch, or another number of steps?"
     )
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> None:
-    program = sandbox.run(sandbox.script(TRAIN.format(fault="pass", before="")), "--servers", "0")
+    program = sandbox.run(sandbox.script(TRAIN.format(fault="pass", before="", mode="zerocopy")), "--servers", "0")
     program.expect("three 1", "three 0")
     program.signal(signal_)
     assert program.finish().status == 128 + signal_

@@ -27,6 +27,15 @@ def extent_bytes(value: torch.Tensor) -> int:
     return extent((*value.shape, *value.stride())) * value.element_size()
 
 
+def fill(room: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copies ``value`` to ``room``, which it returns. All of a dimension of stride 0 is the same memory: once."""
+    there = room
+    for dim in [dim for dim, stride in enumerate(room.stride()) if stride == 0 and room.shape[dim] > 1]:
+        there, value = there.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    there.copy_(value)
+    return room
+
+
 def write_number(memory: memoryview, value: float) -> None:
     """An int, bool or float, for ``read_number``."""
     whole = isinstance(value, int)

@@ -15,5 +15,6 @@ def party_of(job: Job) -> Party:
     """Of ``job``; made once, closed with it."""
     if job not in _parties:
         _parties[job] = party = Party(job.member, job.num_workers, step_timeout())
+        job.at_close(party.leave)
         job.at_close(party.close)
     return _parties[job]

@@ -11,7 +11,7 @@ from tensorwire.graph import Edge
 from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
-from tensorwire.torch.graph.memory import read_number, read_shape
+from tensorwire.torch.graph.memory import fill, read_number, read_shape
 from tensorwire.torch.graph.place import over
 from tensorwire.torch.graph.sending import AnyWires, layout
 
@@ -29,7 +29,7 @@ def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) 
 
     def receive() -> torch.Tensor:
         made = torch.empty_strided(shape, strides, dtype=dtype)
-        return made.copy_(over(wires.receive(index), dtype=dtype, shape=shape, offset=at))
+        return fill(made, over(wires.receive(index), dtype=dtype, shape=shape, offset=at))
 
     return receive
 
@@ -75,7 +75,7 @@ def own(receive: Receive) -> Receive:
         value = receive()
         if isinstance(value, torch.Tensor):
             counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
-            return value.clone()
+            return fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
         return value
 
     return receive_own

@@ -15,7 +15,7 @@ from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.memory import extent_bytes, write_number, write_shape
+from tensorwire.torch.graph.memory import extent_bytes, fill, write_number, write_shape
 from tensorwire.torch.graph.place import over
 
 AnyWires = Wires | RpcWires
@@ -38,7 +38,8 @@ def small(wires: AnyWires, index: int, edge: Edge) -> Send:
     at = _slot(edge)
 
     def send(value: torch.Tensor) -> None:
-        over(wires.held, dtype=value.dtype, shape=value.shape, offset=at).copy_(value)
+        there = over(wires.held, dtype=value.dtype, shape=value.shape, offset=at)
+        fill(there, value)
         wires.send(index, value.numel() * value.element_size())
 
     return send
@@ -86,7 +87,7 @@ def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> 
         if lease is None or lease.nbytes != PREFIX + nbytes or not _lies_in(lease, value):
             lease = wires.room(index, PREFIX + nbytes)
             room = over(lease.memory, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=PREFIX)
-            room.copy_(value)
+            fill(room, value)
             counters.add(copies=1, copied_bytes=nbytes)
         write_shape(lease.memory, value)
         wires.send_dynamic(index, lease)
@@ -126,7 +127,7 @@ def _copy_loan(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor)
 def _copy(wires: AnyWires, index: int, value: torch.Tensor, there: torch.Tensor) -> None:
     """A copy on its way out, counted; it keeps the thread that computes, as sending does."""
     start = clock()
-    there.copy_(value)
+    fill(there, value)
     counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
     spans.add("push", wires.run, start, clock(), wires.what[index])
 
