@@ -101,3 +101,23 @@ def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> Non
     program.signal(signal_)
     assert program.finish().status == 128 + signal_
     sandbox.nothing_left()
+
+
+def test_a_model_of_which_nothing_is_captured(sandbox: Sandbox) -> None:
+    """It ran on every worker, and one of them says so."""
+    script = sandbox.script(
+        """
+        import torch
+
+        class Net(torch.nn.Linear):
+            @torch._dynamo.disable
+            def forward(self, x):
+                return super().forward(x)
+
+        hosts = {"": "worker:1"}
+        torch.compile(Net(2, 2), backend="tensorwire", options={"hosts": hosts})(torch.ones(2))
+        """
+    )
+    result = sandbox.run(script, "--servers", "0").finish()
+    assert result.status == 0
+    assert result.err.count("captured nothing: every worker ran all of the model") == 1

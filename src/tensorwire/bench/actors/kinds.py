@@ -64,7 +64,7 @@ class Receiver(Protocol):
         """Gives its slot back."""
 
 
-class StaticSender:
+class StaticSender(Sender):
     """The tensors over the slots are made once."""
 
     def __init__(self, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> None:
@@ -103,7 +103,7 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-class StaticReceiver:
+class StaticReceiver(Receiver):
     """The tensors over the slots are made once."""
 
     def __init__(self, channel: Channel, inbox: View, outbox: RemoteView, nbytes: int) -> None:
@@ -125,7 +125,7 @@ class StaticReceiver:
         self._consumer.release(step)
 
 
-class BoundedSender:
+class BoundedSender(Sender):
     """The bound is the size itself. Its first steps, before all rounds, tell which memory its slots are."""
 
     def __init__(self, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> None:
@@ -149,7 +149,7 @@ class BoundedSender:
         self._producer.send(DEPTH + step, self._spec)
 
 
-class DynamicSender:
+class DynamicSender(Sender):
     """A lease a tensor; for the transfer alone one that is sent again and again."""
 
     def __init__(self, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> None:
@@ -173,7 +173,7 @@ class DynamicSender:
         self._producer.send(step, lease, self._spec, timeout=seconds)
 
 
-class VaryingReceiver:
+class VaryingReceiver(Receiver):
     """Of a bounded or dynamic edge: its tensors lie where the header says."""
 
     def __init__(self, consumer: BoundedConsumer | DynamicConsumer, first: int) -> None:

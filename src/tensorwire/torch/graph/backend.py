@@ -5,6 +5,9 @@ Where nobody said a host, each runs all of it by itself.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
+from tensorwire.errors import ArgumentError
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.elsewhere import elsewhere
 from tensorwire.torch.graph.hosting import Scope
@@ -20,9 +24,32 @@ from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.part import HOME, Backward, Forward, Part
 from tensorwire.torch.graph.partition import Boxed
 
+_log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
 # The forward graph of each frame, for its backward graph, which is compiled when it is first needed.
 _forwards: weakref.WeakKeyDictionary[Any, Forward] = weakref.WeakKeyDictionary()
+
+
+_captured = threading.Event()  # whether dynamo came with a graph
+
+
+def _tell_of_nothing() -> None:
+    if not _captured.is_set():
+        _log.warning(
+            "torch.compile(backend='tensorwire') was called, and captured nothing: every worker ran all of the model. "
+            "TORCH_LOGS=graph_breaks says why; tensorwire.torch.place(model, hosts) makes it an error"
+        )
+
+
+def _watch() -> None:
+    """This module is imported when torch.compile first hears of the backend, which it calls when it has a graph."""
+    with contextlib.suppress(ArgumentError):  # there is no job yet
+        job = current()
+        if job.rank == 0:
+            job.at_close(_tell_of_nothing)
+
+
+_watch()
 
 
 def backend(
@@ -35,6 +62,7 @@ def backend(
 
     Raises `ArgumentError` for wrong options and for a process that is in no job.
     """
+    _captured.set()
     chosen, job = Options.of(options), current()
     scope = Scope.of_frame(chosen.hosts)
     parts: list[Forward] = []
