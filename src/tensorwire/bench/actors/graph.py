@@ -1,6 +1,7 @@
 """A host of a model that is cut: ``MODE WORKLOAD SHRINK RANK HOSTS MEETING``, driven as ``lines.py`` says.
 
-``MODE``: how tensors cross, or ``alone``: the whole model in one process, not compiled. Its line to the benchmark tells
+``MODE``: how tensors cross, or ``alone``: the whole model in one process, by eager kernels. Dynamo captures it there,
+too, as models of transformers compute something else where it looks: their attention masks. Its line to the benchmark tells
 where the model is cut, as JSON. The word of a round is ``leave``, or nothing. ``MEETING`` is not used.
 """
 
@@ -39,7 +40,9 @@ class Host:
         self.facts = {"cut": "", "nbytes": nbytes, "batch": made.size}
         self.run: Callable[..., Tensor] = self.model
         self.leave: Callable[[], object] = lambda: None
-        if mode != "alone":
+        if mode == "alone":
+            self.run = torch.compile(self.model, backend="eager")
+        else:
             self._divide(mode, workload, hosts)
         # Parameters of other hosts have no gradients here: the optimizer passes them by.
         self._optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
