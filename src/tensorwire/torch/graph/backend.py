@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.elsewhere import elsewhere
 from tensorwire.torch.graph.hosting import Scope
@@ -60,8 +60,10 @@ def backend(
     Call it in every process of the job, with the same model and arguments of the same shapes. Where nobody said a host,
     each process runs all of it, and knows of no other; gradients are born in the slots of a `StoreOptimizer`.
 
-    Raises `ArgumentError` for wrong options and for a process that is in no job.
+    Raises `ArgumentError` for wrong options and for a process that is in no job, `Unsupported` for a torch before 2.9.
     """
+    if not hasattr(fx.traceback, "annotate"):
+        raise Unsupported(f"backend='tensorwire' needs torch 2.9 or newer, and this is {torch.__version__}")
     _captured.set()
     chosen, job = Options.of(options), current()
     scope = Scope.of_frame(chosen.hosts)
