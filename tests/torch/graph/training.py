@@ -21,10 +21,11 @@ def train(
     Returns what differs from one process (``wrong``), the names of the parameters that had gradients here, and what the
     last step counted.
     """
+    defaults = {"replay_random": name in zoo.DROPPING}
     model = zoo.build(name)
     alone = copy.deepcopy(model)
     hosts = zoo.cut(model, job.num_workers, seed) if hosts is None else hosts
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts, **options})
+    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts, **defaults, **options})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     wrong: list[str] = []
     counted: dict[str, int] = {}

@@ -15,6 +15,7 @@ Inputs = Callable[[torch.Generator], dict[str, torch.Tensor]]
 _TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 _TEXT = {**_TINY, "vocab_size": 200, "max_position_embeddings": 64}
 
+DROPPING = ("alexnet", "vgg16")  # some values, by chance
 SHRINK = {"alexnet": 32, "inception": 16, "vgg16": 32, "lstm": 32, "gru": 32, "fcn5": 64}
 TRANSFORMERS = ("gpt2", "bert", "llama", "vit", "mixtral")
 ALL = (*SHRINK, *TRANSFORMERS)

@@ -1,8 +1,8 @@
 """A host of a model that is cut: ``MODE WORKLOAD SHRINK RANK HOSTS MEETING``, driven as ``lines.py`` says.
 
 ``MODE``: how tensors cross, or ``alone``: the whole model in one process, by eager kernels. Dynamo captures it there,
-too, as models of transformers compute something else where it looks: their attention masks. Its line to the benchmark tells
-where the model is cut, as JSON. The word of a round is ``leave``, or nothing. ``MEETING`` is not used.
+too, as models of transformers compute something else where it looks: their attention masks. Its line to the benchmark
+tells where the model is cut, as JSON. The word of a round is ``leave``, or nothing. ``MEETING`` is not used.
 """
 
 from __future__ import annotations
