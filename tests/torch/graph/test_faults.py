@@ -10,8 +10,9 @@ from tests.sandbox import Sandbox
 
 # A model over two hosts; in step 3 worker 1 does what FAULT says.
 TRAIN = """
-    import torch
+    import torch, warnings
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Guards may run slower")  # Python 3.13.0
 
     class Net(torch.nn.Module):
         def __init__(self):
