@@ -7,17 +7,13 @@ import sys
 import torch
 import torch.distributed as dist
 from lines import Lines, check, pattern, timed
+from meeting import meet_by_gloo
 
 
 def main(role: str, device: str, nbytes: str) -> None:
     lines = Lines()
     target = role == "target"
-    if target:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        lines.hello(str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(lines.hello()), 2)
-    dist.init_process_group("gloo", store=store, rank=0 if target else 1, world_size=2)
+    meet_by_gloo(lines, target=target)
     tensor, back = torch.zeros(int(nbytes), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 
     def receive(count: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 
 import torch
 import torch.distributed.rpc as rpc
 from lines import Lines, check, pattern, timed
+from meeting import meet_by_rpc
 
 received: list[torch.Tensor] = []
 
@@ -20,14 +20,7 @@ def receive(tensor: torch.Tensor) -> None:
 def main(role: str, device: str, nbytes: str) -> None:
     lines = Lines()
     target = role == "target"
-    ours = "-"
-    if target:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ours = str(free.getsockname()[1])
-    told = lines.hello(ours)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{ours if target else told}")
-    rpc.init_rpc(role, rank=0 if target else 1, world_size=2, rpc_backend_options=options)
+    meet_by_rpc(lines, target=target)
     for run in lines.runs():
         if target:
             check(received[0].numpy(), run.round)

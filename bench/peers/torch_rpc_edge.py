@@ -5,13 +5,13 @@ A call a tensor, which is its argument; two calls are on their way.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from meeting import meet_by_rpc
 
 from tensorwire.bench.actors.ends import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, check, fill, timed
@@ -74,15 +74,9 @@ def main(role: str, device: str, nbytes: str) -> None:
     torch.set_num_threads(1)
     lines = Lines()
     target = role == "target"
-    ours = "-"
     if target:
         received["sums"] = Sums(int(nbytes) // 4)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ours = str(free.getsockname()[1])
-    told = lines.hello(ours)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{ours if target else told}")
-    rpc.init_rpc(role, rank=0 if target else 1, world_size=2, rpc_backend_options=options)
+    meet_by_rpc(lines, target=target)
     if target:
         serve(lines)
     else:

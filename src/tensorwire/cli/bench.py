@@ -87,6 +87,14 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     return _plain(option(command))
 
 
+def _transports(what: str) -> Callable[..., Any]:
+    """The option of a benchmark of steps of training."""
+    callback = _names("device", ("shm", "tcp"))
+    return click.option(
+        "--device", "devices", default="shm", show_default=True, metavar="NAMES", callback=callback, help=what
+    )
+
+
 def _link(what: str) -> Callable[..., Any]:
     """The option of a benchmark that runs over shaped links."""
     return click.option("--link", "links", default="", metavar="RATES", callback=_names("", _LINKS), help=what)
@@ -109,6 +117,12 @@ def _processes(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+_steps = click.option(
+    "--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round."
+)
+_peer_python = click.option(
+    "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
+)
 _size_option = click.option("--sizes", default="", metavar="SIZES", callback=_sizes, help="Bytes, as in 64,4KiB,16MiB.")
 
 
@@ -178,9 +192,7 @@ def device(peers: str, listen: str, **options: Any) -> None:
     callback=_names("", ("none", "grpc", "torch-rpc", "gloo")),
     help="Other libraries: grpc, torch-rpc, gloo; or none.",
 )
-@click.option(
-    "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
-)
+@_peer_python
 def edge(**options: Any) -> None:
     """A stream of tensors over one edge, alone and between a producer and a consumer, beside other libraries."""
     _run("edge", **options)
@@ -205,9 +217,7 @@ def posting(**options: Any) -> None:
     callback=_names("", ("none", "grpc")),
     help="Other stores: grpc, or none.",
 )
-@click.option(
-    "--peer-python", metavar="PATH", help="The Python that has them, torch and tensorwire; by default this one."
-)
+@_peer_python
 @_link("Instead: tcp over a shaped link beside iperf3, 1gbit or 10gbit or both; needs root and iperf3.")
 def store(**options: Any) -> None:
     """The parameter store's step, push and pull, beside a store on gRPC; over shm and tcp."""
@@ -231,15 +241,7 @@ def faults(**options: Any) -> None:
     "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
     "vgg16-elsewhere",
 )
-@click.option(
-    "--device",
-    "devices",
-    default="shm",
-    show_default=True,
-    metavar="NAMES",
-    callback=_names("device", ("shm", "tcp")),
-    help="The store's transports: shm, tcp.",
-)
+@_transports("The store's transports: shm, tcp.")
 @_link("tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.")
 @click.option(
     "--peers",
@@ -250,7 +252,7 @@ def faults(**options: Any) -> None:
     help="Who else trains: none, or ddp, grpc.",
 )
 @_processes
-@click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
+@_steps
 @click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
 @click.option(
     "--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); tell tensor sizes."
@@ -277,15 +279,7 @@ def train(**options: Any) -> None:
     every=(*_MODELS, *_TRANSFORMERS),
     default="gpt2",
 )
-@click.option(
-    "--device",
-    "devices",
-    default="shm",
-    show_default=True,
-    metavar="NAMES",
-    callback=_names("device", ("shm", "tcp")),
-    help="Between the hosts: shm, tcp.",
-)
+@_transports("Between the hosts: shm, tcp.")
 @click.option(
     "--modes",
     default="zerocopy,copy,rpc",
@@ -295,7 +289,7 @@ def train(**options: Any) -> None:
     help="How tensors cross.",
 )
 @click.option("--hosts", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
-@click.option("--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round.")
+@_steps
 @click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf).")
 def graph(**options: Any) -> None:
     """Training steps of a model whose parts run on several hosts: zerocopy, copy, rpc, and one process alone.
