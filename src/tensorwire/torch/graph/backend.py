@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
+from tensorwire.torch.graph.capture import Boxed, boxed, compiled
 from tensorwire.torch.graph.elsewhere import elsewhere
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.part import HOME, Backward, Forward, Part
-from tensorwire.torch.graph.partition import Boxed
+from tensorwire.torch.graph.part import HOME, Backward, Forward
 
 _log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
@@ -76,32 +75,19 @@ def backend(
         metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
         part = _forwards[context] = Forward(graph, job, chosen, scope, metadata)
         parts.append(part)
-        return _boxed(part)
+        return boxed(part)
 
     def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
-        return _boxed(Backward(graph, _forwards[torch._guards.TracingContext.get()]))
+        return boxed(Backward(graph, _forwards[torch._guards.TracingContext.get()]))
 
-    compiler = aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=forward, keep_inference_input_mutations=True
-    )
     with torch._functorch.config.patch(donated_buffer=False):
-        compiled = compiler(module, examples)
+        run = compiled(module, examples, forward, backward)
     if not parts:  # nothing to compute
-        return compiled
+        return run
 
     def call(*args: Any) -> Any:
-        return _marked(compiled(*args), parts[0])
+        return _marked(run(*args), parts[0])
 
-    return call
-
-
-def _boxed(part: Part) -> Boxed:
-    """A function, whose attributes torch's wrappers copy; so they know that it takes a list, and empties it."""
-
-    def call(args: list[Any]) -> Any:
-        return part(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import fx
 
 from tensorwire.errors import ArgumentError
@@ -14,12 +13,13 @@ from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.cut import cut
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.repeat import Layer, find_layer, repeat, with_present
+from tensorwire.torch.graph.capture import given, returned
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.part import SMALL
+from tensorwire.torch.graph.part import is_small
 from tensorwire.torch.graph.paths import host_of, module_path, placed
 from tensorwire.torch.graph.placement import host_at
-from tensorwire.torch.graph.survey import Survey, Traced, given, returned
+from tensorwire.torch.graph.survey import Survey, Traced
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Planner:
         for index, value in enumerate(returned(self.traced.forward)):
             if isinstance(value, fx.Node):
                 caller = index < self.traced.returns
-                found.append(Output(value.name, self.hosts if caller and _is_small(value) else (), caller))
+                found.append(Output(value.name, self.hosts if caller and is_small(value) else (), caller))
         return found
 
     def _labels(self, module: fx.GraphModule) -> dict[str, str]:
@@ -189,8 +189,3 @@ class _Planner:
             if path is not None:
                 found[node.name] = path
         return found
-
-
-def _is_small(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or (isinstance(n := value.nbytes, int) and n <= SMALL)

@@ -13,11 +13,12 @@ from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
+from tensorwire.torch.graph.capture import Boxed, given, returned
 from tensorwire.torch.graph.elsewhere import lives
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.importer import Origin, import_graph
 from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.partition import Boxed, partition
+from tensorwire.torch.graph.partition import partition
 from tensorwire.torch.graph.party import party_of
 from tensorwire.torch.graph.paths import host_of
 from tensorwire.torch.graph.placement import owner_of
@@ -37,8 +38,7 @@ class Part:
     def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
         self.module, self.job, self.options, self.scope = module, job, options, scope
         self.party = party_of(job)
-        self.given = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.returned = list(next(iter(reversed(module.graph.nodes))).args[0])
+        self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
         self._wires: Wires | RpcWires | None = None
         self._run: Boxed | None = None
@@ -180,11 +180,7 @@ class Forward(Part):
         ]
 
     def _for_all(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        if self.options.outputs == "all" or not isinstance(value, torch.Tensor):
-            return True
-        nbytes = value.numel() * value.element_size()
-        return isinstance(nbytes, int) and nbytes <= SMALL
+        return self.options.outputs == "all" or is_small(node)
 
 
 class Backward(Part):
@@ -237,6 +233,15 @@ class Backward(Part):
 
     def borrowed(self) -> frozenset[tuple[str, str]]:
         return self._planned().plan.loans
+
+
+def is_small(node: fx.Node) -> bool:
+    """Whether an output reaches every host unasked: a number, or a tensor that is known to be small."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return True
+    nbytes = value.numel() * value.element_size()
+    return isinstance(nbytes, int) and nbytes <= SMALL
 
 
 def home_of(value: torch.Tensor) -> str | None:

@@ -12,10 +12,9 @@ from torch import fx
 from tensorwire.errors import Unsupported
 from tensorwire.graph import Analysis
 from tensorwire.torch.graph.absent import kept_elsewhere, length_of, shown_elsewhere
+from tensorwire.torch.graph.capture import Boxed, function_of
 from tensorwire.torch.graph.post import Post
 from tensorwire.torch.graph.replay import replay
-
-Boxed = Callable[[list[Any]], Any]
 
 
 def partition(
@@ -78,8 +77,7 @@ class _Builder:
             sent = crossing.sent.get(node.name)
             if sent is not None and sent[0] == self.me:
                 self._call(self.post.sender(self.places[node.name]), self.made[node.name])
-        self.graph.set_codegen(fx.graph._BoxedCodeGen())  # arguments are freed as soon as they were used
-        return fx.GraphModule(self.module, self.graph).forward
+        return function_of(self.graph, self.module)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         return self.graph.call_function(function, args)

@@ -17,8 +17,8 @@ from torch import fx
 
 from tensorwire.torch.graph.allocator import MOST_OUTPUTS
 from tensorwire.torch.graph.birth import Birthplace, Place, is_new, why_not
+from tensorwire.torch.graph.capture import Boxed, function_of, given, returned
 from tensorwire.torch.graph.importer import alias_of
-from tensorwire.torch.graph.partition import Boxed
 from tensorwire.torch.slots import GradientSlot, slot_of
 
 Slots = Sequence[GradientSlot | None]
@@ -35,14 +35,13 @@ class Gradient:
 
 def gradients(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, list[Gradient]]:
     """Those that can be born in a slot, by the node of ``backward`` whose output they are."""
-    returned = next(iter(reversed(backward.graph.nodes))).args[0]
-    roots = [_root(value) if isinstance(value, fx.Node) else None for value in returned]
+    results = returned(backward)
+    roots = [_root(value) if isinstance(value, fx.Node) else None for value in results]
     times = Counter(root for root in roots if root is not None)
-    given = [node.meta.get("val") for node in forward.graph.nodes if node.op == "placeholder"]
     found: dict[str, list[Gradient]] = {}
     of = -1
-    for parameter, value, root in zip(given, returned, roots, strict=False):
-        of += isinstance(parameter, torch.Tensor)
+    for argument, value, root in zip(given(forward), results, roots, strict=False):
+        of += isinstance(argument.meta.get("val"), torch.Tensor)
         if root is None or times[root] > 1:
             continue
         item = root.target is operator.getitem
@@ -75,8 +74,7 @@ def replica(module: fx.GraphModule, born: Mapping[str, Sequence[Gradient]] | Non
             graph.output(fx.map_arg(node.args[0], made.__getitem__))
         elif node.op != "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
-    graph.set_codegen(fx.graph._BoxedCodeGen())  # arguments are freed as soon as they were used
-    return fx.GraphModule(module, graph).forward
+    return function_of(graph, module)
 
 
 def slots_of_inputs(count: int) -> Slots:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.torch.graph.capture import Boxed, boxed, compiled, given
 from tensorwire.torch.graph.paths import module_path
 
 
@@ -60,12 +60,12 @@ def survey(model: Callable[[], nn.Module], inputs: Callable[[], Sequence[Any]], 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         module = model()
-    given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(inputs()))
+    examples = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(inputs()))
     tracer = _Tracer()
     torch.compiler.reset()
     try:
         with mode, torch.set_grad_enabled(not inference):
-            results = torch.compile(module, backend=tracer.backend)(*given)
+            results = torch.compile(module, backend=tracer.backend)(*examples)
             if not inference:
                 _differentiate(results)
     except TensorwireError:
@@ -102,22 +102,16 @@ class _Tracer:
         self.backwards: dict[Any, fx.GraphModule] = {}
 
     def backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        compiler = aot_autograd(
-            fw_compiler=self._forward,
-            bw_compiler=self._backward,
-            inference_compiler=self._forward,
-            keep_inference_input_mutations=True,
-        )
-        return compiler(module, examples)
+        return compiled(module, examples, self._forward, self._backward)
 
-    def _forward(self, module: fx.GraphModule, _: Sequence[Any]) -> Any:
+    def _forward(self, module: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         context = torch._guards.TracingContext.get()
         self.forwards[context] = (module, context.fw_metadata)
-        return _boxed(module)
+        return _interpreted(module)
 
-    def _backward(self, module: fx.GraphModule, _: Sequence[Any]) -> Any:
+    def _backward(self, module: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         self.backwards[torch._guards.TracingContext.get()] = module
-        return _boxed(module)
+        return _interpreted(module)
 
     def traced(self) -> tuple[Traced, ...]:
         found = []
@@ -127,19 +121,5 @@ class _Tracer:
         return tuple(found)
 
 
-def _boxed(module: fx.GraphModule) -> Any:
-    def call(args: list[Any]) -> Any:
-        return fx.Interpreter(module).boxed_run(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
-def given(module: fx.GraphModule) -> list[fx.Node]:
-    """Its arguments."""
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def returned(module: fx.GraphModule) -> list[Any]:
-    """Its outputs."""
-    return list(next(iter(reversed(module.graph.nodes))).args[0])
+def _interpreted(module: fx.GraphModule) -> Boxed:
+    return boxed(lambda args: fx.Interpreter(module).boxed_run(args))

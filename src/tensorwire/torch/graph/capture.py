@@ -1,0 +1,52 @@
+"""Graphs as AOTAutograd makes them of what dynamo captured: what they take and return, and functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+Boxed = Callable[[list[Any]], Any]  # it takes the list of all arguments, which it empties
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
+
+
+def compiled(
+    module: fx.GraphModule, examples: Sequence[Any], forward: Compiler, backward: Compiler
+) -> Callable[..., Any]:
+    """``module`` by AOTAutograd: ``forward`` compiles its graph, with gradients or without, ``backward`` theirs.
+
+    Nothing is decomposed, which would change bits; what changes buffers stays a node of the graph.
+    """
+    compiler = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=forward, keep_inference_input_mutations=True
+    )
+    result: Callable[..., Any] = compiler(module, examples)
+    return result
+
+
+def boxed(call: Boxed) -> Boxed:
+    """A function, whose attributes torch's wrappers copy; so they know that it takes a list, and empties it."""
+
+    def run(args: list[Any]) -> Any:
+        return call(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def function_of(graph: fx.Graph, module: fx.GraphModule) -> Boxed:
+    """``graph`` as a function; what it is made of belongs to ``module``."""
+    graph.set_codegen(fx.graph._BoxedCodeGen())  # arguments are freed as soon as they were used
+    return fx.GraphModule(module, graph).forward
+
+
+def given(module: fx.GraphModule) -> list[fx.Node]:
+    """Its arguments."""
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def returned(module: fx.GraphModule) -> list[Any]:
+    """Its outputs."""
+    return list(next(iter(reversed(module.graph.nodes))).args[0])
