@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "count.h"
 #include "engine.h"
 
 namespace tw {
@@ -90,6 +91,8 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
         return Outcome::lost;
     }
     id = frame.id = ++posted_;
+    count(Counter::messages);  // before anything of it can be seen at the other end
+    if (memory) count(Counter::bytes, frame.length);
     char* at = memory ? memory->base + offset : nullptr;
     const bool idle = outgoing_.empty();
     if (frame.op == static_cast<u32>(Op::write)) {

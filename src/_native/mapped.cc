@@ -31,25 +31,25 @@ class Path {
         if (!to || source.nbytes != target.nbytes || source.span->closed()) return false;
         Flag flag;
         if (!signal.is_none() && !take(signal, flag)) return false;
+        count_move(source.nbytes);
         move(to->base + target.offset, source.span->base + source.offset, source.nbytes);
         if (flag.span) raise(*flag.span, flag.offset, flag.value);
-        moved(source.nbytes);
         return true;
     }
 
     bool signal(const RemoteView& target, nb::handle value) const {
         Flag flag;
         if (!take(target, value, flag)) return false;
-        raise(*flag.span, flag.offset, flag.value);
         count(Counter::messages);
+        raise(*flag.span, flag.offset, flag.value);
         return true;
     }
 
     bool read(const View& target, const RemoteView& source) const {
         const auto from = find(source, false);
         if (!from || source.nbytes != target.nbytes || target.span->closed() || !target.span->writable) return false;
+        count_move(source.nbytes);
         move(target.span->base + target.offset, from->base + source.offset, source.nbytes);
-        moved(source.nbytes);
         return true;
     }
 
@@ -59,7 +59,7 @@ class Path {
         u64 offset = 0, value = 0;
     };
 
-    static void moved(u64 nbytes) {
+    static void count_move(u64 nbytes) {
         count(Counter::messages);
         count(Counter::bytes, nbytes);
         count(Counter::copies);

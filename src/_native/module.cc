@@ -119,10 +119,6 @@ u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory,
             Unlocked unlocked;
             outcome = c.post(frame, memory, offset, std::max(0.0, end - now()), fence, id);
         }
-        if (id) {
-            count(Counter::messages);
-            if (memory) count(Counter::bytes, frame.length);
-        }
         if (outcome != Outcome::interrupted) return id;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
@@ -30,6 +31,27 @@ def test_transfers(pair: Pair) -> None:
     pair.channel.fetch_add(remote.view(0, 8), 1)
     pair.channel.compare_swap(remote.view(0, 8), 0, 1)
     assert counters.since(start) == Counters(messages=3)
+
+
+def test_what_arrived_was_counted(pair: Pair) -> None:
+    """Who sees a step at the other end, and counts then, misses nothing of it."""
+    region = pair.target.allocate(64)
+    source, remote = pair.initiator.allocate(64), region.remote()
+    start, steps = counters.snapshot(), 2000
+
+    def write() -> None:
+        for step in range(1, steps + 1):
+            pair.channel.write(source.view(8, 56), remote.view(8, 56), (remote.view(0, 8), step))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    short = []
+    for step in range(1, steps + 1):
+        region.wait(0, step, SECONDS)
+        if counters.since(start).messages < step:
+            short.append(step)
+    writer.join()
+    assert short == []
 
 
 def test_what_is_refused_here_is_not_counted(pair: Pair) -> None:

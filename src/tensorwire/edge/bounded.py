@@ -64,10 +64,10 @@ class BoundedProducer:
         ring = self._ring
         nbytes = spec.nbytes
         used = pack_tensor(ring.memory, ring.ring.slot(ring.taken), step, spec) + nbytes
-        completion = ring.send(step, used)
-        self._filled = None
         if self.mapped:
             counters.mapped(nbytes)
+        completion = ring.send(step, used)
+        self._filled = None
         return completion
 
     def send_value(self, step: int, value: Value, timeout: float = DEFAULT_TIMEOUT) -> Completion:

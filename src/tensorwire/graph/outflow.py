@@ -105,8 +105,8 @@ class Outflow:
         """Makes ``source``, a part of ``bank``, arrive as ``edge``."""
         word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, bank.number)
         if self.maps:
-            self.channel.signal(word, value)
             counters.mapped(source.nbytes)
+            self.channel.signal(word, value)
         else:
             target = self._inbox(run, timeout).view(source.offset, source.nbytes)
             self._write(source, target, (word, value), run)
@@ -115,8 +115,8 @@ class Outflow:
         """Makes ``source``, which is lent, arrive as ``edge``."""
         word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, 0)
         if self.maps:
-            self.channel.signal(word, value)
             counters.mapped(source.nbytes)
+            self.channel.signal(word, value)
         else:
             self._write(source, self._landings[edge].view(), (word, value), run)
 

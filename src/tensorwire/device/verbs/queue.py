@@ -78,9 +78,8 @@ class Queue(Pair):
                 credits = self._append_signal(requests, number, signal)
             if fence:
                 requests[0].send_flags |= _FENCE
-            operation = self._post(Operation(self, requests, kept, credits))
-        counters.sent(nbytes)
-        return operation
+            counters.sent(nbytes)  # before anything of it can be seen at the other end
+            return self._post(Operation(self, requests, kept, credits))
 
     def read(self, local: tuple[int, int, int], remote: tuple[int, int], kept: object) -> Completion:
         """As ``write``, the other way."""
@@ -89,9 +88,8 @@ class Queue(Pair):
             return self._in_parts(_READ, local, remote, None, False, kept)
         with self.lock:
             number = self._enter(-(-nbytes // self._largest) + 1, 0)
-            operation = self._post(Operation(self, self._pieces(_READ, local, remote, number), kept))
-        counters.sent(nbytes)
-        return operation
+            counters.sent(nbytes)
+            return self._post(Operation(self, self._pieces(_READ, local, remote, number), kept))
 
     def atomic(self, remote: tuple[int, int], first: int, second: int | None) -> Operation:
         """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken behind it."""
@@ -104,8 +102,8 @@ class Queue(Pair):
                 requests.append(self.nothing(number, WRITE_IMM))
             operation = Operation(self, requests, None, int(self._immediate))
             operation.atomic = place
+            counters.add(messages=1)
             self._post(operation)
-        counters.add(messages=1)
         return operation
 
     def _in_parts(
@@ -134,10 +132,10 @@ class Queue(Pair):
                 part.whole = first
                 if first is not None and first.error is not None:
                     part.fail(first.error, number)
+                counters.sent(nbytes)
                 self._post(part)
             first = first or part
             address, there, left = address + nbytes, there + nbytes, left - nbytes
-            counters.sent(nbytes)
         return part
 
     def _pieces(self, kind: int, local: tuple[int, int, int], remote: tuple[int, int], number: int) -> list[Any]:
