@@ -70,6 +70,15 @@ def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
     assert "embedding" in message
 
 
+def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
+    """Dynamo makes of what a backend raises an error of its own, and shows all of its frames; not so of ours."""
+    message = run(sandbox, mode="quick")
+    first = message.splitlines()[0].partition(" raised ")[2]
+    assert first.startswith("ArgumentError: options['mode'] is one of ")
+    assert "compiled(x, i)" in message
+    assert "output_graph.py" not in message
+
+
 def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
     message = run(sandbox, before='hosts["c"] = f"worker:{job.rank}"')
     first = message.splitlines()[0]

@@ -17,7 +17,7 @@ from torch import fx
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
-from tensorwire.torch.graph.capture import Boxed, boxed, compiled
+from tensorwire.torch.graph.capture import Boxed, boxed, compiled, own_errors
 from tensorwire.torch.graph.elsewhere import elsewhere
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.options import Options
@@ -51,6 +51,7 @@ def _watch() -> None:
 _watch()
 
 
+@own_errors
 def backend(
     module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import ShortenTraceback
 
+from tensorwire.errors import TensorwireError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Boxed = Callable[[list[Any]], Any]  # it takes the list of all arguments, which it empties
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
@@ -24,6 +31,23 @@ def compiled(
     )
     result: Callable[..., Any] = compiler(module, examples)
     return result
+
+
+def own_errors(backend: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``backend``, whose `TensorwireError` dynamo lets through: of any other error it makes a BackendCompilerFailed."""
+
+    @functools.wraps(backend)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return backend(*args, **options)
+        except TensorwireError as error:
+            if not isinstance(error, ShortenTraceback):  # the kind of error that dynamo raises again as it is
+                kind: Any = type(error)
+                error.__class__ = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+            error.first_useful_frame = inspect.currentframe()  # type: ignore[attr-defined]  # dynamo's are not
+            raise
+
+    return call
 
 
 def boxed(call: Boxed) -> Boxed:
