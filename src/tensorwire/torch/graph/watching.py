@@ -67,7 +67,8 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
         return
     given = {id(a) for a in tree_leaves(args)}
     if any(isinstance(r, torch.Tensor) and id(r) not in given for r in tree_leaves(result)):
-        _refuse(module)  # what hands on its inputs, as torch.nn.Identity does, computed nothing
+        # What hands on its inputs, as torch.nn.Identity does, computed nothing.
+        torch.compiler.disable(_refuse)(module)  # type: ignore[no-untyped-call]  # no frame for dynamo to compile
 
 
 def _refuse(module: torch.nn.Module) -> None:
