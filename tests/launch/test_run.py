@@ -172,6 +172,27 @@ def test_a_worker_that_fails_before_everybody_joined(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+def test_a_job_that_fails_while_a_script_is_at_its_end(sandbox: Sandbox) -> None:
+    """Python 3.12.0 and 3.12.1 start no thread from there on."""
+    body = """
+        import atexit, select
+        def end():
+            job.member.client.publish("at its end", b"")
+            select.select([], [], [])
+        if job.rank == 0:
+            atexit.register(end)
+        else:
+            job.member.client.lookup("at its end")
+            raise ValueError("broken data")
+    """
+    result = sandbox.run(sandbox.script(body)).finish()
+    message = result.message()
+    assert message.splitlines()[0] == "tensorwire: worker 1 raised ValueError: broken data"
+    assert message.count("Traceback") == 1
+    assert result.status == 1
+    sandbox.nothing_left()
+
+
 def test_a_worker_that_computes_on_is_ended_and_its_output_is_kept(sandbox: Sandbox) -> None:
     body = """
         sys.stdout.write("kept\\n")  # and is in a buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import io
 import os
 import stat
@@ -27,6 +28,7 @@ from tensorwire.store.client import step_timeout
 
 # A lost peer is mostly somebody else's failure, which has a better account.
 _SECOND_HAND_SECONDS = 1.0
+_LAST_SECONDS = 1.0  # for the last words of a worker that is ended
 
 _current: Job | None = None
 _jobs_before = 0
@@ -61,11 +63,15 @@ class Job:
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
         self._barriers = 0
+        self._cause: Cause | None = None  # why the job failed
+        self._over, self._left = threading.Event(), threading.Event()  # for the job, and for this worker
         self._pid = os.getpid()
         self._grace = grace_seconds(os.environ)
         self._hook = hook
         hook.job = self
         atexit.register(self.close)
+        # From the beginning, because Python may start no thread while it ends.
+        threading.Thread(target=self._end_in_time, name="tensorwire-end", daemon=True).start()
         member.client.on_end(self._ended)
 
     def barrier(self, timeout: float = 600.0) -> None:
@@ -120,17 +126,19 @@ class Job:
         if self._closed or os.getpid() != self._pid:  # a forked child is no member
             return
         self._closed = True
+        self._left.set()
+        self._over.set()
         atexit.unregister(self.close)
         if _current is self:
             _current = None
         spans.write(f"worker-{self.rank}")
         well = self._error is None and self.member.client.cause is None
-        if well:
-            for call in self._closers:
-                with contextlib.suppress(TensorwireError):
-                    call()
-            self._hook.remove()
         try:
+            if well:
+                for call in self._closers:
+                    with contextlib.suppress(TensorwireError):
+                        call()
+                self._hook.remove()
             if well and self._children:
                 self.member.client.bye()
                 self.member.client.ended.wait()
@@ -177,22 +185,22 @@ class Job:
         self.member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text, settle=settle)
 
     def _ended(self, cause: Cause | None) -> None:
+        self._cause = cause
+        self._over.set()
+
+    def _end_in_time(self) -> None:
         """A script that goes on computing after the job has failed is ended."""
-        if cause is None:
+        self._over.wait()
+        if self._cause is None or self._left.wait(self._grace):
             return
-
-        def leave() -> None:
-            if not self._closed:
-                self.tell(cause)
-                spans.write(f"worker-{self.rank}")
-                flush = threading.Thread(target=_flush, daemon=True)  # a full pipe must not keep us
-                flush.start()
-                flush.join(1.0)
-                os._exit(1)
-
-        timer = threading.Timer(self._grace, leave)
-        timer.daemon = True
-        timer.start()
+        spans.write(f"worker-{self.rank}")
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)  # a full pipe must not keep us
+            self.tell(self._cause)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
 
     @property
     def launcher_tells(self) -> bool:
@@ -244,12 +252,6 @@ def _is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 def init(
