@@ -16,3 +16,11 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     made = Sandbox(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def allocator_built() -> None:
+    """No program of a test has to build it, and to tell people so."""
+    from tensorwire.torch.graph import allocator
+
+    allocator._load(allocator._folder() / f"birth-{allocator._tag()}.so")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import allocator_built as allocator_built
 from tests.sandbox import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,7 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 @pytest.mark.parametrize("name", ["two_hosts", "experts"])
+@pytest.mark.usefixtures("allocator_built")
 def test_models_over_two_hosts_learn(name: str, device: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / f"{name}.py")
     command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "0", "--device", device]

@@ -12,6 +12,7 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.torch.graph import allocator
 from tests.sandbox import Sandbox, wait_for_end
 
+BUILDING = f"tensorwire: building birth.cpp once for torch {torch.__version__}\n"
 WHY = "from tensorwire.torch.graph.birth import why_not\nprint('why', why_not())"
 
 
@@ -112,7 +113,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
     with pytest.raises(Unsupported, match=r"took longer than 0\.2 s"):
         allocator._build(tmp_path / "birth.so")
     wait_for_end(int((tmp_path / "pid").read_text()), "the compiler's child")
-    assert capfd.readouterr().err == f"tensorwire: building birth.cpp once for torch {torch.__version__}\n"
+    assert capfd.readouterr().err == BUILDING
 
 
 def test_a_cache_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,5 +143,6 @@ def test_processes_that_need_it_at_once_build_it_once(sandbox: Sandbox, tmp_path
     programs = [sandbox.python(script, **environment) for _ in range(3)]
     for program in programs:
         result = program.finish()
-        assert (result.status, result.out.strip(), result.err) == (0, "why None", "")
+        assert (result.status, result.out.strip()) == (0, "why None")
+        assert result.err in ("", BUILDING)  # a machine that is busy takes longer than who waits is told for what
     assert (tmp_path / "calls").read_text() == "called\n"
