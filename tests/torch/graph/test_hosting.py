@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.torch_version import TorchVersion
 
 import tensorwire as tw
 from tensorwire.errors import ArgumentError, Unsupported
@@ -226,6 +227,13 @@ def test_a_model_is_placed_once() -> None:
         tw.torch.place(nn.Sequential(model.layers[0], nn.ReLU()), {"": B}, host=B)  # type: ignore[index]
     with pytest.raises(ArgumentError, match="was not placed"):
         tw.torch.unplace(Model())
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0+cpu"])
+def test_an_old_torch_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    with pytest.raises(Unsupported, match=r"needs torch 2\.11 or newer, and this is 2"):
+        torch.compile(lambda x: x + 1, backend="tensorwire")(torch.ones(2))
 
 
 def test_options_must_agree_with_place() -> None:

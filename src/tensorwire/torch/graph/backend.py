@@ -23,6 +23,8 @@ from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.part import HOME, Backward, Forward
 
+# In 2.10 the hosts capture different graphs of what takes an output of another graph; in 2.9 no block of a host.
+_OLDEST = "2.11"
 _log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
 # The forward graph of each frame, for its backward graph, which is compiled when it is first needed.
@@ -60,10 +62,10 @@ def backend(
     Call it in every process of the job, with the same model and arguments of the same shapes. Where nobody said a host,
     each process runs all of it, and knows of no other; gradients are born in the slots of a `StoreOptimizer`.
 
-    Raises `ArgumentError` for wrong options and for a process that is in no job, `Unsupported` for a torch before 2.9.
+    Raises `ArgumentError` for wrong options and for a process that is in no job, `Unsupported` for a torch before 2.11.
     """
-    if not hasattr(fx.traceback, "annotate"):
-        raise Unsupported(f"backend='tensorwire' needs torch 2.9 or newer, and this is {torch.__version__}")
+    if torch.__version__ < _OLDEST:
+        raise Unsupported(f"backend='tensorwire' needs torch {_OLDEST} or newer, and this is {torch.__version__}")
     _captured.set()
     chosen, job = Options.of(options), current()
     scope = Scope.of_frame(chosen.hosts)
