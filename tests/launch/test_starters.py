@@ -169,6 +169,29 @@ def test_an_exception_ends_the_other_rank_in_one_line(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+def test_a_rank_that_computes_on_without_descriptors_is_ended(sandbox: Sandbox) -> None:
+    """Nobody else would end it, and what its end needs besides cannot be had."""
+    body = """
+        import resource
+        if job.rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+            try:
+                while True:
+                    os.dup(0)
+            except OSError:
+                pass
+        job.barrier()
+        if job.rank == 1:
+            raise ValueError("bad data")
+        while True:
+            time.sleep(0.01)
+    """
+    results = finish(by_hand(sandbox, body))
+    assert [result.status for result in results] == [1, 1]
+    sandbox.all_gone()  # rank 0 could not wait for what it had started
+    sandbox.nothing_left()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other_and_leaves_nothing(sandbox: Sandbox, victim: int) -> None:
     """Rank 0 has the coordinator as its child, and each rank a server: they must not stay behind."""

@@ -193,14 +193,16 @@ class Job:
         self._over.wait()
         if self._cause is None or self._left.wait(self._grace):
             return
-        spans.write(f"worker-{self.rank}")
-        with open(os.devnull, "w") as nowhere:
-            faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)  # a full pipe must not keep us
-            self.tell(self._cause)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(1)
+        try:
+            spans.write(f"worker-{self.rank}")
+            with open(os.devnull, "w") as nowhere:
+                faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)  # should a full pipe keep us
+                self.tell(self._cause)
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+        finally:
+            os._exit(1)  # also where no descriptor was left
 
     @property
     def launcher_tells(self) -> bool:
