@@ -23,4 +23,4 @@ def allocator_built() -> None:
     """No program of a test has to build it, and to tell people so."""
     from tensorwire.torch.graph import allocator
 
-    allocator._load(allocator._folder() / f"birth-{allocator._tag()}.so")
+    allocator._load(allocator._path())

@@ -70,7 +70,7 @@ def _find() -> Allocator | str:
     if switch == "off":
         return f"{SWITCH}=off"
     try:
-        library = _load(_folder() / f"birth-{_tag()}.so")
+        library = _load(_path())
     except Unsupported as error:
         return str(error)
     except OSError as error:
@@ -97,6 +97,11 @@ def _tag() -> str:
     """Names what a build depends on. Python is not of it."""
     told = [torch.__version__, str(torch.version.git_version), platform.machine(), *_flags()]
     return hashlib.sha256(_SOURCE.read_bytes() + "\0".join(told).encode()).hexdigest()[:16]
+
+
+def _path() -> Path:
+    """Where the build for this torch is, or will be."""
+    return _folder() / f"birth-{_tag()}.so"
 
 
 def _folder() -> Path:

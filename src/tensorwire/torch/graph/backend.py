@@ -23,7 +23,7 @@ from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.part import HOME, Backward, Forward
 
-# In 2.10 the hosts capture different graphs of what takes an output of another graph; in 2.9 no block of a host.
+# In 2.10 the hosts capture different graphs of what takes an output of another graph; 2.9 traces no block of a host.
 _OLDEST = "2.11"
 _log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
