@@ -141,7 +141,10 @@ def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
     assert {name: found[name].clock.error for name in found} == dict.fromkeys(found, 0.0)
     parts = parts_of_trace(found)
     assert len(parts) == 2 * 2 * 20
-    assert sum(p.accounted for p in parts) == pytest.approx(sum(p.seconds for p in parts), rel=0.05)
+    last = max(p.step for p in parts)  # it lasts until the script has ended, which is no part of training
+    assert sum(p.accounted for p in parts if p.step < last) == pytest.approx(
+        sum(p.seconds for p in parts if p.step < last), rel=0.05
+    )
     names = {e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
     assert {"compute", "push", "wait", "update", "transfer", "exposed"} <= names
     assert any(p.hidden > 0 for p in parts)
