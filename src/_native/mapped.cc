@@ -16,9 +16,13 @@ namespace {
 
 u64 next_path = 1;  // with the GIL
 
+// `channel` is kept weakly: it owns this path, and what a channel holds is to be free as soon as it is dropped.
 class Path {
   public:
-    Path(std::shared_ptr<Life> life, std::shared_ptr<Life> device) : life_(std::move(life)), device_(std::move(device)), id_(next_path++) {}
+    Path(std::shared_ptr<Life> life, std::shared_ptr<Life> device, nb::handle channel, nb::object done)
+        : life_(std::move(life)), device_(std::move(device)), channel_(nb::steal(PyWeakref_NewRef(channel.ptr(), nullptr))), done_(std::move(done)), id_(next_path++) {
+        if (!channel_) throw nb::python_error();
+    }
 
     void remember(RemoteView& view, const Memory& memory, bool writable) const {
         view.span = memory.span;
@@ -26,6 +30,19 @@ class Path {
         view.path = id_;
     }
 
+    nb::object write_or_else(nb::handle source, nb::handle target, nb::handle signal, nb::handle fence) const {
+        if (nb::isinstance<View>(source) && nb::isinstance<RemoteView>(target) &&
+            write(*nb::inst_ptr<View>(source), *nb::inst_ptr<RemoteView>(target), signal))
+            return done_;
+        return channel().attr("_write")(source, target, signal);
+    }
+
+    nb::object signal_or_else(nb::handle target, nb::handle value, nb::handle fence) const {
+        if (nb::isinstance<RemoteView>(target) && signal(*nb::inst_ptr<RemoteView>(target), value)) return done_;
+        return channel().attr("_signal")(target, value);
+    }
+
+  private:
     bool write(const View& source, const RemoteView& target, nb::handle signal) const {
         const auto to = find(target, true);
         if (!to || source.nbytes != target.nbytes || source.span->closed()) return false;
@@ -40,11 +57,12 @@ class Path {
     bool signal(const RemoteView& target, nb::handle value) const {
         Flag flag;
         if (!take(target, value, flag)) return false;
-        count(Counter::messages);
+        count_locked(Counter::messages);
         raise(*flag.span, flag.offset, flag.value);
         return true;
     }
 
+  public:
     bool read(const View& target, const RemoteView& source) const {
         const auto from = find(source, false);
         if (!from || source.nbytes != target.nbytes || target.span->closed() || !target.span->writable) return false;
@@ -60,10 +78,16 @@ class Path {
     };
 
     static void count_move(u64 nbytes) {
-        count(Counter::messages);
-        count(Counter::bytes, nbytes);
-        count(Counter::copies);
-        count(Counter::copied_bytes, nbytes);
+        count_locked(Counter::messages);
+        count_locked(Counter::bytes, nbytes);
+        count_locked(Counter::copies);
+        count_locked(Counter::copied_bytes, nbytes);
+    }
+
+    nb::object channel() const {
+        nb::object found = channel_();
+        if (found.is_none()) throw nb::value_error("the channel is gone");
+        return found;
     }
 
     std::shared_ptr<Span> find(const RemoteView& view, bool write) const {
@@ -86,6 +110,7 @@ class Path {
     }
 
     const std::shared_ptr<Life> life_, device_;
+    const nb::object channel_, done_;
     const u64 id_;
 };
 
@@ -115,13 +140,16 @@ void bind_mapped(nb::module_& m) {
         .def_ro("offset", &RemoteView::offset)
         .def_ro("nbytes", &RemoteView::nbytes);
 
-    nb::class_<Path>(m, "Path", "The short way of a channel over mapped memory. False: nothing was done, take the long way.")
-        .def("__init__", [](Path* self, std::shared_ptr<Life> life, std::shared_ptr<Life> device) { new (self) Path(std::move(life), std::move(device)); },
-             "life"_a, "device"_a)
+    nb::class_<Path>(m, "Path", "The short way of a channel over mapped memory. What is unusual goes to the channel's own `_write` and `_signal`.")
+        .def("__init__", [](Path* self, std::shared_ptr<Life> life, std::shared_ptr<Life> device, nb::handle channel, nb::object done) {
+                 new (self) Path(std::move(life), std::move(device), channel, std::move(done));
+             }, "life"_a, "device"_a, "channel"_a, "done"_a)
         .def("remember", &Path::remember, "view"_a, "memory"_a, "writable"_a, "Where the region of a view lies, in this channel.")
-        .def("write", &Path::write, "source"_a, "target"_a, "signal"_a.none())
-        .def("signal", &Path::signal, "target"_a, "value"_a)
-        .def("read", &Path::read, "target"_a, "source"_a);
+        .def("write", &Path::write_or_else, "source"_a, "target"_a, "signal"_a.none() = nb::none(), nb::kw_only(), "fence"_a = false,
+             nb::sig("def write(self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
+        .def("signal", &Path::signal_or_else, "target"_a, "value"_a, nb::kw_only(), "fence"_a = false,
+             nb::sig("def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
+        .def("read", &Path::read, "target"_a, "source"_a, "False: nothing was done, take the long way.");
 }
 
 }  // namespace tw

@@ -4,6 +4,7 @@ Tensorwire's native core: shared words, waits, copies and the tcp engine.
 
 from typing import overload
 
+import tensorwire.device.contract
 import tensorwire.device.region
 
 class Notices:
@@ -151,16 +152,21 @@ class RemoteView:
 
 class Path:
     """
-    The short way of a channel over mapped memory. False: nothing was done, take the long way.
+    The short way of a channel over mapped memory. What is unusual goes to the channel's own `_write` and `_signal`.
     """
 
-    def __init__(self, life: Life, device: Life) -> None: ...
+    def __init__(self, life: Life, device: Life, channel: object, done: object) -> None: ...
     def remember(self, view: RemoteView, memory: Memory, writable: bool) -> None:
         """Where the region of a view lies, in this channel."""
 
-    def write(self, source: View, target: RemoteView, signal: object | None) -> bool: ...
-    def signal(self, target: RemoteView, value: object) -> bool: ...
-    def read(self, target: View, source: RemoteView) -> bool: ...
+    def write(
+        self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False
+    ) -> tensorwire.device.contract.Completion: ...
+    def signal(
+        self, target: RemoteView, value: int, *, fence: bool = False
+    ) -> tensorwire.device.contract.Completion: ...
+    def read(self, target: View, source: RemoteView) -> bool:
+        """False: nothing was done, take the long way."""
 
 class Hold:
     """
@@ -273,6 +279,14 @@ class Engine:
 
     @property
     def connections(self) -> int: ...
+    @property
+    def sleeps(self) -> int:
+        """How often a waiter slept."""
+
+    @property
+    def wake_ups(self) -> int:
+        """How often the engine's own thread was woken."""
+
     def close(self) -> None: ...
 
 class Connection:
@@ -300,7 +314,9 @@ class Connection:
     def read(self, target: Memory, target_offset: int, length: int, key: int, offset: int, seconds: float) -> int: ...
     def fetch_add(self, key: int, offset: int, value: int, seconds: float) -> int: ...
     def compare_swap(self, key: int, offset: int, expected: int, value: int, seconds: float) -> int: ...
-    def wait(self, engine: Engine, id: int, seconds: float) -> int: ...
+    def wait(self, engine: Engine, id: int, seconds: float) -> int:
+        """0 done, 1 timed out, 2 lost, 3 refused: `refusal` says why."""
+
     def notify(self, id: int, notices: Notices, token: int) -> None:
         """Posts the token when that operation is done, or the connection lost."""
 
