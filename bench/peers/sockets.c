@@ -1,7 +1,8 @@
 // The limit of tcp by blocking sockets: a payload one way, a byte back when all of it has arrived.
 //
-// sockets target|initiator NBYTES WINDOW BUFFER HOST; BUFFER bytes a socket buffer, 0: what the kernel chooses.
-// WINDOW: how many payloads may be on their way before the first is answered.
+// sockets target|initiator NBYTES WINDOW BUFFER HOST POLL; BUFFER bytes per socket buffer, 0: what the kernel chooses.
+// WINDOW: how many payloads may be on their way before the first is answered. POLL 1: both ends poll instead of
+// sleeping, which leaves only what the kernel itself needs.
 #include "lines.h"
 
 #include <arpa/inet.h>
@@ -28,10 +29,13 @@ static void send_all(int fd, const char* from, size_t nbytes) {
     }
 }
 
+static int flags;  // of recv
+
 static void receive_all(int fd, char* to, size_t nbytes) {
     while (nbytes) {
         errno = 0;
-        const ssize_t n = recv(fd, to, nbytes, 0);
+        const ssize_t n = recv(fd, to, nbytes, flags);
+        if (n < 0 && errno == EAGAIN) continue;
         if (n <= 0) die("recv");
         to += n, nbytes -= (size_t)n;
     }
@@ -62,10 +66,11 @@ static int meet(int target, int buffer, const char* host) {
 }
 
 int main(int argc, char** argv) {
-    if (argc != 6) return 2;
+    if (argc != 7) return 2;
     const int target = !strcmp(argv[1], "target");
     const size_t nbytes = strtoul(argv[2], NULL, 10);
     const long window = atol(argv[3]);
+    flags = atoi(argv[6]) ? MSG_DONTWAIT : 0;
     leave_with_parent();
     const int fd = meet(target, atoi(argv[4]), argv[5]);
     char *memory = malloc(nbytes), reply = 1;

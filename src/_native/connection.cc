@@ -414,6 +414,7 @@ const char* Connection::take_answer(const Frame& f, Pending& answered) {
         case Op::refuse:
             if (!f.key || f.key > ~u32{0}) return "it sent a malformed frame";  // 0 would read as done
             refusals_[f.id] = static_cast<Refusal>(f.key);
+            any_refusal_.store(true, std::memory_order_release);
             break;
         case Op::data:
         case Op::old_value:

@@ -18,7 +18,7 @@ namespace tw {
 
 namespace {
 constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4;
-constexpr double drive_spin_seconds = 15e-6;   // a round trip on loopback takes about 10
+constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
 constexpr size_t most_recent = 4;
 constexpr u64 turns_per_epoll = 4;
@@ -188,13 +188,15 @@ Engine::Turn Engine::progress(double seconds) {
         const int ready = ppoll(&p, 1, &t, nullptr);
         if (ready < 0 && errno == EINTR) return Turn::interrupted;
         if (ready <= 0) return Turn::idle;
+        return poll_all();
     }
-    const Turn turn = seconds > 0 ? Turn::idle : poll_recent();
-    // The others get their turn, but not a system call for every piece of a transfer that is midway.
-    if (turn == Turn::busy && ++turns_ % turns_per_epoll) return turn;
+    const Turn turn = poll_recent();
+    // The others get their turn, but not a system call for every look.
+    if (++turns_ % turns_per_epoll) return turn;
     return poll_all() == Turn::busy ? Turn::busy : turn;
 }
 
+// Of those with a transfer midway each is asked, of the others the next one.
 Engine::Turn Engine::poll_recent() {
     bool any = false;
     for (size_t i = 0; i < recent_.size();) {
@@ -203,16 +205,16 @@ Engine::Turn Engine::poll_recent() {
             recent_.erase(recent_.begin() + static_cast<ptrdiff_t>(i));
             continue;
         }
-        if (c->midway()) any |= c->poll();
+        if (c->midway() || turns_ % recent_.size() == i) any |= c->poll();
         i++;
     }
     return any ? Turn::busy : Turn::idle;
 }
 
-double Engine::patience() const {
+bool Engine::midway() const {
     for (const auto& weak : recent_)
-        if (const auto c = weak.lock(); c && c->midway()) return midway_spin_seconds;
-    return drive_spin_seconds;
+        if (const auto c = weak.lock(); c && c->midway()) return true;
+    return false;
 }
 
 Engine::Turn Engine::poll_all() {
@@ -246,17 +248,19 @@ Engine::Turn Engine::poll_all() {
 
 void Engine::run() {
     epoll_event events[4];
+    double last = now();  // when something happened
     while (!stop_) {
         if (epoll_wait(outer_, events, 4, -1) < 0 && errno != EINTR) return;
         if (stop_) return;
         std::unique_lock g(drive_mutex_, std::try_to_lock);
-        if (g) {
-            double last = now();
-            while (!stop_) {
-                const double t = now();
-                if (progress(0) == Turn::busy) last = t;
-                else if (t - last >= (patience() > drive_spin_seconds ? midway_spin_seconds : 0)) break;
-            }
+        if (!g) continue;
+        wake_ups_.fetch_add(1, std::memory_order_relaxed);
+        double t = now();
+        lingering_.slept(t - last);
+        for (last = t; !stop_; t = now()) {
+            if (progress(0) == Turn::busy) last = now();
+            else if (wanting_.load(std::memory_order_relaxed)) break;
+            else if (t - last >= (midway() ? midway_spin_seconds : lingering_.seconds())) break;
         }
     }
 }
@@ -266,12 +270,19 @@ Outcome Engine::wait(const Target& target, u64 at_least, double seconds) {
     if (target.reached(at_least)) return Outcome::reached;
     const double start = now(), end = start + std::min(seconds, slice_seconds);
     std::unique_lock lock(drive_mutex_, std::try_to_lock);
-    for (double t = start; !lock && t - start < drive_spin_seconds; t = now()) {
+    if (!lock) {
+        wanting_.fetch_add(1, std::memory_order_relaxed);
+        for (double t = start; !lock && t - start < lock_spin_seconds && !target.reached(at_least); t = now()) {
+            relax();
+            (void)lock.try_lock();
+        }
+        wanting_.fetch_sub(1, std::memory_order_relaxed);
         if (target.reached(at_least)) return Outcome::reached;
-        relax();
-        (void)lock.try_lock();
+        if (!lock) {
+            sleeps_.fetch_add(1, std::memory_order_relaxed);
+            return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
+        }
     }
-    if (!lock) return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
     if (closed_) return target.reached(at_least) ? Outcome::reached : Outcome::lost;
     arm(false);
     const Outcome outcome = drive(target, at_least, end, seconds <= slice_seconds);
@@ -289,13 +300,18 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
         if (turn == Turn::busy) last = t;
-        if (t - last < drive_spin_seconds || t - last < patience()) continue;
+        if (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) continue;
         sleeping_.store(true, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         Turn slept = Turn::busy;
-        if (!target.reached(at_least) && !target.lost()) slept = progress(end - t);
+        if (!target.reached(at_least) && !target.lost()) {
+            sleeps_.fetch_add(1, std::memory_order_relaxed);
+            slept = progress(end - t);
+        }
         sleeping_.store(false, std::memory_order_relaxed);
-        if (slept == Turn::busy) last = now();
+        const double woken = now();
+        waiting_.slept(woken - last);
+        if (slept == Turn::busy) last = woken;
         if (slept == Turn::interrupted && !last_slice) return Outcome::interrupted;
     }
 }

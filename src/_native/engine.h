@@ -4,6 +4,7 @@
 // acknowledges in order. Frames are a fixed 64-byte header, little-endian, and a payload. docs/devices.md has the format.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <thread>
@@ -55,6 +56,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     void notify(u64 id, std::shared_ptr<Notices> notices, u64 token);
     Target completion() { return {&done_, &door_, life.get(), engine_life_.get()}; }
     u64 done() const { return done_.load(std::memory_order_acquire); }
+    bool refused(u64 id) { return any_refusal_.load(std::memory_order_acquire) && refusal(id) != Refusal::none; }
     Refusal refusal(u64 id);
     u64 old_value(u64 id);
     // Afterwards no thread touches the memory of any of its operations, and the peer signals nothing that it had not
@@ -137,6 +139,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::atomic<bool> anyone_to_tell_{false};
     std::deque<Pending> pending_;
     std::unordered_map<u64, Refusal> refusals_;
+    std::atomic<bool> any_refusal_{false};  // ever
     std::unordered_map<u64, u64> old_values_;
     std::atomic<u64> done_{0};
 
@@ -153,6 +156,24 @@ class Connection : public std::enable_shared_from_this<Connection> {
     u64 applied_ = 0, acknowledged_ = 0;
 };
 
+// How long to poll before sleeping. It is learned as hypervisors learn theirs (halt polling): after a sleep so short that
+// polling would have been cheaper it doubles, and after a long one it is the shortest again.
+class Patience {
+  public:
+    Patience(double least, double most) : least_(least), most_(most), seconds_(least) {}
+    double seconds() const { return seconds_; }
+    void slept(double since_last_event) {
+        if (since_last_event > worth_polling) seconds_ = least_;
+        else seconds_ = std::min(most_, std::max(2 * seconds_, first_step));
+    }
+
+  private:
+    static constexpr double worth_polling = 100e-6;  // most of so short a sleep is the wake-up itself
+    static constexpr double first_step = 15e-6;
+    const double least_, most_;
+    double seconds_;
+};
+
 class Engine : public Progress, public std::enable_shared_from_this<Engine> {
   public:
     Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after);
@@ -166,6 +187,8 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     void nudge() override;
     void close();
     size_t connections();
+    u64 sleeps() const { return sleeps_.load(std::memory_order_relaxed); }      // of waiters, ever
+    u64 wake_ups() const { return wake_ups_.load(std::memory_order_relaxed); }  // of the engine's thread, ever
 
   private:
     friend class Connection;
@@ -182,7 +205,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     Turn progress(double seconds);  // drive_mutex_ held
     Turn poll_recent();
     Turn poll_all();
-    double patience() const;        // how long to poll before sleeping
+    bool midway() const;
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
     void run();
@@ -198,8 +221,11 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::unordered_map<u64, Exposed> exposed_;
     std::unordered_map<u64, std::shared_ptr<Connection>> connections_;
     u64 next_token_ = 16;
-    std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately; asked without epoll while midway
+    std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately; asked without epoll
     u64 turns_ = 0;
+    Patience waiting_{15e-6, 60e-6}, lingering_{0, 30e-6};  // with drive_mutex_: of waiters; of the engine's thread
+    std::atomic<u64> sleeps_{0}, wake_ups_{0};
+    std::atomic<u32> wanting_{0};  // waiters that would drive if the engine's thread did not
     std::thread thread_;
     pid_t pid_;
 };

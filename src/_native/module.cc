@@ -144,6 +144,8 @@ u64 post_write(Connection& c, const View& source, const RemoteView& target, nb::
     return id;
 }
 
+constexpr int refused_outcome = 3;
+
 struct PulseBytes {
     static int send(Pulse& p, nb::bytes data, double seconds) {
         const char* at = data.c_str();
@@ -245,7 +247,7 @@ NB_MODULE(_native, m) {
           "Adds to the counter at that place of COUNTERS.");
     m.def("counted", [] {
         std::vector<u64> now;
-        for (const auto& c : counted) now.push_back(c.load(std::memory_order_relaxed));
+        for (size_t which = 0; which < counter_count; which++) now.push_back(count_of(which));
         return now;
     }, "All counters, in the order of COUNTERS.");
     m.def("put", &put, "source"_a, "source_offset"_a, "target"_a, "target_offset"_a, "nbytes"_a, "Copies between mapped memories.");
@@ -293,6 +295,8 @@ NB_MODULE(_native, m) {
              "Takes over a connected, authenticated socket of that peer device, which beats so often; 0: never.")
         .def("expel", &Engine::expel, "device"_a, "reason"_a, nb::call_guard<Unlocked>(), "Closes every connection of that peer device.")
         .def_prop_ro("connections", &Engine::connections)
+        .def_prop_ro("sleeps", &Engine::sleeps, "How often a waiter slept.")
+        .def_prop_ro("wake_ups", &Engine::wake_ups, "How often the engine's own thread was woken.")
         .def("close", &Engine::close, nb::call_guard<Unlocked>());
 
     nb::class_<Connection>(m, "Connection", "One connection of the engine.")
@@ -333,7 +337,10 @@ NB_MODULE(_native, m) {
                  f.key = key; f.offset = offset; f.length = 8; f.signal_key = expected; f.signal_value = value;
                  return post(c, f, nullptr, 0, seconds);
              }, "key"_a, "offset"_a, "expected"_a, "value"_a, "seconds"_a)
-        .def("wait", [](Connection& c, Engine& e, u64 id, double seconds) { return wait_outcome(c.completion(), &e, id, seconds); }, "engine"_a, "id"_a, "seconds"_a)
+        .def("wait", [](Connection& c, Engine& e, u64 id, double seconds) {
+                 const int outcome = wait_outcome(c.completion(), &e, id, seconds);
+                 return outcome == 0 && c.refused(id) ? refused_outcome : outcome;
+             }, "engine"_a, "id"_a, "seconds"_a, "0 done, 1 timed out, 2 lost, 3 refused: `refusal` says why.")
         .def("notify", &Connection::notify, "id"_a, "notices"_a, "token"_a, "Posts the token when that operation is done, or the connection lost.")
         .def_prop_ro("done", &Connection::done)
         .def_prop_ro("life", [](Connection& c) { return c.life; })

@@ -82,7 +82,13 @@ def test_device(sandbox: Sandbox) -> None:
                     record["mode"] == "ping-pong" and record["copies"] == 2  # there and back
                 )
     assert ours(records, device="shm", bytes=64)["mode"] == "ping-pong"
-    assert ours(records, device="tcp", bytes=64, mode="passive-target")["target"] == "<= 30 us"
+    assert ours(records, device="tcp", bytes=64, mode="passive-target")["target"] == ">= 2.00 of C sockets"
+    divided = ours(records, device="tcp", bytes=64, mode="waiting-target")["details"]
+    assert divided.keys() == {"calling", "waiting", "sleeps", "wake_ups"}
+    assert 0 < divided["calling"] < divided["calling"] + divided["waiting"]
+    assert "tcp write + completion, 64 B, passive-target, tensorwire: " in result.out
+    assert " in write(), " in result.out
+    assert "C sockets, polling" in {r["peer"] for r in records}
     assert ours(records, device="shm", bytes=2**20)["limit"] == "C memcpy"
     assert "C sockets" in {r["peer"] for r in records}
     assert "skipped: zeromq is not here: pip install pyzmq" in result.err

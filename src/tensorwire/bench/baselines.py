@@ -42,6 +42,7 @@ class Peer:
 # glibc gives memory back after each message otherwise, and half of the time goes into page faults.
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "268435456"}
 _PROGRAM = "ucx_perftest"
+POLLING = "C sockets, polling"
 
 PEERS = {
     peer.name: peer
@@ -107,8 +108,13 @@ class Peers:
         made = []
         for buffer in buffers if program else ():
             name = f"C sockets, {size_text(buffer)}" if buffer else "C sockets"
-            made.append(Contender(name, pair(program, nbytes, window, buffer, "127.0.0.1"), "C sockets"))
+            made.append(Contender(name, pair(program, nbytes, window, buffer, "127.0.0.1", 0), "C sockets"))
         return made
+
+    def polling_sockets(self, nbytes: int) -> list[Contender]:
+        """The same where both ends poll: the time that the kernel itself needs, without a wake-up."""
+        program = self._build("sockets")
+        return [Contender(POLLING, pair(program, nbytes, 1, 0, "127.0.0.1", 1))] if program else []
 
     def libfabric(self, nbytes: int) -> list[Contender]:
         """libfabric's tcp provider."""

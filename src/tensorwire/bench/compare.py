@@ -17,6 +17,8 @@ from tensorwire.errors import ProgramFailed
 
 Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
+_SLEEPS = ("sleeps", "wake_ups")  # counts, too
+_PARTS = ("calling", "waiting")  # seconds
 _MOST_OPERATIONS = 20_000
 
 
@@ -53,10 +55,11 @@ class Workload:
 
 @dataclass
 class Samples:
-    """Seconds of each round, and counts an operation."""
+    """Seconds of each round, counts per operation, and the parts of an operation in seconds in each round."""
 
     seconds: list[float] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -66,9 +69,20 @@ class Samples:
     def add(self, answers: Sequence[Answer], warm: int, count: int, per: int) -> None:
         """One round's answers: the slowest end's time, the counts of both ends."""
         self.seconds.append(max(a["seconds"] for a in answers) / count / per)
-        for name in _COUNTS:
+        for name in (*_COUNTS, *_SLEEPS):
             if name in answers[-1]:
                 self.counts[name] = sum(a.get(name, 0) for a in answers) / (warm + count)
+        for name in _PARTS:
+            if name in answers[-1]:
+                self.parts.setdefault(name, []).append(answers[-1][name])
+
+    @property
+    def details(self) -> dict[str, float] | None:
+        """What else is told of an operation; None where nothing is."""
+        if not self.parts:
+            return None
+        counts = {name: self.counts[name] for name in _SLEEPS if name in self.counts}
+        return {name: statistics.median(seconds) for name, seconds in self.parts.items()} | counts
 
 
 class Stages:
@@ -241,6 +255,7 @@ def _record(
         rounds=len(measured.seconds),
         target=None,
         met=None,
+        details=measured.details if workload.device == "tcp" else None,
         how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
     )
     if workload.target is None or name != OURS:

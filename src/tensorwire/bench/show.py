@@ -116,8 +116,20 @@ def markdown(records: Sequence[Record], machine: Sequence[str]) -> str:
 
 
 def hows(records: Sequence[Record]) -> list[str]:
-    """A line for each way in which somebody was run, where that is told."""
-    return list(dict.fromkeys(f"{record.peer}: {record.how}" for record in records if record.how))
+    """A line for each way in which somebody was run, where that is told, and for where a small write's time goes."""
+    told = [f"{record.peer}: {record.how}" for record in records if record.how]
+    return list(
+        dict.fromkeys([*told, *(_divided(record) for record in records if "calling" in (record.details or {}))])
+    )
+
+
+def _divided(record: Record) -> str:
+    parts = record.details or {}
+    return (
+        f"{record.workload}, {record.mode}, {record.peer}: {time_text(parts['calling'])} in write(), "
+        f"{time_text(parts['waiting'])} in wait(); per write {parts['sleeps']:.2f} sleeps of a waiter and "
+        f"{parts['wake_ups']:.2f} wake-ups of a device's thread"
+    )
 
 
 def write_json(path: str, records: Sequence[Record], machine: Sequence[str]) -> None:

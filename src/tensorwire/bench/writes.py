@@ -11,9 +11,9 @@ from tensorwire.bench.programs import OURS, Contender, actors
 from tensorwire.bench.records import Target, size_text
 
 KIB, MIB = 2**10, 2**20
-SMALL = 64 * KIB  # below it time counts, above it the rate
+SMALL = 64 * KIB  # up to here time counts, above it the rate
 STREAMING = 16 * MIB  # from here on several ways to copy compete
-SIZES = {"shm": (64, MIB, 16 * MIB, 64 * MIB), "tcp": (64, MIB, 64 * MIB)}
+SIZES = {"shm": (64, MIB, 16 * MIB, 64 * MIB), "tcp": (64, 4 * KIB, SMALL, MIB, 64 * MIB)}
 QUICK_SIZES = {"shm": (64, MIB), "tcp": (64, MIB)}
 _BUFFERS = (0, 256 * KIB, MIB, 4 * MIB)
 
@@ -36,7 +36,7 @@ def shm(nbytes: int, peers: Peers) -> list[Workload]:
     """Small: a ping-pong of write and signal. Large: the writer's time alone, the target asleep."""
     title = f"shm write + signal, {size_text(nbytes)}"
     others = peers.contenders("shm", nbytes)
-    if nbytes < SMALL:
+    if nbytes <= SMALL:
         contenders = (_ours("shm", nbytes, "ping-pong"), *peers.copies(nbytes, "ping-pong", ("memcpy",), "C memcpy"))
         target = Target(0.5e-6) if nbytes <= 64 else None
         made = [Workload("device", "shm", title, nbytes, "ping-pong", contenders, ("C memcpy",), target, per=2)]
@@ -69,24 +69,18 @@ def _acknowledged(device: str, nbytes: int, others: Sequence[Contender]) -> list
 def tcp(nbytes: int, peers: Peers) -> list[Workload]:
     """Write and completion: against libfabric, which polls, and blocking sockets, which sleep."""
     title = f"tcp write + completion, {size_text(nbytes)}"
-    small = nbytes < SMALL
+    small = nbytes <= SMALL
     sockets = peers.sockets(nbytes, (0,) if small else _BUFFERS)
     others = (*peers.libfabric(nbytes), *sockets, *peers.contenders("tcp", nbytes))
     waiting = (_ours("tcp", nbytes, "waiting-target"), *others)
     if not small:
         target = Target(shares={"C sockets": 1.0, "libfabric": 1.0}) if nbytes >= 64 * MIB else None
         return [Workload("device", "tcp", title, nbytes, "waiting-target", waiting, ("C sockets",), target)]
+    waiting = (*waiting, *peers.polling_sockets(nbytes))
     passive = (_ours("tcp", nbytes, "passive-target", asleep=True), *sockets)
+    as_libfabric, half_of_sockets = Target(shares={"libfabric": 1.0}), Target(shares={"C sockets": 2.0})
+    limits = ("libfabric", "C sockets")
     return [
-        Workload(
-            "device",
-            "tcp",
-            title,
-            nbytes,
-            "waiting-target",
-            waiting,
-            ("libfabric", "C sockets"),
-            Target(13e-6, {"libfabric": 1 / 1.3}, every=False),
-        ),
-        Workload("device", "tcp", title, nbytes, "passive-target", passive, ("C sockets",), Target(30e-6)),
+        Workload("device", "tcp", title, nbytes, "waiting-target", waiting, limits, as_libfabric),
+        Workload("device", "tcp", title, nbytes, "passive-target", passive, ("C sockets",), half_of_sockets),
     ]

@@ -96,6 +96,11 @@ class TcpDevice(Device):
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._address)
 
+    @property
+    def sleeps(self) -> tuple[int, int]:
+        """How often a waiter slept, and how often the device's own thread was woken; for benchmarks."""
+        return self._engine.sleeps, self._engine.wake_ups
+
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
@@ -304,15 +309,15 @@ class TcpCompletion(Completion):
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel
         outcome = channel._connection.wait(channel._engine, self._posted, timeout)
+        if outcome == 0:
+            return
         if outcome == 1:
             raise WaitTimeout(
                 f"tcp: no acknowledgement within {timeout:g} s; the transfer goes on: do not reuse its memory"
             )
         if outcome == 2:
             raise PeerLost(channel.device.why_lost(channel))
-        refusal = channel._connection.refusal(self._posted)
-        if refusal:
-            raise refused("tcp", refusal)
+        raise refused("tcp", channel._connection.refusal(self._posted))
 
 
 def _release(sock: socket.socket) -> int:

@@ -43,6 +43,13 @@ def since(earlier: dict[str, float]) -> dict[str, float]:
     return {name: value - earlier[name] for name, value in counts().items()}
 
 
+def sleeps(device: Device) -> dict[str, float]:
+    """How often waiters have slept, and the device's own thread was woken; of tcp."""
+    if not isinstance(device, TcpDevice):
+        return {}
+    return dict(zip(("sleeps", "wake_ups"), device.sleeps, strict=True))
+
+
 def polled(wait: Callable[[float], object]) -> None:
     """Waits without ever sleeping: ``wait(seconds)`` again and again.
 
@@ -75,6 +82,7 @@ class End:
         self.there_word = there.view(self.word, 8)
         self.at = 0
         self.depth = DEPTHS.get(device.name, 2)
+        self.parts: dict[str, float] = {}  # of a write with its completion: seconds in each of the two calls
 
     def fill(self, round: int) -> None:
         """Puts the round's bytes into the source."""
@@ -131,9 +139,19 @@ class End:
         self.at += count
 
     def warm_write(self, count: int) -> None:
-        """``write``, always awake."""
-        for _ in range(count):
+        """``write``, always awake; the second half of it is divided into its two calls."""
+        divided = count // 2
+        for _ in range(count - divided):
             polled(self.step().wait)
+        calling = waiting = 0.0
+        for _ in range(divided):
+            start = time.perf_counter()
+            completion = self.step()
+            called = time.perf_counter()
+            completion.wait()
+            calling, waiting = calling + called - start, waiting + time.perf_counter() - called
+        if divided:
+            self.parts = {"calling": calling / divided, "waiting": waiting / divided}
 
     def copy(self, library: str, name: str) -> Callable[[int], None]:
         """What ``write`` does, by a copy and a flag in C."""
@@ -200,13 +218,13 @@ def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str =
         end = End(lines, device, int(nbytes))
         repeat, warm = work(end, role, mode)
         for run in lines.runs():
-            before = counts()
+            before, slept = counts(), sleeps(device)
             end.fill(run.round)
             if run.word and role == "initiator":
                 seconds = timed(run, end.copy(library, run.word))
             else:
                 seconds = timed(run, repeat, warm)
-            counted = since(before)
+            counted = since(before) | {name: n - slept[name] for name, n in sleeps(device).items()} | end.parts
             if role == "target" or mode in ("ping-pong", "both-ways"):
                 end.wait(end.at)
                 check(end.payload, run.round)
