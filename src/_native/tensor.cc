@@ -52,6 +52,9 @@ Lent Lent::from(nb::handle owner) {
     Lent lent;
     const nb::object capsule = capsule_of(owner, lent.writable);
     if (!nb::try_cast(capsule, lent.array_)) throw nb::buffer_error("its DLPack form cannot be read");
+    // What wraps or stands for a tensor says that it is on the CPU, and lies at 0.
+    if (!lent.array_.data() && lent.array_.size())
+        throw nb::buffer_error("it has no memory: a fake, functional or wrapper tensor, or one whose storage was freed");
     return lent;
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.memoryless import WITHOUT_MEMORY
 
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError
@@ -68,7 +69,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "conjugate": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), "conjugate"),
     "sparse": (lambda: torch.zeros(3).to_sparse(), "strided"),
     "python objects": (lambda: np.zeros(3, object), "Python objects"),
-    "no memory": (lambda: [1, 2], "buffer protocol or DLPack"),
+    "a list": (lambda: [1, 2], "buffer protocol or DLPack"),
+    "nothing": (lambda: None, "got None"),
+    **{f"without memory: {name}": (make, "memory|strided|FunctionalTensor") for name, make in WITHOUT_MEMORY.items()},
 }
 
 

@@ -101,11 +101,46 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another byte order": (lambda: np.zeros((2, 3), ">f4"), "'>f4'"),
     "no tensor": (lambda: b"x" * 24, "bytes has not"),
     "python objects": (lambda: np.zeros((2, 3), object), "holds Python objects"),
-    "another device": (lambda: torch.zeros(2, 3, device="meta"), "cannot be copied into its slot"),
+    "another device": (lambda: torch.zeros(2, 3, device="meta"), "has none"),
     "wants a gradient": (lambda: torch.zeros(2, 3, requires_grad=True), r"detach\(\)"),
     "sparse": (lambda: torch.zeros(2, 3).to_sparse(), "cannot be copied into its slot"),
     "negative": (lambda: torch.zeros(2, 3, dtype=torch.complex64).conj().imag, r"resolve_neg\(\)"),
 }
+
+
+@pytest.mark.parametrize("kind", ["static", "checked", "striped", "bounded", "dynamic"])
+def test_tensors_without_memory_are_refused_by_every_kind(kind: str) -> None:
+    """In a process of its own: what is not refused ends it with SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", MEMORYLESS, kind], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+MEMORYLESS = """
+import sys
+from tensorwire.edge import STRIPED_FROM, StripedProducer
+from tensorwire.errors import ArgumentError
+from tests.edge.edges import KINDS, Pair, make_edge
+from tests.edge.varying import make
+from tests.memoryless import COUNT, WITHOUT_MEMORY
+kind, nbytes = sys.argv[1], 4 * COUNT
+with KINDS["loopback"]() as a, KINDS["loopback"]() as b:
+    pair = Pair(a, b, a.connect(b.address), b.connect(a.address))
+    if kind in ("static", "checked"):
+        producer, _, _ = make_edge(pair, 1, nbytes, checked=kind == "checked")
+    elif kind == "striped":
+        remote = b.allocate(4096 + nbytes).remote()
+        arrivals = [remote.view(0, 8), remote.view(64, 8)]
+        producer = StripedProducer(pair.there, arrivals, slots=[remote.view(4096, nbytes)])
+    else:
+        producer, _ = make(kind, pair, 2, nbytes)
+    for name, tensor in WITHOUT_MEMORY.items():
+        try:
+            producer.fill(1, tensor())
+        except ArgumentError as error:
+            assert str(error).count("\\n") == 0, error
+        else:
+            raise AssertionError(name)
+"""
 
 
 @pytest.mark.parametrize("name", REFUSED)

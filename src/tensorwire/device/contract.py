@@ -333,13 +333,32 @@ class Device(ABC):
 
 
 def check_plain(what: str, array: Any) -> None:
-    """The memory of ``array`` holds its values, and nothing that only this process understands."""
+    """The memory of ``array`` is there, and holds its values and nothing that only this process understands."""
+    if array is None:
+        raise ArgumentError(f"{what} needs memory with the buffer protocol or DLPack, and got None")
     if getattr(getattr(array, "dtype", None), "hasobject", False):
         raise ArgumentError(f"{what} needs plain numbers: this array holds Python objects")
     # PyTorch's DLPack leaves this out: the negative of what the tensor shows would be taken.
     is_negative = getattr(array, "is_neg", None)
     if callable(is_negative) and is_negative():
         raise ArgumentError(f"{what} needs memory as it is: this tensor is a negative view; call resolve_neg() first")
+    if hasattr(array, "untyped_storage"):
+        _check_storage(what, array)
+
+
+def _check_storage(what: str, tensor: Any) -> None:
+    """PyTorch shares by DLPack also what only stands for a tensor, and what lost its memory since (``resize_(0)``)."""
+    try:
+        storage = tensor.untyped_storage()
+        end = tensor.storage_offset() + 1
+        end += sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed, there = end * tensor.itemsize if tensor.numel() else 0, storage.nbytes()
+    except (AttributeError, NotImplementedError, RuntimeError):  # no strides, or no storage: DLPack says what it is
+        return
+    if storage.device.type == "meta":
+        raise ArgumentError(f"{what} needs memory, and a fake or meta tensor has none")
+    if needed > there:
+        raise ArgumentError(f"{what} needs memory: this tensor's storage has {there} of its {needed} bytes")
 
 
 def check_sizes(source: int, target: int) -> None:

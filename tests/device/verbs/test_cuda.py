@@ -217,6 +217,13 @@ def test_tensors_that_cannot_be_regions(device: Any, tensor: Tensor) -> None:
         cuda.register(device, tensor)
 
 
+def test_tensors_without_memory_cannot_be_regions(device: Any) -> None:
+    freed = Tensor()
+    freed.data_ptr = lambda: 0
+    with pytest.raises(ArgumentError, match="a tensor with memory"):
+        cuda.register(device, freed)
+
+
 def test_a_forked_child_ends_nothing(library: Library, device: Any) -> None:
     region = cuda.register(device, Tensor())
     region.remote()

@@ -192,10 +192,20 @@ def register(device: VerbsDevice, tensor: Any) -> CudaRegion:
     check_plain("register", tensor)
     if not tensor.is_contiguous() or not tensor.numel():
         raise ArgumentError("register needs a contiguous tensor with elements in it, such as a copy of it")
+    if not _address(tensor):
+        raise ArgumentError("register needs a tensor with memory, not a fake one or one whose storage was freed")
     try:
         return DirectRegion(device, tensor)
     except (RuntimeError, OSError) as error:  # the library's words: neither dma-buf nor peermem
         return StagedRegion(device, tensor, str(error))
+
+
+def _address(tensor: Any) -> int:
+    """Where it lies; 0 for what wraps or stands for a tensor."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
 
 
 def _end(mr: Any, pid: int) -> None:
