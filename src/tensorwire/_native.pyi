@@ -160,7 +160,7 @@ class Path:
         """Where the region of a view lies, in this channel."""
 
     def write(
-        self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False
     ) -> tensorwire.device.contract.Completion: ...
     def signal(
         self, target: RemoteView, value: int, *, fence: bool = False

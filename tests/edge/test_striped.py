@@ -40,17 +40,17 @@ class Wide(Channel):
         return self._lanes
 
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
         self.sent += 1
-        return self.inner.write(source, target, signal, fence=fence)
+        return self.inner.write(local, remote, signal, fence=fence)
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
         self.sent += 1
         return self.inner.signal(target, value, fence=fence)
 
-    def read(self, target: View, source: RemoteView) -> Completion:
-        return self.inner.read(target, source)
+    def read(self, local: View, remote: RemoteView) -> Completion:
+        return self.inner.read(local, remote)
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = SECONDS) -> int:
         return self.inner.fetch_add(target, value, timeout)

@@ -108,7 +108,11 @@ class Failed(Done):
 
 
 class Channel(ABC):
-    """A reliable, ordered connection from this device to a peer's. Safe to use from several threads."""
+    """A reliable, ordered connection from this device to a peer's. Safe to use from several threads.
+
+    What moves bytes takes this process's memory first and the peer's second, whichever way they go, as verbs and MPI
+    do: ``write(local, remote)``, ``read(local, remote)``.
+    """
 
     def __init__(self, device: Device, life: Life) -> None:
         self.device = device
@@ -116,12 +120,13 @@ class Channel(ABC):
 
     @abstractmethod
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        """Puts ``source`` into the peer's memory, then raises the signal word. Sizes must be equal.
+        """Puts ``local`` into the peer's memory at ``remote``, then raises the signal word. Sizes must be equal.
 
         ``fence``: the write begins after every earlier read and atomic of this channel is over; the call may wait for
-        them. Raises `ArgumentError` at once for sizes that differ; the completion carries what the target refused.
+        them. Raises `ArgumentError` at once for sizes that differ and for operands of another type, such as swapped
+        ones; the completion carries what the target refused.
         """
 
     @abstractmethod
@@ -129,8 +134,12 @@ class Channel(ABC):
         """Sets the peer's 8-byte word, after every earlier write of this channel; ``fence`` as for ``write``."""
 
     @abstractmethod
-    def read(self, target: View, source: RemoteView) -> Completion:
-        """Fills ``target`` from the peer's memory, as it is after every earlier write of this channel."""
+    def read(self, local: View, remote: RemoteView) -> Completion:
+        """Fills ``local`` from the peer's memory at ``remote``, as it is after every earlier write of this channel.
+
+        Raises `ArgumentError` at once for sizes that differ and for operands of another type, such as swapped ones;
+        the completion carries what the target refused.
+        """
 
     @abstractmethod
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:

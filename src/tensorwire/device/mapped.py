@@ -16,6 +16,7 @@ from tensorwire.device.contract import (
     check_value,
     check_word,
 )
+from tensorwire.device.operands import explain
 from tensorwire.device.region import RemoteRegion, RemoteView, View
 from tensorwire.errors import RegionClosed, RemoteAccessError
 from tensorwire.observe import counters
@@ -53,34 +54,44 @@ class MappedChannel(Channel):
     # Every operation is over when it returns: there is nothing that a fence could wait for.
 
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        return self._write(source, target, signal)
+        return self._write(local, remote, signal)
 
-    def _write(self, source: View, target: RemoteView, signal: Signal | None) -> Completion:
-        check_sizes(source.nbytes, target.nbytes)
+    def _write(self, local: View, remote: RemoteView, signal: Signal | None) -> Completion:
+        try:
+            return self._write_slowly(local, remote, signal)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "write", local=local, remote=remote, signal=signal) from None
+
+    def _write_slowly(self, local: View, remote: RemoteView, signal: Signal | None) -> Completion:
+        check_sizes(local.nbytes, remote.nbytes)
         check_signal(signal)
         self._check_alive()
-        if source.region.closed:
+        if local.region.closed:
             raise RegionClosed("the source region was closed")
         try:
-            to = self._resolve(target, write=True)
+            to = self._resolve(remote, write=True)
             word = self._resolve(signal[0], write=True, word=True) if signal is not None else None
         except RemoteAccessError as error:
             return Failed(error)
-        _count(source.nbytes)
+        _count(local.nbytes)
         if signal is None or word is None:
-            put(source.region, source.offset, to, target.offset, source.nbytes)
+            put(local.region, local.offset, to, remote.offset, local.nbytes)
         else:
-            put_signal(
-                source.region, source.offset, to, target.offset, source.nbytes, word, signal[0].offset, signal[1]
-            )
+            put_signal(local.region, local.offset, to, remote.offset, local.nbytes, word, signal[0].offset, signal[1])
         return DONE
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
         return self._signal(target, value)
 
     def _signal(self, target: RemoteView, value: int) -> Completion:
+        try:
+            return self._signal_slowly(target, value)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "signal", remote=target, values=(value,)) from None
+
+    def _signal_slowly(self, target: RemoteView, value: int) -> Completion:
         check_signal((target, value))
         self._check_alive()
         try:
@@ -91,28 +102,40 @@ class MappedChannel(Channel):
         memory.store(target.offset, value)
         return DONE
 
-    def read(self, target: View, source: RemoteView) -> Completion:
-        if self._path.read(target, source):
-            return DONE
-        check_sizes(source.nbytes, target.nbytes)
-        check_fillable(target)
+    def read(self, local: View, remote: RemoteView) -> Completion:
+        try:
+            if self._path.read(local, remote):
+                return DONE
+            return self._read(local, remote)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "read", local=local, remote=remote) from None
+
+    def _read(self, local: View, remote: RemoteView) -> Completion:
+        check_sizes(remote.nbytes, local.nbytes)
+        check_fillable(local)
         self._check_alive()
-        if target.region.closed:
+        if local.region.closed:
             raise RegionClosed("the target region was closed")
         try:
-            memory = self._resolve(source, write=False)
+            memory = self._resolve(remote, write=False)
         except RemoteAccessError as error:
             return Failed(error)
-        _count(source.nbytes)
-        put(memory, source.offset, target.region, target.offset, source.nbytes)
+        _count(remote.nbytes)
+        put(memory, remote.offset, local.region, local.offset, remote.nbytes)
         return DONE
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
-        return self._word(target).fetch_add(target.offset, value % 2**64)
+        try:
+            return self._word(target).fetch_add(target.offset, value % 2**64)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "fetch_add", remote=target, values=(value,)) from None
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
-        check_value(expected, value)
-        return self._word(target).compare_swap(target.offset, expected, value)
+        try:
+            check_value(expected, value)
+            return self._word(target).compare_swap(target.offset, expected, value)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "compare_swap", remote=target, values=(expected, value)) from None
 
     def _word(self, target: RemoteView) -> Memory:
         check_word(target)
@@ -123,7 +146,10 @@ class MappedChannel(Channel):
 
     def map(self, target: RemoteView) -> Memory | None:
         self._check_alive()
-        return self._resolve(target, write=target.region.access == "write")
+        try:
+            return self._resolve(target, write=target.region.access == "write")
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "map", remote=target) from None
 
 
 def _count(nbytes: int) -> None:

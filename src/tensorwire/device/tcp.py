@@ -31,6 +31,7 @@ from tensorwire.device.contract import (
     check_word,
     refused,
 )
+from tensorwire.device.operands import explain
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.device.vigil import check_heartbeat, milliseconds
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
@@ -202,60 +203,74 @@ class TcpChannel(Channel):
         self._engine = device._engine
 
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
         try:
-            posted = self._connection.write_view(source, target, signal, fence, _POST_SECONDS)
-        except TimeoutError:
+            posted = self._connection.write_view(local, remote, signal, fence, _POST_SECONDS)
+            if posted:
+                return TcpCompletion(self, posted, local.region)
+            return self._write(local, remote, signal, fence)
+        except TimeoutError as error:
+            if isinstance(error, WaitTimeout):
+                raise
             return self._completion(0)
-        if posted:
-            return TcpCompletion(self, posted, source.region)
-        return self._write(source, target, signal, fence)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "write", local=local, remote=remote, signal=signal) from None
 
-    def _write(self, source: View, target: RemoteView, signal: Signal | None, fence: bool) -> Completion:
-        check_sizes(source.nbytes, target.nbytes)
+    def _write(self, local: View, remote: RemoteView, signal: Signal | None, fence: bool) -> Completion:
+        check_sizes(local.nbytes, remote.nbytes)
         check_signal(signal)
         self._check_alive()
-        if source.region.closed:
+        if local.region.closed:
             raise RegionClosed("the source region was closed")
-        region = target.region
+        region = remote.region
         key, at, value = (
             (signal[0].region.key, signal[0].offset, signal[1]) if signal is not None else (0, NO_SIGNAL, 0)
         )
         posted = self._connection.write(
-            source.region, source.offset, source.nbytes, region.key, target.offset, key, at, value, _POST_SECONDS, fence
+            local.region, local.offset, local.nbytes, region.key, remote.offset, key, at, value, _POST_SECONDS, fence
         )
-        return self._completion(posted, source.region)
+        return self._completion(posted, local.region)
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
-        check_signal((target, value))
-        self._check_alive()
-        posted = self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS, fence)
-        return self._completion(posted)
+        try:
+            check_signal((target, value))
+            self._check_alive()
+            posted = self._connection.signal(target.region.key, target.offset, value, _POST_SECONDS, fence)
+            return self._completion(posted)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "signal", remote=target, values=(value,)) from None
 
-    def read(self, target: View, source: RemoteView) -> Completion:
-        check_sizes(source.nbytes, target.nbytes)
-        check_fillable(target)
-        self._check_alive()
-        if target.region.closed:
-            raise RegionClosed("the target region was closed")
-        posted = self._connection.read(
-            target.region, target.offset, target.nbytes, source.region.key, source.offset, _POST_SECONDS
-        )
-        return self._completion(posted, target.region)
+    def read(self, local: View, remote: RemoteView) -> Completion:
+        try:
+            check_sizes(remote.nbytes, local.nbytes)
+            check_fillable(local)
+            self._check_alive()
+            if local.region.closed:
+                raise RegionClosed("the target region was closed")
+            posted = self._connection.read(
+                local.region, local.offset, local.nbytes, remote.region.key, remote.offset, _POST_SECONDS
+            )
+            return self._completion(posted, local.region)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "read", local=local, remote=remote) from None
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
-        check_word(target)
-        return self._atomic(
-            self._connection.fetch_add, target.region.key, target.offset, value % 2**64, timeout=timeout
-        )
+        try:
+            check_word(target)
+            key, at, added = target.region.key, target.offset, value % 2**64
+            return self._atomic(self._connection.fetch_add, key, at, added, timeout=timeout)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "fetch_add", remote=target, values=(value,)) from None
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
-        check_word(target)
-        check_value(expected, value)
-        return self._atomic(
-            self._connection.compare_swap, target.region.key, target.offset, expected, value, timeout=timeout
-        )
+        try:
+            check_word(target)
+            check_value(expected, value)
+            key, at = target.region.key, target.offset
+            return self._atomic(self._connection.compare_swap, key, at, expected, value, timeout=timeout)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "compare_swap", remote=target, values=(expected, value)) from None
 
     def _atomic(self, post: Callable[..., int], *arguments: int, timeout: float) -> int:
         self._check_alive()

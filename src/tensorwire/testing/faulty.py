@@ -25,6 +25,7 @@ from tensorwire.device.contract import (
     check_value,
     check_word,
 )
+from tensorwire.device.operands import check_operands
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.errors import (
     ArgumentError,
@@ -143,32 +144,37 @@ class FaultyChannel(Channel):
         self._thread: threading.Thread | None = None
 
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        check_sizes(source.nbytes, target.nbytes)
+        check_operands("write", local=local, remote=remote, signal=signal)
+        check_sizes(local.nbytes, remote.nbytes)
         check_signal(signal)
         self._check_alive()
-        if source.region.closed:
+        if local.region.closed:
             raise RegionClosed("the source region was closed")
-        return self._post(lambda: self._inner.write(source, target, signal, fence=fence))
+        return self._post(lambda: self._inner.write(local, remote, signal, fence=fence))
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
+        check_operands("signal", remote=target, values=(value,))
         check_signal((target, value))
         return self._post(lambda: self._inner.signal(target, value, fence=fence))
 
-    def read(self, target: View, source: RemoteView) -> Completion:
-        check_sizes(source.nbytes, target.nbytes)
-        check_fillable(target)
+    def read(self, local: View, remote: RemoteView) -> Completion:
+        check_operands("read", local=local, remote=remote)
+        check_sizes(remote.nbytes, local.nbytes)
+        check_fillable(local)
         self._check_alive()
-        if target.region.closed:
+        if local.region.closed:
             raise RegionClosed("the target region was closed")
-        return self._post(lambda: self._inner.read(target, source))
+        return self._post(lambda: self._inner.read(local, remote))
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
+        check_operands("fetch_add", remote=target, values=(value,))
         check_word(target)
         return self._atomic(lambda left: self._inner.fetch_add(target, value, left), timeout)
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
+        check_operands("compare_swap", remote=target, values=(expected, value))
         check_word(target)
         check_value(expected, value)
         return self._atomic(lambda left: self._inner.compare_swap(target, expected, value, left), timeout)

@@ -30,6 +30,7 @@ from tensorwire.device.contract import (
     check_value,
     check_word,
 )
+from tensorwire.device.operands import explain
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
 from tensorwire.device.verbs import cuda
 from tensorwire.device.verbs.choice import choose
@@ -321,19 +322,21 @@ class VerbsChannel(Channel):
         return self._all
 
     def write(
-        self, source: View, target: RemoteView, signal: Signal | None = None, *, fence: bool = False
+        self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        nbytes, region = source.nbytes, source.region
-        if nbytes != target.nbytes:
-            check_sizes(nbytes, target.nbytes)
         try:
+            nbytes, region = local.nbytes, local.region
+            if nbytes != remote.nbytes:
+                check_sizes(nbytes, remote.nbytes)
             word = None if signal is None else _word(*signal)
-            remote = _place(target.region, target.offset, nbytes)
-            local = self._local(region, source.offset, nbytes)
+            there = _place(remote.region, remote.offset, nbytes)
+            here = self._local(region, local.offset, nbytes)
+            return self._queue.write(here, there, word, fence, region)
         except RemoteAccessError as error:
             self._check_alive()
             return Failed(error)
-        return self._queue.write(local, remote, word, fence, region)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "write", local=local, remote=remote, signal=signal) from None
 
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
         try:
@@ -341,19 +344,23 @@ class VerbsChannel(Channel):
         except RemoteAccessError as error:
             self._check_alive()
             return Failed(error)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "signal", remote=target, values=(value,)) from None
         if self.life.lost:
             self._check_alive()
         return self._queue.write(_NOTHING, _NOWHERE, word, fence, None)
 
-    def read(self, target: View, source: RemoteView) -> Completion:
-        region = target.region
-        check_sizes(source.nbytes, target.nbytes)
-        check_fillable(target)
+    def read(self, local: View, remote: RemoteView) -> Completion:
         try:
-            remote = _place(source.region, source.offset, source.nbytes, "read")
-            return self._queue.read(self._local(region, target.offset, target.nbytes), remote, region)
+            region = local.region
+            check_sizes(remote.nbytes, local.nbytes)
+            check_fillable(local)
+            there = _place(remote.region, remote.offset, remote.nbytes, "read")
+            return self._queue.read(self._local(region, local.offset, local.nbytes), there, region)
         except RemoteAccessError as error:
             return Failed(error)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "read", local=local, remote=remote) from None
 
     def _local(self, region: Any, offset: int, nbytes: int) -> tuple[int, int, int]:
         """Address, bytes and key of what the NIC is to read or fill."""
@@ -366,13 +373,19 @@ class VerbsChannel(Channel):
         return region.start + offset, nbytes, region.lkey
 
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
-        check_word(target)
-        return self._atomic(target, value % 2**64, None, timeout)
+        try:
+            check_word(target)
+            return self._atomic(target, value % 2**64, None, timeout)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "fetch_add", remote=target, values=(value,)) from None
 
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
-        check_word(target)
-        check_value(expected, value)
-        return self._atomic(target, expected, value, timeout)
+        try:
+            check_word(target)
+            check_value(expected, value)
+            return self._atomic(target, expected, value, timeout)
+        except (TypeError, AttributeError) as error:
+            raise explain(error, "compare_swap", remote=target, values=(expected, value)) from None
 
     def _atomic(self, target: RemoteView, first: int, second: int | None, timeout: float) -> int:
         self._check_alive()
