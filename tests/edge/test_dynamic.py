@@ -64,11 +64,30 @@ def test_a_sender_that_wants_to_overwrite_waits(pair: Pair) -> None:
     assert np.all(array_of(consumer.receive(2, SECONDS)) == 2)
 
 
+def test_a_send_needs_what_was_filled_for_its_step(pair: Pair) -> None:
+    producer, consumer = make_dynamic(pair, 2)
+    with pytest.raises(ArgumentError, match=r"nothing lies there for step 1: call fill\(1, tensor\)"):
+        producer.send(1)
+    producer.fill(1, np.arange(3))
+    with pytest.raises(ArgumentError, match="nothing lies there for step 2"):
+        producer.send(2)
+    producer.fill(1, np.arange(4))  # in its place
+    producer.send(1)
+    assert np.array_equal(array_of(consumer.receive(1, SECONDS)), np.arange(4))
+    with pytest.raises(ArgumentError, match="step 1 after 1"):
+        producer.fill(1, np.arange(3))
+    with pytest.raises(ArgumentError, match="nothing lies there for step 2"):
+        producer.send(2)
+    wrong: Any = np.arange(3)
+    with pytest.raises(ArgumentError, match=r"a lease of room\(\) or fill\(\), not ndarray"):
+        producer.send(2, wrong)
+
+
 def test_one_tensor_for_two_consumers(pair: Pair) -> None:
     (one, first), (two, second) = make_dynamic(pair, 2), make_dynamic(pair, 2)
     before = counters.snapshot()
-    lease = one.fill(np.arange(10))
-    one.send(1, lease)
+    lease = one.fill(1, np.arange(10))
+    one.send(1)
     two.send(1, lease)
     assert np.array_equal(array_of(first.receive(1, SECONDS)), np.arange(10))
     with pytest.raises(WaitTimeout):
@@ -123,7 +142,8 @@ def test_memory_of_another_device(pair: Pair) -> None:
 def test_tensors_of_torch_outlive_everything(pair: Pair) -> None:
     producer, consumer = make_dynamic(pair, 4, access="write")
     pool = producer._pool
-    producer.send(1, producer.fill(torch.arange(24.0).view(2, 3, 4)))
+    producer.fill(1, torch.arange(24.0).view(2, 3, 4))
+    producer.send(1)
     tensor = torch_of(consumer.receive(1, SECONDS))
     part = tensor[1].t()
     del tensor, producer, consumer  # the pool knows what is lent

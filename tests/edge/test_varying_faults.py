@@ -177,8 +177,8 @@ def test_a_producer_whose_consumer_ends(far_kind: str, kind: str, how: str) -> N
 
 def test_a_sender_that_waits_to_overwrite(far_kind: str, how: str) -> None:
     with edge(far_kind, "dynamic", "producer", idle) as (producer, peer, _):
-        lease = producer.fill(np.arange(10))
-        producer.send(1, lease)
+        lease = producer.fill(1, np.arange(10))
+        producer.send(1)
         lost_while(lambda: lease.wait(SECONDS), lambda: finish(peer, how))
         assert lease.busy  # a stopped process may go on reading it
 

@@ -66,11 +66,8 @@ def born(producer: Sender, step: int, content: bytes, spec: Spec) -> None:
 
 def copied(producer: Sender, step: int, tensor: Any) -> None:
     """Sends a tensor that was born elsewhere."""
-    if isinstance(producer, BoundedProducer):
-        producer.fill(step, tensor, SECONDS)
-        producer.send(step)
-    else:
-        producer.send(step, producer.fill(tensor, SECONDS), timeout=SECONDS)
+    producer.fill(step, tensor, SECONDS)
+    producer.send(step)
 
 
 def tensor_of(received: Received | Value) -> Received:

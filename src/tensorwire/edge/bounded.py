@@ -47,6 +47,7 @@ class BoundedProducer:
 
         Any array on the CPU, as for `Producer.fill`. Raises `ArgumentError` for what is larger than ``bound``, too.
         """
+        self._ring.check(step)
         check_tensor(tensor, None)
         spec = self._fitting(Spec.of(tensor))
         copy_tensor(self.slot(step, timeout)[: spec.nbytes], tensor)

@@ -29,6 +29,9 @@ _ANY = 2**63
 class DynamicProducer:
     """The sending end. Payload is born in ``pool``, by ``room``, or copied there, by ``fill``; headers go to ``inbox``.
 
+    ``fill(step, tensor)`` and ``send(step)`` are those of every kind of edge. What is born there is sent by
+    ``send(step, lease, spec)``.
+
     ``inbox``, ``outbox``, ``ring``: as for `BoundedProducer`; the ring's bound may be 0. ``access``: what a consumer
     that looks at the payload in place may do to it; "write" is for consumers that compute in place, and then changes
     what the producer has. The pool keeps what is in flight, also for a producer that was dropped. One thread at a time.
@@ -40,6 +43,7 @@ class DynamicProducer:
         _check_pool(pool, channel)
         self._ring = RingProducer(channel, inbox, outbox, ring)
         self._pool, self._access = pool, access
+        self._filled: tuple[int, Lease] | None = None
         pool.keep(self._ring)
 
     def room(self, nbytes: int, timeout: float = DEFAULT_TIMEOUT) -> Lease:
@@ -59,29 +63,54 @@ class DynamicProducer:
                     raise
             ring.wait_for_credit(before, max(0.0, end - time.monotonic()))
 
-    def fill(self, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> Lease:
-        """A copy of ``tensor`` in memory of the pool, for what was not born there. ``send`` sends it.
+    def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> Lease:
+        """Copies ``tensor`` into memory of the pool for step ``step``: for what was not born there. ``send`` sends it.
 
         Any array on the CPU, as for `Producer.fill`; it may be overwritten as soon as this returns.
+
+        Args:
+            step: The step to send it in, which has to grow.
+            tensor: Any array on the CPU with the buffer protocol or DLPack, strided or not.
+            timeout: Seconds to wait for memory where the pool has none.
+
+        Returns:
+            The copy, for those who send it over other edges of the device, too.
+
+        Raises:
+            ArgumentError: For a step that does not grow, and for what is no such array.
+            OutOfMemory, PeerLost, WaitTimeout: As ``room``.
         """
+        self._ring.check(step)
         check_tensor(tensor, None)
         spec = Spec.of(tensor)
         lease = self.room(spec.nbytes, timeout)
         copy_tensor(lease.memory, tensor)
         counters.add(copies=1, copied_bytes=spec.nbytes)
         lease.spec = spec
+        self._filled = step, lease
         return lease
 
     def send(
-        self, step: int, lease: Lease, spec: Spec | None = None, *, offset: int = 0, timeout: float = DEFAULT_TIMEOUT
+        self,
+        step: int,
+        lease: Lease | None = None,
+        spec: Spec | None = None,
+        *,
+        offset: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> Completion:
         """Makes the tensor arrive that lies at ``offset`` in ``lease``, once there is a slot for its header.
 
-        ``spec``: what lies there; by default what ``fill`` took. The memory must stay as it is for as long as the lease
-        is ``busy``; whoever only lets go of it need not wait. One lease may be sent over several edges of its device.
-        Raises `ArgumentError` for what lies outside of the lease, `PeerLost`, or `WaitTimeout`: then nothing was sent,
-        and one may try again.
+        ``lease``: by default what ``fill`` made for this step. ``spec``: what lies there; by default what ``fill``
+        took. The memory must stay as it is for as long as the lease is ``busy``; whoever only lets go of it need not
+        wait. One lease may be sent over several edges of its device. Raises `ArgumentError` for what lies outside of
+        the lease and for a step that was not filled, `PeerLost`, or `WaitTimeout`: then nothing was sent, and one may
+        try again.
         """
+        if lease is None:
+            lease = self._take_filled(step)
+        elif not isinstance(lease, Lease):
+            raise ArgumentError(f"send takes a lease of room() or fill(), not {type(lease).__name__}")
         spec = lease.spec if spec is None else spec
         if spec is None or not 0 <= offset <= lease.nbytes - spec.nbytes:
             raise ArgumentError(f"this lease of {lease.nbytes} bytes has no {spec or 'tensor'} at {offset}")
@@ -93,7 +122,13 @@ class DynamicProducer:
         flight = Flight(ring, hold)
         completion = ring.send(step, used, flight)
         lease.lend(flight)
+        self._filled = None
         return completion
+
+    def _take_filled(self, step: int) -> Lease:
+        if self._filled is None or self._filled[0] != step:
+            raise ArgumentError(f"nothing lies there for step {step}: call fill({step}, tensor), or pass a lease")
+        return self._filled[1]
 
     def send_value(self, step: int, value: Value, timeout: float = DEFAULT_TIMEOUT) -> Completion:
         """Sends an int, float, bool, None, short string, or `NO_VALUE` instead of a tensor."""

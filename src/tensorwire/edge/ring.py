@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tensorwire.device import Channel, Completion, RemoteView, View
 from tensorwire.edge.header import HEADER, TEXT, Header, unpack
 from tensorwire.edge.static import lane_of
+from tensorwire.edge.tensor import check_step
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RegionClosed, WaitTimeout
 
 _RECORD = struct.Struct("<Q")
@@ -122,10 +123,15 @@ class RingProducer:
         self._last = self._sent = self.credits = 0
         self._collecting = threading.Lock()  # the pool of an edge may ask what came back, in any thread
 
-    def take(self, step: int, timeout: float) -> int:
-        """The slot for step ``step``, once one is free; the same one until it is sent."""
+    def check(self, step: int) -> None:
+        """Refuses a step that does not grow."""
+        check_step(step)
         if not self._last < step < 2**64:
             raise ArgumentError(f"edge steps grow, up to 2**64 - 1: step {step} after {self._last}")
+
+    def take(self, step: int, timeout: float) -> int:
+        """The slot for step ``step``, once one is free; the same one until it is sent."""
+        self.check(step)
         if self._taken is None:
             self.wait_until(self._free.__len__, timeout)
             written = self._written[self._free[0]]

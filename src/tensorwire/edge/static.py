@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.device import Channel, Completion, Region, RemoteView, View
-from tensorwire.edge.tensor import Spec, check_tensor, copy_tensor
+from tensorwire.edge.tensor import Spec, check_step, check_tensor, copy_tensor
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 
@@ -132,6 +132,7 @@ class Producer:
         """
         if not self._memory:
             raise ArgumentError("this edge carries no payload: it has no slots to fill")
+        check_step(step)
         check_tensor(tensor, self.spec)
         copy_tensor(self.slot(step, timeout), tensor)
         counters.add(copies=1, copied_bytes=self.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+def check_step(step: Any) -> None:
+    """Refuses what is no number of a step, such as a tensor in its place. Raises `ArgumentError`."""
+    if type(step) is not int and not isinstance(step, numbers.Integral):
+        raise ArgumentError(f"a step is an int, not {type(step).__name__}: the step comes first, as in fill(1, tensor)")
 
 
 def check_tensor(tensor: Any, spec: Spec | None) -> None:
