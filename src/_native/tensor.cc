@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -163,6 +165,20 @@ void gather(nb::object target, nb::object source, bool part) {
 }
 }  // namespace
 
+// A shape over memory of any owner. DLPack is the only way to show types that Python's own buffers have no name for.
+nb::object shaped(const nb::object& owner, const std::vector<size_t>& shape, uint8_t code, uint8_t bits) {
+    const nb::object memory = nb::steal(PyMemoryView_FromObject(owner.ptr()));
+    if (!memory.is_valid()) throw nb::python_error();
+    const Py_buffer& view = *PyMemoryView_GET_BUFFER(memory.ptr());
+    u64 nbytes = bits / 8;
+    for (const size_t length : shape)
+        if (__builtin_mul_overflow(nbytes, length, &nbytes)) throw nb::value_error("a shape beyond all memory");
+    if (nbytes != static_cast<u64>(view.len)) throw nb::value_error("the memory is not of that shape's size");
+    const nb::dlpack::dtype type{code, bits, 1};
+    if (view.readonly) return nb::cast(nb::ndarray<nb::array_api, nb::ro>(view.buf, shape.size(), shape.data(), memory, nullptr, type));
+    return nb::cast(nb::ndarray<nb::array_api>(view.buf, shape.size(), shape.data(), memory, nullptr, type));
+}
+
 std::shared_ptr<Span> borrow(nb::object owner) {
     if (!PyObject_CheckBuffer(owner.ptr()) && nb::hasattr(owner, "__dlpack__")) {
         Lent lent = Lent::from(owner);
@@ -176,6 +192,8 @@ std::shared_ptr<Span> borrow(nb::object owner) {
 
 void bind_tensors(nb::module_& m) {
     nb::class_<Lent>(m, "Lent", "Memory of another library, lent by DLPack.", nb::type_slots(lent_slots));
+    m.def("shaped", &shaped, "owner"_a, "shape"_a, "code"_a, "bits"_a,
+          "The memory of `owner` as a tensor of DLPack, in C order; `code` and `bits` are those of its DLDataType.");
     m.def("gather", &gather, "target"_a, "source"_a, "part"_a = false,
           "Copies a tensor's elements, strided or not, in the order of its indices: as a `part` of more than caches hold.");
 }

@@ -2,6 +2,7 @@
 Tensorwire's native core: shared words, waits, copies and the tcp engine.
 """
 
+from collections.abc import Sequence
 from typing import overload
 
 import tensorwire.device.contract
@@ -56,6 +57,11 @@ class Lent:
     """Memory of another library, lent by DLPack."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def shaped(owner: object, shape: Sequence[int], code: int, bits: int) -> object:
+    """
+    The memory of `owner` as a tensor of DLPack, in C order; `code` and `bits` are those of its DLDataType.
+    """
 
 def gather(target: object, source: object, part: bool = False) -> None:
     """

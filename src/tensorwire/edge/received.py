@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from tensorwire._native import Hold
+from typing import TYPE_CHECKING, Any
+
+from tensorwire._native import Hold, shaped
 from tensorwire.edge.header import ERROR, Header, Value
-from tensorwire.edge.tensor import Spec
-from tensorwire.errors import ArgumentError, ProducerFailed
+from tensorwire.edge.tensor import DTYPES, Spec
+from tensorwire.errors import ArgumentError, ProducerFailed, Unsupported
+from tensorwire.observe import counters
+
+if TYPE_CHECKING:
+    import numpy
+
+# DLDataTypeCode of dlpack.h, by how a dtype's name begins: the longest comes first.
+_CODES = {
+    "float8_e4m3fnuz": 11,
+    "float8_e4m3fn": 10,
+    "float8_e5m2fnuz": 13,
+    "float8_e5m2": 12,
+    "float8_e8m0fnu": 14,
+    "bfloat": 4,
+    "complex": 5,
+    "bool": 6,
+    "float": 2,
+    "uint": 1,
+    "int": 0,
+}
 
 
 class Received:
     """A tensor that arrived: ``memory`` holds the elements of ``spec``, contiguous, in the order of their indices.
 
     The memory is its own until ``release()``, or until this object and everything that looks into the memory are gone:
-    arrays and tensors made of it keep it. Usable as a context manager that releases it.
+    arrays and tensors made of it keep it. Usable as a context manager that releases it. ``numpy()`` and DLPack
+    (``torch.from_dlpack(received)``) show it with its shape and dtype, without a copy.
     """
 
     __slots__ = ("_hold", "spec")
@@ -28,6 +50,41 @@ class Received:
             raise ArgumentError("this tensor was released: keep it until it was used")
         return memoryview(self._hold)
 
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """The tensor as an array in this memory, which it keeps; read-only where the memory is.
+
+        Raises:
+            ArgumentError: After ``release()``.
+            Unsupported: For ``bfloat16`` and ``float8``, which numpy has only with the package ``ml_dtypes``.
+        """
+        import numpy
+
+        return numpy.ndarray(self.spec.shape, _numpy_dtype(self.spec), self.memory)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The tensor in this memory, which its consumer keeps; with ``copy=True`` a copy of it.
+
+        Raises:
+            ArgumentError: After ``release()``, and for read-only memory without ``copy=True``: consumers would write.
+        """
+        memory: Any = self.memory
+        if options.get("copy"):
+            memory = bytearray(memory)
+            counters.add(copies=1, copied_bytes=self.spec.nbytes)
+        elif memory.readonly:
+            raise ArgumentError(
+                "this memory is the producer's, and read-only here: torch.from_dlpack(received, copy=True) copies it; "
+                "or look at it by numpy(), or let the producer say access='write'"
+            )
+        options.pop("copy", None)
+        dtype = self.spec.dtype
+        code = next(code for start, code in _CODES.items() if dtype.startswith(start))
+        tensor: Any = shaped(memory, self.spec.shape, code, 8 * DTYPES[dtype])
+        return tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
     def release(self) -> None:
         """Gives the memory back at once: what still looks into it sees what comes there next. Idempotent."""
         self._hold.release()
@@ -40,6 +97,22 @@ class Received:
 
     def __repr__(self) -> str:
         return f"<received {self.spec}{', released' if self._hold.released else ''}>"
+
+
+def _numpy_dtype(spec: Spec) -> Any:
+    import numpy
+
+    try:
+        return numpy.dtype(spec.dtype)
+    except TypeError:  # one of the short floats, unless somebody loaded ml_dtypes
+        pass
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise Unsupported(
+            f"numpy has no {spec.dtype}: use torch.from_dlpack(received), or install the package ml_dtypes"
+        ) from None
+    return numpy.dtype(getattr(ml_dtypes, spec.dtype))
 
 
 def value_of(header: Header) -> Value:
