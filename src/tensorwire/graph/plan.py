@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,10 +18,13 @@ from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BY_VALUE, DYNAMIC, STATIC, VALUE, kind_of
-from tensorwire.graph.slots import layout
+from tensorwire.graph.slots import PAGE, layout
 
 PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
 NUMBER = 8  # bytes of a number that is no tensor
+STAMP = 8  # bytes of the run that a layout is of
+AT = struct.Struct("<Q")  # in a layout, behind its stamp: where the tensor begins in the outbox
+LAYOUT = STAMP + AT.size + PREFIX  # bytes of a layout; the rest of it is as in front of a tensor whose shape varies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,9 @@ class Edge:
     ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
     the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
-    parameter, which lives in registered memory of its own, and is only read during a run.
+    parameter, which lives in registered memory of its own, and is only read during a run. ``layout``: where in the
+    outbox the source describes a tensor that does not lie as ``spec`` and ``offset`` say; None where ``spec`` is not
+    relied on.
     """
 
     name: str
@@ -44,6 +51,7 @@ class Edge:
     slot: int | None
     offset: int
     lent: bool = False
+    layout: int | None = None
 
     def __str__(self) -> str:
         what = "a number" if self.spec is None else str(self.spec)
@@ -99,6 +107,12 @@ class Plan:
     def loans(self) -> frozenset[tuple[str, str]]:
         """Who lends parameters to whom."""
         return frozenset((edge.source, target) for edge in self.edges if edge.lent for target in edge.targets)
+
+    @cached_property
+    def siblings(self) -> frozenset[str]:
+        """The edges that are born in memory which another edge is born in, too."""
+        births = Counter((edge.birthplace, edge.index) for edge in self.edges)
+        return frozenset(e.name for e in self.edges if e.birthplace and births[e.birthplace, e.index] > 1)
 
     @cached_property
     def text(self) -> str:
@@ -197,11 +211,11 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
         edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC and not edge.lent
     }
     slots = layout(graph, crossing, birth, aliases, sizes)
-    edges = tuple(replace(edge, slot=slots.at.get(edge.name)) for edge in drafts)
+    edges, outbox = _described([replace(edge, slot=slots.at.get(edge.name)) for edge in drafts], slots.nbytes)
     given = callers(graph, crossing, aliases)
     received = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
     copied = frozenset((name, host) for name, host in received if (aliases.root(name).name, host) in given)
-    return Analysis(_plan(graph, crossing, edges, slots.nbytes, copied), crossing)
+    return Analysis(_plan(graph, crossing, edges, outbox, copied), crossing)
 
 
 def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
@@ -211,6 +225,22 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
     born = birth.operator or ""
     kind, offset = kind_of(spec), birth.offset
     return Edge(name, source, targets, kind, spec, nbytes, born, birth.index, birth.why, None, offset, birth.lent)
+
+
+def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edge, ...], dict[str, int]]:
+    """The edges, those that rely on their spec with room for a layout behind the slots; and bytes of each outbox.
+
+    An operator may make other strides than its trace said: operators downstream compute the bits of one process only
+    with the strides that are really there. So a source describes what differs, and moves nothing.
+    """
+    found, ends = [], dict(outbox)
+    for edge in edges:
+        if edge.spec is not None and edge.slot is not None and edge.kind in (STATIC, VALUE):
+            found.append(replace(edge, layout=ends[edge.source]))
+            ends[edge.source] += LAYOUT
+        else:
+            found.append(edge)
+    return tuple(found), {host: -(-nbytes // PAGE) * PAGE for host, nbytes in ends.items()}
 
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:

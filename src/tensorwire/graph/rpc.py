@@ -23,12 +23,12 @@ from tensorwire.control import Member
 from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.inflow import mismatch, moved_on
-from tensorwire.graph.plan import Plan
+from tensorwire.graph.plan import AT, LAYOUT, STAMP, Plan
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
-_HEAD = struct.Struct("<16sIIQ")  # token, plan, edge, run
+_HEAD = struct.Struct("<16sIIQQ")  # token, plan, edge, run, bytes of a layout in front of the payload
 _NEWS = 0xFFFFFFFF  # in place of an edge; with it, plan and run are a rank and what it plans
 _METHOD = "/tensorwire.Graph/Put"
 _OPTIONS = [
@@ -100,7 +100,7 @@ class Calls:
     def _put(self, request: bytes, context: Any) -> bytes:
         if len(request) < _HEAD.size:
             context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, "no head")
-        token, plan, edge, run = _HEAD.unpack_from(request)
+        token, plan, edge, run, _ = _HEAD.unpack_from(request)
         if not secrets.compare_digest(token, self._token):
             context.abort(self._grpc.StatusCode.UNAUTHENTICATED, "another job's token")
         with self._changed:
@@ -111,10 +111,10 @@ class Calls:
             self._changed.notify_all()
         return b""
 
-    def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview) -> Any:
+    def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview, layout: bytes = b"") -> Any:
         """Begins a call; its future."""
         counters.add(copies=1, copied_bytes=payload.nbytes)
-        return self._call(host, plan, edge, run, payload)
+        return self._call(host, plan, edge, run, payload, layout)
 
     def tell(self, host: str, number: int) -> Any:
         """Begins to tell ``host`` that this one plans its ``number``-th graph, counted from 1; the call's future."""
@@ -124,7 +124,9 @@ class Calls:
         """The number of the plan that ``host`` said last it makes."""
         return self._planning.get(host, 0)
 
-    def _call(self, host: str, plan: int, edge: int, run: int, payload: memoryview | bytes = b"") -> Any:
+    def _call(
+        self, host: str, plan: int, edge: int, run: int, payload: memoryview | bytes = b"", layout: bytes = b""
+    ) -> Any:
         if host not in self._peers:
             packed = self._member.client.lookup(f"rpc/{host.replace(':', ' ')}")
             address = msgspec.msgpack.decode(packed, type=Address)
@@ -132,10 +134,12 @@ class Calls:
             self._peers[host] = channel, address.token
         channel, token = self._peers[host]
         counters.add(rpcs=1)
-        return channel.unary_unary(_METHOD).future(_HEAD.pack(token, plan, edge, run) + payload)
+        return channel.unary_unary(_METHOD).future(_HEAD.pack(token, plan, edge, run, len(layout)) + layout + payload)
 
-    def take(self, plan: int, edge: int, run: int, timeout: float, check: Callable[[], None]) -> memoryview:
-        """What arrived for an edge. ``check()`` raises what ends the wait.
+    def take(
+        self, plan: int, edge: int, run: int, timeout: float, check: Callable[[], None]
+    ) -> tuple[memoryview, memoryview]:
+        """The layout and the payload that arrived for an edge. ``check()`` raises what ends the wait.
 
         Raises `PeerLost` when the job ends meanwhile, or `WaitTimeout`.
         """
@@ -148,7 +152,9 @@ class Calls:
                 if time.monotonic() >= end:
                     raise WaitTimeout(f"rpc: edge {edge} of run {run} did not arrive within {timeout:g} s")
                 self._changed.wait(_LOOK)
-            return memoryview(self._arrived.pop((plan, edge, run)))[_HEAD.size :]
+            request = memoryview(self._arrived.pop((plan, edge, run)))
+            behind = _HEAD.size + _HEAD.unpack_from(request)[-1]
+            return request[_HEAD.size : behind], request[behind:]
 
     def finish(self, future: Any, timeout: float) -> None:
         """Waits for a call. Raises `PeerLost`."""
@@ -186,19 +192,36 @@ class RpcWires:
         self.bank: Bank | None = Bank(0, self._outbox)
         self.held: Held | None = hold(self._outbox)
         self._sent: list[Any] = []
+        self._layouts: dict[int, memoryview] = {}  # of this run, by edge: those that were received
 
     def begin(self) -> None:
         """Starts the next run."""
         self.run += 1
+        self._layouts.clear()
 
-    def send(self, index: int, nbytes: int) -> None:
+    def describe(self, index: int) -> memoryview:
+        """As `Wires.describe`."""
+        return self._outbox[self._place(index) + STAMP :][: LAYOUT - STAMP]
+
+    def layout(self, index: int, held: Held) -> memoryview | None:
+        """As `Wires.layout`."""
+        return self._layouts.get(index)
+
+    def _place(self, index: int) -> int:
+        at = self.plan.edges[index].layout
+        assert at is not None
+        return at
+
+    def send(self, index: int, nbytes: int, at: int | None = None) -> None:
         """Serialises edge ``index`` and calls each of its targets."""
         edge = self.plan.edges[index]
         assert edge.slot is not None
-        at = edge.slot + edge.offset
+        layout = b"" if at is None else bytes(self.describe(index))
+        at = edge.slot + edge.offset if at is None else at
         start = clock()
         for host in edge.targets:
-            future = self._calls.call(host, self.number, index, self.run, self._outbox[at : at + nbytes])
+            payload = self._outbox[at : at + nbytes]
+            future = self._calls.call(host, self.number, index, self.run, payload, layout)
             self._sent.append(future)
             if spans.enabled:
                 self._trace(future, index)
@@ -213,8 +236,12 @@ class RpcWires:
         edge = self.plan.edges[index]
         assert edge.slot is not None
         start = clock()
-        payload = self._calls.take(self.number, index, self.run, self._timeout, lambda: self._check(edge.source))
+        check = lambda: self._check(edge.source)  # noqa: E731
+        layout, payload = self._calls.take(self.number, index, self.run, self._timeout, check)
         at = edge.slot + edge.offset
+        if layout:
+            self._layouts[index] = layout
+            (at,) = AT.unpack_from(layout)
         memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
         memory[at:] = payload
         counters.add(copies=1, copied_bytes=payload.nbytes)

@@ -21,7 +21,8 @@ FOREVER = 1 << 62
 
 @dataclass(frozen=True)
 class Layout:
-    """``at``: the offset of each sent value's memory in its source's outbox. ``nbytes``: of each outbox."""
+    """``at``: the offset of each sent value's memory in its source's outbox. ``nbytes``: of
+    all that lies in each outbox."""
 
     at: dict[str, int]
     nbytes: dict[str, int]
@@ -86,7 +87,7 @@ def layout(
         for tenant in begins.get(place, ()):
             outboxes[tenant.source].enter(tenant, place, knows[tenant.source])
             at.update(dict.fromkeys(tenant.names, tenant.offset))
-    return Layout(at, {host: _up(outbox.space.nbytes, PAGE) for host, outbox in outboxes.items()})
+    return Layout(at, {host: outbox.space.nbytes for host, outbox in outboxes.items()})
 
 
 def _tenants(

@@ -13,11 +13,16 @@ Words, all 8 bytes and growing:
   the inbox bank;
 - ``begun``, one a target, in the source's memory: the run that the target began while it still held an earlier one;
 - ``returned``, one a target that maps, in the source's memory: the run after which it does not read what was lent.
+
+A tensor that does not lie as the plan says is described: behind the slots of a bank, each edge that relies on the plan
+has a layout, stamped with the run that it is of. In other runs nothing is written there: the stamp is that of an older
+run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 from collections.abc import Callable, Collection
 
@@ -31,12 +36,13 @@ from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, Door, Inflow
 from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
-from tensorwire.graph.plan import Plan
+from tensorwire.graph.plan import LAYOUT, STAMP, Plan
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
+_STAMP = struct.Struct("<Q")
 _POLL = 0.005  # seconds between looks at two words at once
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
 
@@ -224,15 +230,35 @@ class Wires:
                 self._publish("out", host, bank.number, region.remote("write").pack())
         return bank
 
-    def send(self, index: int, nbytes: int) -> None:
-        """Makes edge ``index``, whose ``nbytes`` lie in the outbox, arrive at its targets."""
+    def describe(self, index: int) -> memoryview:
+        """Says that edge ``index`` does not lie as the plan says in this run; where to write how it does."""
+        at, bank = self.plan.edges[index].layout, self.bank
+        assert at is not None
+        assert bank is not None
+        _STAMP.pack_into(bank.memory, at, self.run)
+        return bank.memory[at + STAMP : at + LAYOUT]
+
+    def layout(self, index: int, held: Held) -> memoryview | None:
+        """How edge ``index``, which was received as ``held``, lies; None: as the plan says."""
+        at = self.plan.edges[index].layout
+        if at is None or _STAMP.unpack_from(held.data, at)[0] != self.run:
+            return None
+        return held.data[at + STAMP : at + LAYOUT]
+
+    def send(self, index: int, nbytes: int, at: int | None = None) -> None:
+        """Makes edge ``index``, whose ``nbytes`` lie in the outbox, arrive at its targets. ``at``: where, if it was
+        described: its layout goes in front."""
         edge, bank, start = self.plan.edges[index], self.bank, clock()
         assert bank is not None
         assert edge.slot is not None
         for host in edge.targets:
             target = self._out[host]
             source = self._outboxes[bank.number][target.channel.device.name]
-            target.send(index, self.run, bank, source.view(edge.slot + edge.offset, nbytes), self._timeout)
+            if at is not None:
+                assert edge.layout is not None
+                target.put(self.run, source.view(edge.layout, LAYOUT), self._timeout)
+            where = edge.slot + edge.offset if at is None else at
+            target.send(index, self.run, bank, source.view(where, nbytes), self._timeout)
         spans.add("push", self.run, start, clock(), self.what[index])
 
     def room(self, index: int, nbytes: int) -> Lease:

@@ -17,9 +17,11 @@ from tensorwire.torch.graph.post import Post
 from tests.torch.graph.together import Together
 
 
-def captured(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The operators of ``function``; its result is a tuple."""
-    return make_fx(torch.func.functionalize(function), tracing_mode="fake")(*examples)
+def captured(
+    function: Callable[..., Any], examples: Sequence[torch.Tensor], *, symbolic: bool = False
+) -> fx.GraphModule:
+    """The operators of ``function``; its result is a tuple. ``symbolic``: for any lengths."""
+    return make_fx(torch.func.functionalize(function), tracing_mode="symbolic" if symbolic else "fake")(*examples)
 
 
 def analyzed(

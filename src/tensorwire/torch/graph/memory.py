@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from tensorwire.graph.plan import PREFIX
+from tensorwire.errors import Unsupported
+from tensorwire.graph.plan import AT, PREFIX
 
 _NUMBER = struct.Struct("<qd")
-_SHAPES = struct.Struct("<16q")
+MOST_DIMENSIONS = 8
+_SHAPES = struct.Struct(f"<{2 * MOST_DIMENSIONS}q")
 assert _SHAPES.size == PREFIX
 
 
@@ -28,12 +30,26 @@ def extent_bytes(value: torch.Tensor) -> int:
 
 
 def fill(room: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copies ``value`` to ``room``, which it returns. All of a dimension of stride 0 is the same memory: once."""
+    """Copies ``value`` to ``room``, which it returns. All of a dimension of stride 0 is the same memory: once.
+
+    Raises `Unsupported` if they share memory: the copy would overwrite what it has yet to read.
+    """
+    if overlap(room, value):
+        raise Unsupported(f"a tensor of shape {list(value.shape)} would be copied onto memory that it lies in")
     there = room
     for dim in [dim for dim, stride in enumerate(room.stride()) if stride == 0 and room.shape[dim] > 1]:
         there, value = there.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     there.copy_(value)
     return room
+
+
+def fitting(value: torch.Tensor, nbytes: int) -> Iterator[tuple[int, ...]]:
+    """The strides with which ``value`` may lie in so many bytes: its own, else those of its dimensions' order without
+    gaps."""
+    if extent_bytes(value) <= nbytes:
+        yield value.stride()
+    elif value.numel() * value.element_size() <= nbytes:
+        yield torch.empty_like(value, device="meta").stride()
 
 
 def write_number(memory: memoryview, value: float) -> None:
@@ -52,12 +68,40 @@ def read_number(memory: memoryview) -> int | float:
 
 
 def write_shape(memory: memoryview, value: torch.Tensor) -> None:
-    """Lengths and strides of a tensor of at most 8 dimensions, in front of it."""
-    rest = (0,) * (8 - value.dim())
+    """Lengths and strides of a tensor, in front of it. Raises `Unsupported` for more than 8 dimensions."""
+    if value.dim() > MOST_DIMENSIONS:
+        raise Unsupported(
+            f"a tensor of {value.dim()} dimensions whose lengths or strides were not known before cannot cross; "
+            f"{MOST_DIMENSIONS} are the most: reshape it"
+        )
+    rest = (0,) * (MOST_DIMENSIONS - value.dim())
     _SHAPES.pack_into(memory, 0, *value.shape, *rest, *value.stride(), *rest)
 
 
 def read_shape(memory: memoryview, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths and strides."""
     found = _SHAPES.unpack_from(memory)
-    return found[:rank], found[8 : 8 + rank]
+    return found[:rank], found[MOST_DIMENSIONS : MOST_DIMENSIONS + rank]
+
+
+def write_layout(memory: memoryview, at: int, value: torch.Tensor) -> None:
+    """That ``value`` begins ``at`` bytes into the outbox, and its lengths and strides."""
+    AT.pack_into(memory, 0, at)
+    write_shape(memory[AT.size :], value)
+
+
+def read_layout(memory: memoryview, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Where the tensor begins, and its strides."""
+    (at,) = AT.unpack_from(memory)
+    return at, read_shape(memory[AT.size :], rank)[1]
+
+
+def span(value: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and behind its last one."""
+    return value.data_ptr(), value.data_ptr() + extent_bytes(value)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether some memory may be of both."""
+    (begin, end), (start, stop) = span(one), span(other)
+    return begin < stop and start < end

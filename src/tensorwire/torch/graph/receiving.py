@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tensorwire.graph import Edge
+from tensorwire.graph.bank import Held
 from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
-from tensorwire.torch.graph.memory import fill, read_number, read_shape
+from tensorwire.torch.graph.memory import fill, read_layout, read_number, read_shape
 from tensorwire.torch.graph.place import over
 from tensorwire.torch.graph.sending import AnyWires, layout
 
@@ -25,20 +26,30 @@ def number(wires: AnyWires, index: int, at: int) -> Receive:
 
 def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
     """A tensor of a few bytes; it has its memory for itself."""
-    shape, strides = layout(edge)
+    shape, strides, _ = layout(edge)
 
     def receive() -> torch.Tensor:
-        made = torch.empty_strided(shape, strides, dtype=dtype)
-        return fill(made, over(wires.receive(index), dtype=dtype, shape=shape, offset=at))
+        there = _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+        return fill(torch.empty_strided(shape, there.stride(), dtype=dtype), there)
 
     return receive
 
 
 def static(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor in its slot, or in the memory that it was lent from."""
-    shape, strides = layout(edge)
+    shape, strides, _ = layout(edge)
     at = edge.offset + (edge.slot or 0)
-    return lambda: over(wires.receive(index), dtype=dtype, shape=shape, strides=strides, offset=at)
+    return lambda: _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+
+
+def _found(
+    wires: AnyWires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int
+) -> torch.Tensor:
+    """The tensor where the plan says, unless its source describes another layout."""
+    described = wires.layout(index, held)
+    if described is not None:
+        at, strides = read_layout(described, len(shape))
+    return over(held, dtype=dtype, shape=shape, strides=strides, offset=at)
 
 
 def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:

@@ -1,21 +1,27 @@
-"""Functions that a partition calls to send a value: one an edge, made once, with all that can be known before."""
+"""Functions that a partition calls to send a value: one an edge, made once, with all that can be known before.
+
+What a tensor is decides how it goes, not what tracing said that it would be. An operator may make other strides than
+its trace: these are described to the target, so that it computes on what one process computes on. A dtype or a shape
+that was not traced is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tensorwire.edge import Lease
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph import Edge
+from tensorwire.graph.kinds import BY_VALUE
 from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.memory import extent_bytes, fill, write_number, write_shape
+from tensorwire.torch.graph.memory import extent_bytes, fill, fitting, write_layout, write_number, write_shape
 from tensorwire.torch.graph.place import over
 
 AnyWires = Wires | RpcWires
@@ -35,27 +41,40 @@ def number(wires: AnyWires, index: int, edge: Edge) -> Send:
 
 def small(wires: AnyWires, index: int, edge: Edge) -> Send:
     """A tensor of a few bytes, by value."""
-    at = _slot(edge)
+    shape, strides, dtype = layout(edge)
+    at, nbytes = _slot(edge), _nbytes(edge)
 
     def send(value: torch.Tensor) -> None:
-        there = over(wires.held, dtype=value.dtype, shape=value.shape, offset=at)
-        fill(there, value)
-        wires.send(index, value.numel() * value.element_size())
+        if value.stride() == strides and value.shape == shape and value.dtype == dtype:
+            fill(over(wires.held, dtype=dtype, shape=shape, strides=strides, offset=at), value)
+            wires.send(index, nbytes)
+        else:
+            _check(edge, value, shape)
+            there = _room(wires, edge, value, BY_VALUE)
+            fill(there, value)
+            _describe(wires, index, edge, there)
 
     return send
 
 
 def static(wires: AnyWires, index: int, edge: Edge) -> Send:
-    """A tensor that was born in its slot; another one is copied there."""
-    shape, strides = layout(edge)
+    """A tensor that was born in its slot, which goes as it is, whatever its strides; another one is copied there."""
+    shape, strides, dtype = layout(edge)
     at, nbytes = _slot(edge) + edge.offset, _nbytes(edge)
 
     def send(value: torch.Tensor) -> None:
         held = wires.held
         assert held is not None
-        if nbytes and (value.data_ptr() != held.ctypes.data + at or value.stride() != strides):
-            _copy(wires, index, value, over(held, dtype=value.dtype, shape=shape, strides=strides, offset=at))
-        wires.send(index, nbytes)
+        if value.stride() != strides or value.shape != shape or value.dtype != dtype:
+            _check(edge, value, shape)
+        elif value.data_ptr() == held.ctypes.data + at:
+            wires.send(index, nbytes)
+            return
+        if not _was_born(edge, value, held.ctypes.data + _slot(edge)):
+            there = _room(wires, edge, value, nbytes)
+            _copy(wires, index, value, there)
+            value = there
+        _describe(wires, index, edge, value)
 
     return send
 
@@ -67,13 +86,18 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
     def send(value: torch.Tensor) -> None:
         held, nbytes = wires.held, extent_bytes(value)
         assert held is not None
-        if nbytes > most:
-            raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {most}")
-        write_shape(_bank(wires)[at:], value)
-        if nbytes and value.data_ptr() != held.ctypes.data + at + PREFIX:
-            there = over(held, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=at + PREFIX)
+        _check(edge, value)
+        room = held.ctypes.data + at + PREFIX
+        if nbytes and value.data_ptr() != room:
+            if _was_born(edge, value, room):
+                raise _refusal(edge, f"begins {value.data_ptr() - room} bytes behind where its memory does")
+            if (strides := next(fitting(value, most), None)) is None:
+                raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {most}")
+            there = over(held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + PREFIX)
             _copy(wires, index, value, there)
-        wires.send(index, PREFIX + nbytes)
+            value = there
+        write_shape(_bank(wires)[at:], value)
+        wires.send(index, PREFIX + extent_bytes(value))
 
     return send
 
@@ -83,6 +107,7 @@ def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> 
     assert isinstance(wires, Wires)
 
     def send(value: torch.Tensor) -> None:
+        _check(edge, value)
         nbytes, lease = extent_bytes(value), born.pop(index, None)
         if lease is None or lease.nbytes != PREFIX + nbytes or not _lies_in(lease, value):
             lease = wires.room(index, PREFIX + nbytes)
@@ -102,9 +127,11 @@ def _lies_in(lease: Lease, value: torch.Tensor) -> bool:
 
 def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
     """A parameter that lives in the memory it is lent from; one that was moved elsewhere is copied there."""
+    shape, strides, dtype = layout(edge)
 
     def send(parameter: torch.Tensor) -> None:
-        if parameter.data_ptr() != wires.loan(index).ctypes.data:
+        as_planned = parameter.stride() == strides and parameter.shape == shape and parameter.dtype == dtype
+        if not as_planned or parameter.data_ptr() != wires.loan(index).ctypes.data:
             _copy_loan(wires, index, edge, parameter)
         wires.lend(index)
 
@@ -119,9 +146,67 @@ def house(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> N
 
 
 def _copy_loan(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> torch.Tensor:
-    loan = over(wires.loan(index), dtype=parameter.dtype, shape=parameter.shape, strides=parameter.stride())
+    """Its borrowers know only the strides that it had when the graph was planned."""
+    shape, strides, dtype = layout(edge)
+    _check(edge, parameter, shape)
+    loan = over(wires.loan(index), dtype=dtype, shape=shape, strides=strides)
+    if _folds(strides, parameter):
+        raise _refusal(edge, f"has strides {list(parameter.stride())}")
     _copy(wires, index, parameter.detach(), loan)
     return loan
+
+
+def _check(edge: Edge, value: torch.Tensor, shape: Any = None) -> None:
+    """Raises `Unsupported` for another dtype, rank or ``shape`` than the edge's: the target relies on these."""
+    assert edge.spec is not None
+    dtype, rank = getattr(torch, edge.spec.dtype), len(edge.spec.shape)
+    if value.dtype != dtype or value.dim() != rank or (shape is not None and value.shape != shape):
+        raise _refusal(edge, f"is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+
+
+def _refusal(edge: Edge, what: str) -> Unsupported:
+    return Unsupported(
+        f"{edge.name} {what} now, and was traced as {edge.spec}: an operator does not make what torch's tracing says "
+        "it does, or the tensor was changed"
+    )
+
+
+def _was_born(edge: Edge, value: torch.Tensor, address: int) -> bool:
+    """Whether the memory of ``value`` is that of its birth, at ``address``."""
+    return edge.birthplace != "" and value.untyped_storage().data_ptr() == address
+
+
+def _room(wires: AnyWires, edge: Edge, value: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Where to copy ``value`` to, with its own strides if there is room for them.
+
+    Where other parts of one memory are sent, too, each has room only where the plan says.
+    """
+    _, strides, dtype = layout(edge)
+    at = _slot(edge)
+    if edge.name not in wires.plan.siblings:
+        strides = next(fitting(value, nbytes), strides)
+    if _folds(strides, value):
+        raise _refusal(edge, f"has strides {list(value.stride())}")
+    return over(wires.held, dtype=dtype, shape=value.shape, strides=strides, offset=at + edge.offset)
+
+
+def _folds(strides: Sequence[int], value: torch.Tensor) -> bool:
+    """Whether elements of ``value`` that may differ would be one in memory of ``strides``."""
+    there = zip(strides, value.stride(), value.shape, strict=True)
+    return any(planned == 0 and stride != 0 and length > 1 for planned, stride, length in there)
+
+
+def _describe(wires: AnyWires, index: int, edge: Edge, value: torch.Tensor) -> None:
+    """Sends ``value``, which lies in the outbox, with its layout if that is not what the plan says."""
+    held = wires.held
+    assert held is not None
+    _, strides, _ = layout(edge)
+    at, planned = value.data_ptr() - held.ctypes.data, _slot(edge) + edge.offset
+    if not value.numel() or (at == planned and value.stride() == strides):
+        wires.send(index, _nbytes(edge))
+        return
+    write_layout(wires.describe(index), at, value)
+    wires.send(index, extent_bytes(value), at)
 
 
 def _copy(wires: AnyWires, index: int, value: torch.Tensor, there: torch.Tensor) -> None:
@@ -132,10 +217,11 @@ def _copy(wires: AnyWires, index: int, value: torch.Tensor, there: torch.Tensor)
     spans.add("push", wires.run, start, clock(), wires.what[index])
 
 
-def layout(edge: Edge) -> tuple[Any, Any]:
-    """Shape and strides of a static edge."""
+def layout(edge: Edge) -> tuple[Any, Any, torch.dtype]:
+    """Shape, strides and dtype of a static edge."""
     assert edge.spec is not None
-    return edge.spec.shape, edge.spec.stride
+    dtype: torch.dtype = getattr(torch, edge.spec.dtype)
+    return edge.spec.shape, edge.spec.stride, dtype
 
 
 def _bank(wires: AnyWires) -> memoryview:

@@ -1,0 +1,129 @@
+"""Models in which operators make other strides than tracing says: their gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorwire as tw
+from tests.jobs import run_job
+
+NORM = {"": "worker:0", "norm": "worker:1"}
+
+
+class Swin(nn.Module):
+    """The end of a Swin transformer: the mean over tokens behind a norm, whose gradient comes permuted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.head = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(torch.relu(self.a(x)))
+        return self.head(nn.functional.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1))
+
+
+class ConvNeXt(nn.Module):
+    """A block of ConvNeXt: convolutions around a norm over channels."""
+
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.before, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.LayerNorm(8)
+        self.after, self.head = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 5)
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.before(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(torch.nn.functional.gelu(self.after(y)).mean((2, 3)))
+
+
+def differing(
+    model: nn.Module, x: list[torch.Tensor], hosts: dict[str, str], place: bool = False, **options: Any
+) -> list[str]:
+    """What is not as one process computes the same graphs, in three steps."""
+    alone = copy.deepcopy(model)
+    if place:
+        tw.torch.place(model, hosts)
+    else:
+        options["hosts"] = hosts
+    compiled = torch.compile(model, backend="tensorwire", options=options)
+    reference = torch.compile(alone, backend="aot_eager")
+    wrong = []
+    for given in x:
+        losses = [_loss(each(given)) for each in (compiled, reference)]
+        for loss in losses:
+            loss.backward()
+        if not torch.equal(*losses):
+            wrong.append("loss")
+        for (name, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if mine.grad is not None and not torch.equal(mine.grad, its.grad):  # type: ignore[arg-type]
+                wrong.append(name)
+        model.zero_grad()
+        alone.zero_grad()
+    return wrong
+
+
+def _loss(result: Any) -> torch.Tensor:
+    values: torch.Tensor = result if isinstance(result, torch.Tensor) else result.logits
+    return values.square().mean()
+
+
+def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, list[str]]:
+    """``ways``: whether the model is placed, and how tensors cross."""
+    os.environ["TENSORWIRE_BIRTH"] = births
+    wrong = {}
+    for place, mode in ways:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        wrong[f"{place} {mode}"] = differing(Swin(), [torch.randn(2, 64, 16) for _ in range(3)], NORM, place, mode=mode)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("device", "births", "ways"),
+    [
+        ("shm", "on", [(False, "zerocopy"), (True, "zerocopy"), (False, "copy"), (False, "rpc")]),
+        ("tcp", "on", [(False, "zerocopy"), (True, "zerocopy")]),
+        ("shm", "off", [(False, "zerocopy")]),
+    ],
+)
+def test_the_mean_over_tokens(device: str, births: str, ways: list[tuple[bool, str]]) -> None:
+    for wrong in run_job(tokens, births, ways, workers=2, servers=0, device=device).ok():
+        assert wrong == {f"{place} {mode}": [] for place, mode in ways}
+
+
+def pictures(job: tw.Job) -> list[list[str]]:
+    wrong = []
+    for last in (False, True):
+        for hosts in (NORM, {**NORM, "before": "worker:1"}):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = ConvNeXt(torch.channels_last if last else torch.contiguous_format)
+            wrong.append(differing(model, [torch.randn(2, 3, 12, 12) for _ in range(3)], hosts))
+    return wrong
+
+
+def test_a_norm_between_convolutions() -> None:
+    assert run_job(pictures, workers=2, servers=0).ok() == [[[]] * 4] * 2
+
+
+def swin(job: tw.Job) -> list[str]:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=16, depths=[1], num_heads=[2], window_size=4, drop_path_rate=0.0
+    )
+    model = transformers.SwinForImageClassification(config)
+    later = ("swin.layernorm", "swin.pooler", "classifier")
+    hosts = {"": "worker:0", **dict.fromkeys(later, "worker:1")}
+    return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], hosts)
+
+
+def test_swin() -> None:
+    assert run_job(swin, workers=2, servers=0).ok() == [[], []]
