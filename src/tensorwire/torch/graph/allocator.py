@@ -41,6 +41,7 @@ class Allocator:
     end: Callable[[], int]
     which: Callable[[int, int], int]
     taken: Callable[[int], int]
+    lock: Callable[[int, bytes], None]
 
 
 def allocator() -> Allocator | None:
@@ -79,8 +80,9 @@ def _find() -> Allocator | str:
         return f"torch {torch.__version__} does not take another allocator"
     library.which.argtypes, library.which.restype = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int64
     library.taken.argtypes = (ctypes.c_void_p,)
+    library.lock.argtypes, library.lock.restype = (ctypes.c_void_p, ctypes.c_char_p), None
     # begin and end have no argtypes: ints and bytes go over faster without.
-    return Allocator(library.begin, library.end, library.which, library.taken)
+    return Allocator(library.begin, library.end, library.which, library.taken, library.lock)
 
 
 def _flags() -> list[str]:

@@ -5,6 +5,7 @@
 // called through ctypes.PyDLL, which keeps the interpreter's lock.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -17,7 +18,8 @@
 
 // Of Python's stable ABI.
 extern "C" {
-struct PyObject;
+struct _object;
+using PyObject = _object;
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
 int Py_IsInitialized();
@@ -228,3 +230,8 @@ EXPORT int64_t which(const void* address, size_t nbytes) {
 
 // Whether a storage that was born at address still lives.
 EXPORT int taken(void* address) { return is_taken(address); }
+
+// From now on torch refuses the address of this storage to whoever asks, reader or writer, with an error that says why.
+EXPORT void lock(void* storage, const char* why) {
+    static_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}

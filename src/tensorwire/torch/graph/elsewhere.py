@@ -1,8 +1,15 @@
 """What stands for a tensor that lives on another host: its shape, and an error for whoever reads it.
 
-It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Whatever reads it through
-torch is stopped before: `Elsewhere` and `ElsewhereParameter` let a function run only as far as it reads no element.
-To dynamo both are plain tensors, so that every process compiles the same graph.
+It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Readers are stopped at
+three levels:
+
+1. `Elsewhere` and `ElsewhereParameter` let a torch function run only as far as it reads no element, and raise
+   `LivesElsewhere`. This holds in eager code, also in what dynamo leaves out of a graph: it never compiles the check.
+2. Where the allocator of ``birth.cpp`` is there, the storage itself refuses its address to native code that comes by
+   without a torch function, such as the kernels of another compiler's graph: a ``RuntimeError`` with the same text.
+3. Native code that got the address by other means is killed by SIGSEGV.
+
+To dynamo both classes are plain tensors, so that every process compiles the same graph.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tensorwire.errors import LivesElsewhere
+from tensorwire.torch.graph.allocator import allocator
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,15 +53,18 @@ class _Stand:
     """What both classes below are: a tensor that may be asked for everything but its elements."""
 
     _tensorwire: Lives
+    _checked: Callable[..., Any]  # `_unread`, which dynamo leaves alone with all that it calls
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # what reads it is in the graph then, and runs where it lives
+        # True while dynamo traces this: what reads the tensor is in the graph then, and runs where it lives. Where the
+        # frame runs, it is not compiled (see _plain_to_dynamo): in compiled code this would be True as well.
+        if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return _unread(func, args, kwargs or {})
+        return cls._checked(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self._tensorwire, "copy or pickle")
@@ -100,10 +111,21 @@ def elsewhere(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -
     _plain_to_dynamo()
     tensor.__class__ = ElsewhereParameter if isinstance(tensor, torch.nn.Parameter) else Elsewhere
     cast(Any, tensor)._tensorwire = Lives(name, host, advice)
-    guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
-    if guard is not None and tensor.numel():  # stops writers that torch functions do not see, such as numpy's
-        guard(tensor)
+    if tensor.numel():
+        _lock(tensor, cast(Any, tensor)._tensorwire)
     return tensor
+
+
+def _lock(tensor: torch.Tensor, lives: Lives) -> None:
+    """Stops what torch functions do not see: every user of the storage's address, or at least those that write."""
+    native = allocator()
+    if native is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            native.lock(tensor.untyped_storage()._cdata, str(_refusal(lives, "native code")).encode())
+        return
+    guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+    if guard is not None:
+        guard(tensor)
 
 
 def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> None:
@@ -131,7 +153,8 @@ class _Unread(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func.is_view or func._schema.name in _LIKES | _NEWS:
             return func(*args, **(kwargs or {}))
-        raise _refusal(self._lives, func._schema.name.removeprefix("aten::").lstrip("_"))
+        name = func._schema.name.removeprefix("aten::").lstrip("_")
+        raise _refusal(self._lives, "item() or the like" if name == "local_scalar_dense" else name)
 
 
 def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -168,13 +191,20 @@ def _refusal(lives: Lives, what: str) -> LivesElsewhere:
 
 @functools.cache
 def _plain_to_dynamo() -> None:
-    """Dynamo takes both classes for plain tensors.
+    """Dynamo takes both classes for plain tensors, and compiles nothing of what is called instead of torch's functions.
 
-    Without this (the name is private) it traces into ``__torch_function__``. That gives the same operators, too, but
-    code that asks ``has_torch_function``, such as that of `torch.nn.TransformerEncoderLayer`, would go another way.
+    Without the first (the name is private) it traces into ``__torch_function__``. That gives the same operators, too,
+    but code that asks ``has_torch_function``, such as that of `torch.nn.TransformerEncoderLayer`, would go another way.
+    Without the second (it is private, too) behind a graph break dynamo would compile ``__torch_function__`` as a frame
+    of its own, as if it were tracing, and native code would read memory that is not there.
     """
+    from torch._dynamo import eval_frame
     from torch._dynamo.variables import builder
 
+    _Stand._checked = staticmethod(torch.compiler.disable(_unread))  # type: ignore[no-untyped-call]
+    skip = getattr(eval_frame, "skip_code", None)
+    if skip is not None:
+        skip(_Stand.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
     infer = getattr(builder, "infer_subclass_type", None)
     if infer is not None:
         plain = (Elsewhere, ElsewhereParameter)

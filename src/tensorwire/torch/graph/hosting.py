@@ -98,5 +98,7 @@ def _adopt(hosts: Hosts) -> None:
     if before is None:
         register(model, hosts)
         watching.watch(model)
+        for module in model.modules():
+            watching.check_momentum(module)
     elif before != checked(model, hosts):
         raise ArgumentError(f"options['hosts'] are {dict(hosts)}, but the model was placed with {before}")

@@ -13,7 +13,10 @@ from tensorwire.torch.graph.elsewhere import fill, lives, vacate
 from tensorwire.torch.graph.placement import Hosts, check_host, forget, known, owner_of, register, unwrapped
 from tensorwire.torch.graph.watching import unwatch, watch
 
-_ADVICE = "this process is {}. If the model read it, dynamo left that part out: TORCH_LOGS=graph_breaks says why"
+_ADVICE = (
+    "this process is {}. What Python reads in a model, as item() does, is not part of the graph: compute with the "
+    "tensor instead. If the model did not mean to, dynamo left this part out: TORCH_LOGS=graph_breaks says why"
+)
 M = TypeVar("M", bound=torch.nn.Module)
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -45,7 +46,7 @@ def watch(model: torch.nn.Module) -> None:
     _leave_alone()
     for module in model.modules():
         spot = spot_of(module)
-        if spot is not None and spot.host is not None:
+        if spot is not None and (spot.host is not None or isinstance(module, _BatchNorm)):
             before, after = module.register_forward_pre_hook(_before), module.register_forward_hook(_after)
             _handles[module] = [before, after]
 
@@ -60,10 +61,30 @@ def unwatch(model: torch.nn.Module) -> None:
 def _before(module: torch.nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
         _runs.begun[id(module)] = _runs.graphs
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            torch.compiler.disable(check_momentum)(module)  # type: ignore[no-untyped-call]
+
+
+def check_momentum(module: torch.nn.Module) -> None:
+    """Raises `Unsupported` for a batch norm with ``momentum=None`` in training.
+
+    It reads its count of batches in Python in every step, and only the worker that owns the count has its value.
+    """
+    spot = spot_of(module)
+    if spot is None or not isinstance(module, _BatchNorm) or module.momentum is not None:
+        return
+    if module.training and module.track_running_stats:
+        raise Unsupported(
+            f"{spot.path or 'the model'} ({type(module).__name__}) has momentum=None, so each training step reads its "
+            "num_batches_tracked in Python, which only one worker has: give it a momentum, such as 0.1"
+        )
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling() or _runs.begun.pop(id(module), -1) != _runs.graphs:
+        return
+    spot = spot_of(module)
+    if spot is not None and spot.host is None:
         return
     given = {id(a) for a in tree_leaves(args)}
     if any(isinstance(r, torch.Tensor) and id(r) not in given for r in tree_leaves(result)):
