@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, ProtocolError
 from tensorwire.launch.secret import file_secret
+from tensorwire.launch.start import module_command
 
 PURPOSE = b"bench"
 PROGRAMS = ("transfer", "perftest")
@@ -115,7 +116,7 @@ def _command(line: bytes, host: str) -> list[str]:
         raise ProtocolError("a malformed request") from None
     if name not in PROGRAMS or not all(isinstance(each, str) for each in arguments):
         raise ProtocolError(f"there is no program {name!r}")
-    return [sys.executable, "-m", f"tensorwire.bench.actors.{name}", "target", *arguments, host]
+    return module_command(f"tensorwire.bench.actors.{name}", "target", *arguments, host)
 
 
 @contextlib.contextmanager

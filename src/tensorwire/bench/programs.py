@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 
 from tensorwire.control.names import describe_exit
 from tensorwire.errors import ProgramFailed
+from tensorwire.launch import start
+from tensorwire.launch.start import module_command
 
 ACTORS = Path(__file__).parent / "actors"
 HANG_SECONDS = 120.0  # for one answer; only a guard
@@ -54,7 +55,7 @@ class Contender:
 
 def actor(name: str, role: str, *arguments: object) -> tuple[str, ...]:
     """The command of one of Tensorwire's own programs."""
-    return (sys.executable, "-m", f"tensorwire.bench.actors.{name}", role, *map(str, arguments))
+    return tuple(module_command(f"tensorwire.bench.actors.{name}", role, *arguments))
 
 
 def pair(program: tuple[str, ...], *arguments: object) -> tuple[tuple[str, ...], ...]:
@@ -99,7 +100,7 @@ class Program:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = (), name: str = ""
     ) -> None:
-        self._name = name or " ".join(Path(word).name for word in command if word != "-m")
+        self._name = name or " ".join(Path(word).name for word in command if word not in ("-m", start.__file__))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._read = b""
         with uninterrupted():

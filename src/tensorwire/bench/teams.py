@@ -20,6 +20,7 @@ from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask, hear_all
 from tensorwire.errors import ProgramFailed
 from tensorwire.launch.secret import new_secret
+from tensorwire.launch.start import module_command
 from tensorwire.observe.parts import Record, read_trace
 
 STORES = ("store", "overlap")
@@ -107,16 +108,15 @@ class Team:
             "TENSORWIRE_SERVERS": str(cast.servers),
         }
         host = ADDRESSES[0] if cast.ends else "127.0.0.1"
-        module, arguments = "tensorwire.launch.coordinator", (cast.workers, cast.servers, host, 0)
-        launch = (sys.executable, "-m", module, *map(str, arguments))
-        coordinator = self._program("the coordinator", 0, launch, told)
+        launch = module_command("tensorwire.launch.coordinator", cast.workers, cast.servers, host, 0)
+        coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
         line = coordinator.hear()
         if not line.startswith("listening "):
             raise ProgramFailed(line)
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
         for index in range(cast.servers):
-            command = (sys.executable, "-m", "tensorwire.launch.server")
+            command = tuple(module_command("tensorwire.launch.server"))
             own = {**told, "TENSORWIRE_INDEX": str(index)}
             self._others.append(self._program(f"server {index}", index, command, own))
         return told

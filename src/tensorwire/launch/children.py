@@ -9,13 +9,13 @@ import contextlib
 import os
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 
 from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.errors import ControlError
 from tensorwire.launch.place import worker_environment
+from tensorwire.launch.start import module_command
 
 # What a child may take to leave after the job has ended.
 LEAVE_SECONDS = 20.0
@@ -33,9 +33,13 @@ class Child:
         stderr: int | None = None,
         own: bool = False,
     ) -> None:
-        command = [sys.executable, "-m", module, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=own
+            module_command(module, *arguments),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=own,
         )
         assert self.process.stdin is not None
         close_on_fork(self.process.stdin.fileno())  # else a data loader would hold the leash when we are gone

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tensorwire.launch.start import module_command
+
 _MOST_SPEC = 4096
 
 
@@ -25,7 +27,7 @@ class Nursery:
         paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
         environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = module_command(__name__, theirs.fileno())
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def fork(self, spec: str, fd: int) -> tuple[int, int]:
