@@ -143,7 +143,10 @@ MISTAKES = [
     (["bench", "device", "--link", "3gbit"], "'3gbit' is not one of 1gbit, 10gbit"),
     (["bench", "faults", "--cores", "one"], "--cores is two numbers such as 0,1, not 'one'"),
     (["bench", "faults", "--cores", "0,4095"], "--cores 0,4095: two of the processors"),
-    (["bench", "faults", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: No such file or directory"),
+    (
+        ["bench", "faults", "--json", "/no/such/folder/x"],
+        "--json /no/such/folder/x: there is no folder /no/such/folder",
+    ),
 ]
 
 

@@ -180,7 +180,7 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "repeat one of many": ([net, "--repeat", "layers.1=0"], "--repeat is the path of a numbered layer"),
         "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
         "drawing": ([net, "--svg", "plan.png"], "--svg plan.png: a drawing's name ends with .svg"),
-        "no folder": ([net, "--json", "no/plan.json"], "--json no/plan.json: there is no folder no"),
+        "no folder": ([net, "--json", "no/plan.json"], "--json no/plan.json: there is no folder "),
         "cannot run": ([str(narrow)], "Net cannot be traced: a and b must have same reduction dim"),
     }
 

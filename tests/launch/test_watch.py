@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import stat
 import sys
 import urllib.request
 from pathlib import Path
@@ -118,8 +120,8 @@ def test_an_address_of_metrics() -> None:
         (("--metrics", "here"), "--metrics is PORT or HOST:PORT, not 'here'"),
         (("--metrics", "99999"), "--metrics is PORT or HOST:PORT, not '127.0.0.1:99999'"),
         (("--metrics", "1", "--nodes", "2", "--node", "1", "--rendezvous", "h:1"), "--metrics belongs to node 0"),
-        (("--trace", "/no/such/place/t.json"), "--trace /no/such/place/t.json: cannot write a file there"),
-        (("--trace", "/"), "--trace /: cannot write a file there"),
+        (("--trace", "/no/such/place/t.json"), "--trace /no/such/place/t.json: there is no folder /no/such/place"),
+        (("--trace", "/"), "--trace /: it is a folder"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(sandbox: Sandbox, options: tuple[str, ...], why: str) -> None:
@@ -173,3 +175,23 @@ def test_a_job_without_a_trace_says_so_and_makes_no_file(sandbox: Sandbox) -> No
     assert result.status == 137
     assert "worker 0 was killed by SIGKILL" in result.err
     assert path.exists() == ("the trace is in" in result.err)  # whether the server had joined by then
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ((1, 3), "tensorwire: the trace is in {path}: "),
+        ((1, 7), "tensorwire: the trace could not be written to {path}: No space left on device"),
+    ],
+    ids=["null", "full"],
+)
+def test_a_trace_into_a_device_leaves_the_device(sandbox: Sandbox, device: tuple[int, int], told: str) -> None:
+    path = sandbox.folder / "device"
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(*device))
+    except PermissionError:
+        pytest.skip("making a device needs root")
+    result = sandbox.run(sandbox.script("job.barrier()"), "--servers", "0", "--trace", str(path)).finish()
+    assert result.one_line().startswith(told.format(path=path))
+    assert (result.status, stat.S_ISCHR(path.stat().st_mode)) == (0, True)
+    sandbox.nothing_left()

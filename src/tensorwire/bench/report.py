@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from tensorwire.bench.records import Record, time_text
 from tensorwire.bench.workloads import MODELS, Model
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.observe.files import check_file, save_file
 
 MIB = 2**20
 FORMATS = (".png", ".svg", ".pdf")
@@ -104,8 +106,7 @@ def check_chart(path: str) -> None:
     """Raises `ArgumentError` or `Unsupported` now for a chart that could not be drawn after minutes."""
     if Path(path).suffix not in FORMATS:
         raise ArgumentError(f"--report {path}: the name must end in one of {', '.join(FORMATS)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ArgumentError(f"--report {path}: there is no such folder")
+    check_file(path, option="--report")
     _matplotlib()
 
 
@@ -142,10 +143,9 @@ def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
         axes.spines[side].set_visible(False)
     _legend(figure, records)
     figure.supxlabel("\n".join(machine), fontsize=6)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ArgumentError(f"--report {path}: {error.strerror}") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix.removeprefix("."), dpi=150)
+    save_file(path, picture.getvalue(), option="--report")
 
 
 def _bar(axes: Any, at: float, record: Record) -> None:

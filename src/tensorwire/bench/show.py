@@ -6,13 +6,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from tensorwire.bench.records import Record, time_text
-from tensorwire.errors import ArgumentError
+from tensorwire.observe.files import save_file
 
 HEAD = ("what", "mode", "who", "median", "fastest - slowest", "rate", "of the limit", "target", "")
 
@@ -135,22 +134,7 @@ def _divided(record: Record) -> str:
 def write_json(path: str, records: Sequence[Record], machine: Sequence[str]) -> None:
     """One list of records. Raises `ArgumentError` for a file that cannot be written."""
     listed = [{**record.as_dict(), "machine": " | ".join(machine)} for record in records]
-    try:
-        Path(path).write_text(json.dumps(listed, indent=1) + "\n")
-    except OSError as error:
-        raise ArgumentError(f"--json {path}: {error.strerror}") from None
-
-
-def check_json(path: str) -> None:
-    """Raises `ArgumentError` now for a file that could not be written after minutes; leaves it as it is."""
-    there = Path(path).exists()
-    try:
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise ArgumentError(f"--json {path}: {error.strerror}") from None
-    if not there:
-        Path(path).unlink()
+    save_file(path, (json.dumps(listed, indent=1) + "\n").encode(), option="--json")
 
 
 def _grouped(records: Sequence[Record]) -> Iterator[tuple[str, ...] | None]:

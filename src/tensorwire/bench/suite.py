@@ -12,6 +12,7 @@ from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
 from tensorwire.errors import Unsupported
+from tensorwire.observe.files import check_file
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _report(
         cores=(machine.all_cores if shared else machine.choose_cores)(options.cores),
     )
     if options.json is not None:
-        show.check_json(options.json)
+        check_file(options.json, option="--json")
     described = machine.describe(settings.cores, shared=shared)  # before we make load of our own
     try:
         with show.notes() as notes:

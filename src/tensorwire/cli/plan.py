@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorwire.errors import ArgumentError
+from tensorwire.observe.files import check_file, save_file
 
 if TYPE_CHECKING:
     from tensorwire.cli.plan_report import Report
@@ -70,9 +71,9 @@ def plan(
     report = _report(what, names, placement, batch, times, inference=inference)
     report.show()
     if json_file is not None:
-        _write(json_file, report.json())
+        save_file(json_file, report.json().encode(), option="--json")
     if svg_file is not None:
-        _write(svg_file, report.svg())
+        save_file(svg_file, report.svg().encode(), option="--svg")
 
 
 def _report(
@@ -128,19 +129,10 @@ def _times(given: str) -> tuple[str, int]:
 def _check_files(json_file: str | None, svg_file: str | None) -> None:
     """Before minutes of work, not after."""
     for option, file in (("--json", json_file), ("--svg", svg_file)):
-        if file is None:
-            continue
-        if Path(file).is_dir() or not Path(file).parent.is_dir():
-            raise ArgumentError(f"{option} {file}: there is no folder {Path(file).parent}, or the file is one")
+        if file is not None:
+            check_file(file, option=option)
     if svg_file is not None and Path(svg_file).suffix.lower() != ".svg":
         raise ArgumentError(f"--svg {svg_file}: a drawing's name ends with .svg")
-
-
-def _write(file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"cannot write {file}: {error.strerror}") from None
 
 
 @contextmanager

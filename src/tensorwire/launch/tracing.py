@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tensorwire.errors import ArgumentError
 from tensorwire.observe.chrome import write_chrome
+from tensorwire.observe.files import check_file
 from tensorwire.observe.parts import read_trace
 
 
@@ -17,9 +17,8 @@ class TraceFile:
     """Where a job's trace goes. Raises `ArgumentError` for a path that cannot be written."""
 
     def __init__(self, path: str) -> None:
+        check_file(path, option="--trace")
         self._path = Path(path)
-        if self._path.is_dir() or not os.access(self._path.parent, os.W_OK | os.X_OK):
-            raise ArgumentError(f"--trace {path}: cannot write a file there")
         self._own: str | None = None
         self._folder = ""
 
@@ -28,7 +27,10 @@ class TraceFile:
         if not self._folder:
             self._folder = environment.get("TENSORWIRE_TRACE", "")
         if not self._folder:
-            self._folder = self._own = tempfile.mkdtemp(prefix="tensorwire-trace-")
+            try:
+                self._folder = self._own = tempfile.mkdtemp(prefix="tensorwire-trace-")
+            except OSError as error:
+                raise ArgumentError(f"--trace needs a temporary folder: {error.strerror}: set TMPDIR") from None
         return self._folder
 
     def finish(self) -> str:

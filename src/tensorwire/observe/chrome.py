@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tensorwire.errors import ArgumentError
+from tensorwire.observe.files import write_file
 from tensorwire.observe.parts import PARTS, Record, steps_of_trace
 from tensorwire.observe.spans import Clock, Span
 
@@ -71,12 +72,7 @@ def write_chrome(path: str | Path, trace: Mapping[str, Record]) -> None:
                 events.append(_event(f"worker-{step.worker}", 0, "part", part, start - origin, stop - start, args))
     processes = [_Process(n, _pid(n), r.host, r.clock, r.facts, r.counters) for n, r in trace.items()]
     whole = {"displayTimeUnit": "ms", "otherData": _About(1, origin, processes), "traceEvents": events}
-    part_file = Path(f"{path}.part")
-    try:
-        part_file.write_bytes(msgspec.json.encode(whole))
-        part_file.replace(path)
-    finally:
-        part_file.unlink(missing_ok=True)
+    write_file(path, msgspec.json.encode(whole))
 
 
 def read_chrome(path: str | Path) -> dict[str, Record]:

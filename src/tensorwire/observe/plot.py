@@ -5,12 +5,14 @@ Drawn by matplotlib, the extra ``plot``. Parts differ in hatching as well as in 
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.errors import ArgumentError
+from tensorwire.observe.files import check_file, save_file
 from tensorwire.observe.intervals import common
 from tensorwire.observe.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
 
@@ -34,8 +36,7 @@ def check_picture(path: str | Path) -> None:
     path = Path(path)
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         raise ArgumentError(f"--plot {path}: a picture ends with .{', .'.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"--plot {path}: there is no folder {path.parent}")
+    check_file(path, option="--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -70,10 +71,9 @@ def plot_steps(path: str | Path, trace: Mapping[str, Record]) -> None:
     above, below = figure.subplots(2, 1, height_ratios=[rows + 1, len({s.worker for s in steps}) + 1])
     _draw_step(above, chosen, {name: trace[name] for name in servers}, number)
     _draw_parts(below, [s.parts() for s in steps])
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ArgumentError(f"--plot {path}: {error.strerror}") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix.lower().removeprefix("."), dpi=150)
+    save_file(path, picture.getvalue(), option="--plot")
 
 
 def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, Record], number: int) -> None:

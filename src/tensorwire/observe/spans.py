@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tensorwire.observe.counting import counters
+from tensorwire.observe.files import write_file
 
 clock = time.monotonic  # one clock for all processes of a machine
 
@@ -110,9 +111,7 @@ class Spans:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{process}.part"  # killed in the middle of it, we leave no torn trace
-            part.write_bytes(msgspec.json.encode(record))
-            part.replace(path)
+            write_file(path, msgspec.json.encode(record))
         except OSError as error:  # a trace is not worth a good run
             logging.getLogger("tensorwire").warning("no trace of %s: %s", process, error)
             return None
