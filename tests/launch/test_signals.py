@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,44 @@ def test_the_guard_may_be_killed_too(sandbox: Sandbox) -> None:
     errors = program.finish().err
     assert "tensorwire: worker 0: the job ended: the coordinator is gone" in errors
     assert "Traceback" not in errors
+
+
+def test_a_stopped_guard_does_not_hold_the_launcher(sandbox: Sandbox) -> None:
+    """Nor may it keep the terminal: it is ended with the job."""
+    program = ready(sandbox, READY + "\njob.barrier()")
+    os.kill(sandbox.find("guard.py"), signal.SIGSTOP)
+    program.signal(signal.SIGINT)
+    result = program.finish()
+    assert (result.status, result.one_line()) == (130, "tensorwire: the user interrupted the job")
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_the_guard_ignores_what_is_meant_for_the_launcher(sandbox: Sandbox, number: signal.Signals) -> None:
+    program = ready(sandbox, READY, "--no-prefix")
+    guard = sandbox.find("guard.py")
+    os.kill(guard, number)
+    program.signal(signal.SIGKILL)
+    program.process.wait()
+    sandbox.all_gone()
+    errors = program.finish().err
+    assert "tensorwire: the launcher was killed: its processes are ended" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_killed_guard_is_told_and_the_job_goes_on(sandbox: Sandbox) -> None:
+    body = "job.barrier(); print('ready', job.rank)\nwhile not os.path.exists(sys.argv[0] + '-on'): time.sleep(0.02)"
+    script = sandbox.script(body)
+    program = sandbox.run(script)
+    program.expect("ready 0", "ready 1")
+    os.kill(sandbox.find("guard.py"), signal.SIGKILL)
+    while not program._errors.read_text().endswith("\n"):
+        pass
+    Path(f"{script}-on").touch()
+    result = program.finish()
+    assert result.one_line().startswith("tensorwire: the guard was killed by SIGKILL: the job goes on, but if this ")
+    assert result.status == 0
+    sandbox.nothing_left()
 
 
 def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:

@@ -7,21 +7,35 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tensorwire.launch import guard
 
+# How long the guard may take to leave when it is told to, before it is killed: somebody may have stopped it.
+_GUARD_SECONDS = 2.0
+
 
 class Guard:
-    """The process that outlives a killed launcher for a moment, to end its children."""
+    """The process that outlives a killed launcher for a moment, to end its children.
 
-    def __init__(self) -> None:
+    Args:
+        gone: Called from a thread, with the status as ``Popen.returncode`` has it, if the guard ends before `close`.
+    """
+
+    def __init__(self, gone: Callable[[int], None]) -> None:
         command = [sys.executable, "-I", "-S", str(Path(guard.__file__))]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True, bufsize=1
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, bufsize=0
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._gone = gone
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="tensorwire-guard", daemon=True)
+        self._thread.start()
 
     def add(self, group: int) -> None:
         """``group`` is to end with the launcher."""
@@ -29,14 +43,26 @@ class Guard:
 
     def close(self) -> None:
         """All groups have ended. Idempotent."""
-        if self._process.returncode is None:
-            self._tell("done\n")
-            self._process.communicate()
+        if self._closing:
+            return
+        self._closing = True
+        self._tell("done\n")
+        self._thread.join(_GUARD_SECONDS)
+        if self._thread.is_alive():
+            self._process.kill()
+            self._thread.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        if not self._closing:
+            self._gone(status)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it: then only orderly ends are clean
-            self._process.stdin.write(line)
+        with contextlib.suppress(OSError):  # it has been killed, or it is stopped and its pipe is full
+            self._process.stdin.write(line.encode())
 
 
 def signal_groups(groups: Iterable[int], number: int) -> None:

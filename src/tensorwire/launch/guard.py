@@ -1,7 +1,8 @@
 """Ends a launcher's processes when the launcher is gone, however it died: a parent that is killed cannot do it itself.
 
 A process of its own that imports nothing of ours. On its standard input the launcher names process groups, one a line;
-``done`` before the end of the input says that there is nothing left to do.
+``done`` before the end of the input says that there is nothing left to do. Only that, the launcher's death and SIGKILL
+end it: signals that people mean for the launcher are ignored here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import os
 import signal
 import sys
 
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
 
 def main() -> None:
     """Reads until the launcher closes the pipe or dies."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     groups: list[int] = []
     for line in sys.stdin:
         if line == "done\n":

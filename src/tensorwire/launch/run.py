@@ -161,7 +161,7 @@ class Run:
 
     def _start(self, address: str, secret: str) -> None:
         o = self._options
-        self._guard = Guard()
+        self._guard = Guard(lambda status: self._events.put(("guard", 0, status)))
         base = self._view.environment(os.environ)
         common = worker_environment(
             base, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
@@ -230,6 +230,12 @@ class Run:
                 cause: Cause | None = event[1]
                 return cause
             role, index, status = event
+            if role == "guard":
+                self._view.say(
+                    f"tensorwire: the guard {describe_exit(status)}: the job goes on, but if this launcher is killed, "
+                    "what it has started may live on for a while"
+                )
+                continue
             self._note(member_name(role, index), status)
             if self._coordinator is not None:
                 self._coordinator.left(role, index, status)
@@ -247,7 +253,7 @@ class Run:
         while any(name.startswith(role) for name in self._running):
             with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=max(0.0, end - time.monotonic()))
-                if event[0] != "end":
+                if event[0] not in ("end", "guard"):
                     self._note(member_name(event[0], event[1]), event[2])
                 continue
             return
