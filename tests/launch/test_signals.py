@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tensorwire.launch.stops import is_stopped
 from tests.sandbox import WAITS, Program, Sandbox, free_port, wait_for_end
 
 READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
@@ -149,13 +151,11 @@ def test_a_killed_guard_is_told_and_the_job_goes_on(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:
-    program = ready(
-        sandbox,
-        READY,
-        TENSORWIRE_BEAT="0.1",
-        TENSORWIRE_LOST_AFTER="1",
-    )
+SHORT = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": "1"}
+
+
+def test_a_stopped_launcher_ends_every_member_and_is_named(sandbox: Sandbox) -> None:
+    program = ready(sandbox, READY, **SHORT)
     workers = [program.number(f"pid-{rank}") for rank in (0, 1)]
     program.signal(signal.SIGSTOP)
     for pid in workers:
@@ -166,6 +166,76 @@ def test_a_stopped_launcher_ends_every_member(sandbox: Sandbox) -> None:
     told = "the job ended: the coordinator is gone: the other side of a connection fell silent"
     errors = result.err.splitlines()
     assert [any(line.startswith(f"tensorwire: worker {r}: {told}") for line in errors) for r in (0, 1)] == [True, True]
+    (own,) = [line for line in errors if not line.startswith("tensorwire: worker ")]
+    assert own.startswith("tensorwire: the launcher was stopped for ")
+    assert own.endswith(" s: the processes of the job gave it up")
+    assert result.status == 1
+    sandbox.nothing_left()
+
+
+def test_a_launcher_that_is_stopped_before_anybody_joined_is_named(sandbox: Sandbox) -> None:
+    body = """
+        print(f"pid-{os.environ['TENSORWIRE_RANK']} {os.getpid()}")
+        while not os.path.exists(sys.argv[0] + "-on"): time.sleep(0.02)
+        import tensorwire as tw
+        tw.init()
+    """
+    script = sandbox.script(body, init=False)
+    program = sandbox.run(script, "--servers", "0", **SHORT)
+    workers = [program.number(f"pid-{rank}") for rank in (0, 1)]
+    program.signal(signal.SIGSTOP)
+    Path(f"{script}-on").touch()
+    for pid in workers:
+        wait_for_end(pid)
+    program.signal(signal.SIGCONT)
+    result = program.finish()
+    errors = result.err.splitlines()
+    assert errors.pop().startswith("tensorwire: the launcher was stopped for ")
+    told = "could not join the job: the other side of a connection fell silent for 1 s"
+    assert sorted(errors) == [f"tensorwire: worker {rank} {told}" for rank in (0, 1)]
+    assert result.status == 1
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
+    body = """
+        import torch
+        model = torch.nn.Linear(200, 200)
+        optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.01)
+        print("ready", job.rank)
+        with job.uneven():
+            while not os.path.exists(sys.argv[0] + "-on"):
+                optimizer.zero_grad()
+                model(torch.ones(1, 200)).sum().backward()
+                optimizer.step()
+        print("done", job.rank)
+    """
+    script = sandbox.script(body)
+    program = sandbox.run(script, "--device", device, **SHORT)
+    program.expect("ready 0", "ready 1")
+    server = sandbox.find("tensorwire.launch.server")
+    pids = [program.process.pid, server, *(program.number(f"pid-{rank}") for rank in (0, 1))]
+    program.signal(signal.SIGTSTP)
+    while not all(is_stopped(pid) for pid in pids):
+        pass
+    time.sleep(2.5)  # longer than the silence after which a process counts as lost
+    assert all(is_stopped(pid) for pid in pids)
+    Path(f"{script}-on").touch()
+    program.signal(signal.SIGCONT)
+    result = program.finish()
+    assert (result.status, result.err) == (0, "")
+    assert {"done 0", "done 1"} <= set(result.out.split("\n"))
+    sandbox.nothing_left()
+
+
+@pytest.mark.parametrize("wrapper", ["exec", ""], ids=["the command", "what it starts"])
+def test_a_worker_that_is_stopped_before_it_joined_is_named(sandbox: Sandbox, wrapper: str) -> None:
+    script = sandbox.script("job.barrier()")
+    stops = f"[ $TENSORWIRE_RANK = 1 ] && {wrapper} sh -c 'kill -STOP $$'; exec {sys.executable} {script}"
+    program = sandbox.launch("run", "--workers", "2", "--", "sh", "-c", stops, **SHORT)
+    result = program.finish()
+    assert result.one_line() == "tensorwire: worker 1 was stopped before it joined the job, 1 s ago"
     assert result.status == 1
     sandbox.nothing_left()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -143,6 +145,10 @@ class Client:
         """For launchers: how a process of this machine ended."""
         self._send(frames.encode(frames.Left(role, index, status)))
 
+    def report_stop(self, role: str, index: int, seconds: float) -> None:
+        """For launchers: a process of this machine has been stopped for ``seconds``. Ignored once it has joined."""
+        self._send(frames.encode(frames.Stopped(role, index, _seconds(seconds))))
+
     def bye(self) -> None:
         """Says that this member is done, and stays in the job until ``ended``."""
         self._send(frames.encode(frames.Bye()))
@@ -198,6 +204,7 @@ class Client:
     def _listen(self) -> None:
         try:
             while True:
+                self._await_frame()
                 message = self._receive()
                 if isinstance(message, frames.Answer):
                     self._settle(message)
@@ -206,6 +213,17 @@ class Client:
         except (PeerLost, ProtocolError, OSError) as error:
             if not self._closed:
                 self._lose(f"is gone: {error}")
+
+    def _await_frame(self) -> None:
+        """Returns when there is something to read. Silence is counted in waits of ours: while this process was stopped,
+        and the coordinator perhaps with it, nobody was silent."""
+        beat, lost_after = self.welcome.beat, self.welcome.lost_after
+        ready = select.poll()
+        ready.register(self._sock, select.POLLIN)
+        for _ in range(math.ceil(lost_after / beat)):
+            if ready.poll(beat * 1e3):
+                return
+        raise PeerLost(f"the other side of a connection fell silent for {lost_after:g} s")
 
     def _report(self) -> None:
         """Tells the coordinator now and then what this process has done, because it asked for that."""
@@ -225,6 +243,8 @@ class Client:
 
     def _lose(self, how: str) -> None:
         self.lost = not self.ended.is_set()
+        with contextlib.suppress(OSError):  # should the coordinator come back, it is to see at once that we gave up
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._finish(Cause("the coordinator", how))
 
     def _finish(self, cause: Cause | None) -> None:

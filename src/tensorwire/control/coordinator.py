@@ -18,6 +18,7 @@ from tensorwire.control.clock import pack_time
 from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import GONE, describe_exit, member_name
+from tensorwire.control.stall import Stall
 from tensorwire.errors import ArgumentError, AuthenticationError, JobEnded, ProtocolError
 
 # How long a second-hand report ("its connection closed") waits for the first-hand one that explains it.
@@ -59,7 +60,7 @@ class Coordinator:
 
     ``secret`` admits members. They show that they live every ``beat`` seconds, and are lost after ``lost_after``
     seconds of silence. ``stats_every``: seconds between members' reports of themselves; 0: they make none. ``on_end``
-    is called once, from the coordinator's thread, with the cause or None.
+    is called once, from the coordinator's thread, with the cause or None. ``who``: how people know this process.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Coordinator:
         lost_after: float = 10.0,
         stats_every: float = 0.0,
         on_end: Callable[[Cause | None], None] | None = None,
+        who: str = "the coordinator",
     ) -> None:
         self.workers, self.servers = workers, servers
         self.beat, self.lost_after, self.stats_every = beat, lost_after, stats_every
@@ -88,6 +90,7 @@ class Coordinator:
         self._exits: dict[str, int] = {}
         self._stats: dict[str, Report] = {}
         self._second_hand: Cause | None = None
+        self._stall = Stall(who, beat, lost_after)
         self._doorman = Doorman(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
         listener = listen(host, port)
@@ -116,6 +119,14 @@ class Coordinator:
     def left(self, role: str, index: int, status: int) -> None:
         """A launcher's report of how a process ended."""
         self._call(self._left, role, index, status)
+
+    def stopped(self, role: str, index: int, seconds: float) -> None:
+        """A launcher's report that a process has been stopped for so long. Nothing, if it has joined: beats tell."""
+        self._call(self._stopped, role, index, seconds)
+
+    def has_joined(self, name: str) -> bool:
+        """Whether that member is, or was, in the job."""
+        return name in self._joined
 
     def close(self) -> None:
         """Stops at once; members that are still there see the connection end. Idempotent."""
@@ -253,9 +264,11 @@ class Coordinator:
         elif isinstance(message, frames.Clock):  # at once: how long it takes is what the member measures
             self._send(member.writer, frames.Answer(message.id, pack_time()))
         elif isinstance(message, frames.Fail):
-            self._fail(message.cause)
+            self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)
         elif isinstance(message, frames.Left):
             self._left(message.role, message.index, message.status)
+        elif isinstance(message, frames.Stopped):
+            self._stopped(message.role, message.index, message.seconds)
         elif isinstance(message, frames.Bye):
             member.left = True
             self._done.add(member.name)
@@ -273,15 +286,13 @@ class Coordinator:
     # ---- life and death
 
     async def _watch(self) -> None:
-        last = time.monotonic()
         while True:
             await asyncio.sleep(self.beat)
+            stalled = self._stall.tick()  # while this process did not run, nobody could be heard
             now = time.monotonic()
-            stalled = now - last - self.beat  # while this process did not run, nobody could be heard
-            last = now
             for member in list(self._members.values()):
                 self._send(member.writer, frames.Beat())
-                member.seen += stalled if stalled > self.beat else 0.0
+                member.seen += stalled
                 silent = now - member.seen
                 if silent > self.lost_after and not member.left:
                     self._fail(Cause(member.name, f"sent no heartbeat for {silent:.0f} s: stopped, or cut off"))
@@ -292,7 +303,7 @@ class Coordinator:
         if member.name in self._exits:
             self._judge(member.name)
         elif not member.left:
-            self._fail(Cause(member.name, GONE, settle=SETTLE_SECONDS))
+            self._fail(self._stall.blame(Cause(member.name, GONE, settle=SETTLE_SECONDS)))
         if not self._members:
             self.empty.set()
 
@@ -304,11 +315,18 @@ class Coordinator:
         else:
             self._judge(name)
 
+    def _stopped(self, role: str, index: int, seconds: float) -> None:
+        name = member_name(role, index)
+        if name not in self._joined:
+            self._fail(Cause(name, f"was stopped before it joined the job, {seconds:.0f} s ago"))
+
     def _judge(self, name: str) -> None:
         """The process of ``name`` is gone; was that all right?"""
         status = self._exits[name]
         if status:
             cause = Cause(name, describe_exit(status))
+            if status > 0 and name not in self._done:
+                cause = self._stall.blame(cause)
             if name in self._done and self._second_hand is None:
                 # It had said goodbye. If nobody misses it, the others are about to say theirs, and all is well.
                 self._loop.call_later(SETTLE_SECONDS, self._fail, cause)
@@ -317,7 +335,7 @@ class Coordinator:
         elif name not in self._joined:
             self._fail(Cause(name, "exited without joining the job: its script has to call tensorwire.init()"))
         elif name not in self._done:
-            self._fail(Cause(name, "exited with status 0 in the middle of the job"))
+            self._fail(self._stall.blame(Cause(name, "exited with status 0 in the middle of the job")))
 
     def _fail(self, cause: Cause) -> None:
         if self.ended.is_set():

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -150,6 +150,14 @@ class Left(Message, tag="left", frozen=True):
     status: int
 
 
+class Stopped(Message, tag="stopped", frozen=True):
+    """A launcher says that a process of its machine has been stopped for so long. Before it joins it has no beat."""
+
+    role: Name
+    index: int
+    seconds: Seconds
+
+
 class Bye(Message, tag="bye", frozen=True):
     """A member is done and leaves."""
 
@@ -173,7 +181,7 @@ class End(Message, tag="end", frozen=True):
 
 
 Request = Publish | Lookup | Barrier | Compare | Clock
-Any = Join | Welcome | Request | Answer | Fail | Left | Bye | Beat | Stats | End
+Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)
 

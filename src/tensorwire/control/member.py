@@ -37,7 +37,7 @@ class Member:
 
     ``device`` is ``auto`` (shm where a peer's memory really can be mapped, verbs over a network where a first write
     really arrived, else tcp), ``shm``, ``tcp`` or ``verbs``; ``host`` is the interface that tcp listens on, and whose
-    RDMA port is preferred.
+    RDMA port is preferred; ``timeout`` is how many seconds the coordinator may take for each answer while we join.
 
     Raises `ArgumentError`, `PeerLost`, `AuthenticationError`, `JobEnded`, or `VerbsUnavailable` (``verbs`` only).
     """
@@ -51,11 +51,12 @@ class Member:
         *,
         device: str = "auto",
         host: str = "127.0.0.1",
+        timeout: float = 60.0,
     ) -> None:
         if device not in DEVICES:
             raise ArgumentError(f"device is one of {', '.join(DEVICES)}, not {device!r}")
         self.role, self.index = role, index
-        self.client = Client(address, secret, role, index)
+        self.client = Client(address, secret, role, index, timeout=timeout)
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
         self._where = whereabouts()

@@ -20,12 +20,16 @@ NONCE = 32
 MOST_PURPOSE = 64
 
 
-class _Silent(PeerLost):
-    """The other side sent nothing for too long, or not enough."""
-
-
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     """``nbytes`` from a blocking socket, within its timeout as a whole; `PeerLost` if it ends or falls silent."""
+    try:
+        return _receive(sock, nbytes)
+    except TimeoutError as error:
+        raise PeerLost(str(error)) from None
+
+
+def _receive(sock: socket.socket, nbytes: int) -> bytes:
+    """The same, but `TimeoutError` if the other side sent nothing for too long, or not enough."""
     timeout = sock.gettimeout()
     end = None if timeout is None else time.monotonic() + timeout
     data = bytearray()
@@ -39,7 +43,7 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
             data += part
         sock.settimeout(timeout)
     except TimeoutError:
-        raise _Silent(f"the other side of a connection fell silent for {timeout:g} s") from None
+        raise TimeoutError(f"the other side of a connection fell silent for {timeout:g} s") from None
     except PeerLost:
         raise
     except OSError as error:
@@ -73,10 +77,10 @@ def initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
         raise AuthenticationError("the other side does not hold this job's secret")
     _send(sock, proof(secret, b"initiate", purpose, theirs, mine))
     try:
-        if receive_exactly(sock, 1) != b"\x01":
+        if _receive(sock, 1) != b"\x01":
             raise ProtocolError("the other side does not speak Tensorwire")
-    except _Silent:
-        raise
+    except TimeoutError as error:
+        raise PeerLost(str(error)) from None
     except PeerLost:
         raise AuthenticationError("the other side refused this process's secret") from None
 

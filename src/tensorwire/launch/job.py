@@ -21,7 +21,15 @@ from tensorwire.control.reach import Route
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
-from tensorwire.launch.place import Place, device_choice, find_place, grace_seconds, listening_host, server_threads
+from tensorwire.launch.place import (
+    Place,
+    device_choice,
+    find_place,
+    grace_seconds,
+    heartbeat,
+    listening_host,
+    server_threads,
+)
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.store.client import step_timeout
@@ -221,11 +229,15 @@ class _Hook:
 
     def __init__(self, place: Place) -> None:
         self.job: Job | None = None
+        self.refusal: BaseException | None = None  # why a worker of `tensorwire run` could not join
         self._place = place
         self._previous = sys.excepthook
         sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is self.refusal:  # where in the script init() was called says nothing more
+            _write_line(f"worker {self._place.rank} could not join the job: {error}")
+            return
         told = self.job.failed(error) if self.job is not None else False
         if not _is_consequence(error):
             if not told:
@@ -242,8 +254,12 @@ class _Hook:
 
 
 def _say(name: str, why: object) -> None:
+    _write_line(f"{name}: the job ended: {why}")
+
+
+def _write_line(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"tensorwire: {name}: the job ended: {why}\n")
+        sys.stderr.write(f"tensorwire: {text}\n")
         sys.stderr.flush()
 
 
@@ -278,7 +294,7 @@ def init(
     place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
     if place.starter == "run":
         _buffer_lines()
-    for said in (grace_seconds, server_threads, step_timeout):  # refuse what others would stumble over later
+    for said in (grace_seconds, heartbeat, server_threads, step_timeout):  # refuse what others would stumble over later
         said(os.environ)
     children: list[Child] = []
     meeting: Rendezvous | None = None
@@ -292,6 +308,8 @@ def init(
         if hook.job is not None:
             hook.job.failed(error)
             hook.job.close()
+        elif place.starter == "run" and isinstance(error, TensorwireError):
+            hook.refusal = None if isinstance(error, JobEnded) else error
         elif not isinstance(error, JobEnded):
             hook.remove()
         for child in children:
@@ -332,7 +350,8 @@ def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: _Hook)
             children.append(start_server(index, meeting.address, meeting.secret))
     host = listening_host(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
-    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host)
+    _, lost_after = heartbeat(os.environ)
+    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, timeout=lost_after)
     return Job(place, member, children, hook)
 
 

@@ -151,6 +151,12 @@ class Output:
 
         self._tell(speak)
 
+    def show_cursor(self, *, shown: bool) -> None:
+        """Where a picture hides the terminal's cursor, shows it to others for a while."""
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                os.write(1, b"\x1b[?25h" if shown else b"\x1b[?25l")
+
     def freeze(self) -> None:
         """The job has ended: the picture stays as it is now."""
         if self._thread is not None:

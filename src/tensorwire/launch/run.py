@@ -23,8 +23,9 @@ from tensorwire.device.verbs.ports import look
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
-from tensorwire.launch.groups import Guard, end_groups
+from tensorwire.launch.groups import Guard, end_groups, signal_groups
 from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
+from tensorwire.launch.stops import Stops
 from tensorwire.launch.watch import Watch, job_members
 from tensorwire.store.client import step_timeout
 
@@ -88,6 +89,7 @@ class Run:
         self._statuses: dict[str, int] = {}
         self._servers: list[Child] = []
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the only queue a signal handler may put into
+        self._stops = Stops(self._beat, self._lost_after)
         self._guard: Guard | None = None
         self._coordinator: Coordinator | None = None
         self._client: Client | None = None
@@ -100,6 +102,8 @@ class Run:
     def __call__(self) -> int:
         """Runs the job; returns the exit status for the shell."""
         handlers = {s: signal.signal(s, self._interrupted) for s in _SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
         cause: Cause | None = None
         try:
             address, secret = self._rendezvous()
@@ -145,11 +149,14 @@ class Run:
                 lost_after=self._lost_after,
                 stats_every=self._view.stats_every,
                 on_end=self._on_end,
+                who="the launcher",
             )
             self._view.attend(self._coordinator)
             return self._coordinator.address, secret
         assert o.rendezvous is not None
-        self._client = Client(o.rendezvous, secret.encode(), "launcher", o.node, patience=JOIN_SECONDS)
+        self._client = Client(
+            o.rendezvous, secret.encode(), "launcher", o.node, patience=JOIN_SECONDS, timeout=self._lost_after
+        )
         self._client.on_end(self._on_end)
         job = self._client.welcome
         if (job.workers, job.servers) != (workers, servers):
@@ -222,10 +229,24 @@ class Run:
             self._client.fail(cause)
         self._events.put(("end", cause))
 
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the processes, which a terminal does not reach, stop and go on with us."""
+        signal_groups(self._groups, signal.SIGSTOP)
+        self._view.pause()
+        signal.raise_signal(signal.SIGSTOP)
+        self._view.resume()
+        signal_groups(self._groups, signal.SIGCONT)
+
     def _watch(self) -> Cause | None:
-        """Until the job ends: passes on how processes ended."""
+        """Until the job ends: passes on how processes ended, and who is stopped before its heartbeats can be missed."""
+        look_at = time.monotonic() + self._beat
         while True:
-            event = self._events.get()
+            try:
+                event = self._events.get(timeout=max(0.0, look_at - time.monotonic()))
+            except queue.Empty:
+                self._report_stops()
+                look_at = time.monotonic() + self._beat
+                continue
             if event[0] == "end":
                 cause: Cause | None = event[1]
                 return cause
@@ -241,6 +262,16 @@ class Run:
                 self._coordinator.left(role, index, status)
             elif self._client is not None:
                 self._client.report_exit(role, index, status)
+
+    def _report_stops(self) -> None:
+        joined = self._coordinator.has_joined if self._coordinator is not None else lambda _: False
+        there = {name: pid for name, pid in self._running.items() if not joined(name)}
+        for name, seconds in self._stops.look(there).items():
+            role, _, index = name.partition(" ")
+            if self._coordinator is not None:
+                self._coordinator.stopped(role, int(index), seconds)
+            elif self._client is not None:
+                self._client.report_stop(role, int(index), seconds)
 
     def _note(self, name: str, status: int) -> None:
         del self._running[name]

@@ -16,7 +16,7 @@ import msgspec
 from tensorwire.control import Cause, Member
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
-from tensorwire.launch.place import device_choice, grace_seconds, listening_host, server_threads
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host, server_threads
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
 
@@ -105,7 +105,9 @@ def main() -> int:
     try:
         host = listening_host(address, os.environ)
         server_threads(os.environ)
-        member = Member(address, secret, "server", index, device=device_choice(os.environ), host=host)
+        _, lost_after = heartbeat(os.environ)
+        device = device_choice(os.environ)
+        member = Member(address, secret, "server", index, device=device, host=host, timeout=lost_after)
     except JobEnded:
         return 0  # meanwhile; how, others say
     except PeerLost:

@@ -68,6 +68,14 @@ class Watch:
         """The launcher's own words."""
         self._output.say(text)
 
+    def pause(self) -> None:
+        """The launcher is about to stop: the terminal is the shell's."""
+        self._output.show_cursor(shown=True)
+
+    def resume(self) -> None:
+        """The launcher goes on."""
+        self._output.show_cursor(shown=False)
+
     def left(self, name: str, status: int) -> None:
         """How a process ended."""
         if status:
