@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tensorwire.errors import ArgumentError
@@ -77,6 +78,13 @@ WRONG: list[tuple[dict[str, str], str]] = [
     ({**RANKS, "MASTER_ADDR": ""}, "an address is HOST:PORT"),
     ({**SLURM, "SLURM_NNODES": "2"}, "set MASTER_ADDR"),
     ({**SLURM, "SLURM_NTASKS": "x"}, "SLURM_NTASKS must be a whole number"),
+    ({**SLURM, "SLURM_NTASKS": "9" * 20}, "the workers of a job: at most 65536, not 99999999999999999999"),
+    ({**RUN, "TENSORWIRE_WORKERS": "65537"}, "the workers of a job: at most 65536, not 65537"),
+    ({**RUN, "TENSORWIRE_SERVERS": "65537"}, "the servers of a job: at most 65536, not 65537"),
+    ({**RANKS, "WORLD_SIZE": "1000000"}, "the workers of a job: at most 65536, not 1000000"),
+    ({"TENSORWIRE_SERVERS": "513"}, "the servers that one worker starts: at most 512, not 513"),
+    ({**TORCHRUN, "TENSORWIRE_SERVERS": "2049"}, "the servers that one worker starts: at most 512, not 513"),
+    ({**RANKS, "MASTER_PORT": "²³"}, "an address is HOST:PORT"),
 ]
 
 
@@ -94,6 +102,33 @@ def test_a_wrong_environment_is_refused_in_one_line(environment: dict[str, str],
 def test_rank_world_size_and_rendezvous_belong_together(arguments: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match="belong together"):
         find_place(RANKS, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"servers": "2"}, "init(servers=) takes a whole number, not '2'"),
+        ({"servers": 1.5}, "init(servers=) takes a whole number, not 1.5"),
+        ({"servers": float("nan")}, "init(servers=) takes a whole number, not nan"),
+        ({"servers": True}, "init(servers=) takes a whole number, not True"),
+        ({"servers": 10**9}, "the servers of a job: at most 65536, not 1000000000"),
+        ({"servers": -1}, "a job has 0 servers or more, not -1"),
+        ({"rank": "0", "world_size": 1, "rendezvous": "h:1"}, "init(rank=) takes a whole number, not '0'"),
+        ({"rank": 0, "world_size": 1.0, "rendezvous": "h:1"}, "init(world_size=) takes a whole number, not 1.0"),
+        ({"rank": 0, "world_size": 1, "rendezvous": 5}, "init(rendezvous=) takes the text HOST:PORT, not 5"),
+        ({"rank": 0, "world_size": 1, "rendezvous": b"h:1"}, "init(rendezvous=) takes the text HOST:PORT, not b'h:1'"),
+    ],
+)
+def test_arguments_of_wrong_types_and_sizes_are_refused_in_one_line(arguments: dict[str, object], why: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        find_place({}, **arguments)  # type: ignore[arg-type]
+    assert str(caught.value) == why
+
+
+def test_integers_of_numpy_are_whole_numbers() -> None:
+    place = find_place({}, rank=np.int64(1), world_size=np.int32(2), rendezvous="127.0.0.1:1", servers=np.uint8(3))  # type: ignore[arg-type]
+    assert place == Place("ranks", 1, 2, 3, "127.0.0.1:1", False)
+    assert {type(place.rank), type(place.workers), type(place.servers)} == {int}
 
 
 def test_what_is_on_this_machine() -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from tensorwire.control.address import split_address
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, ProtocolError
 from tensorwire.launch.secret import file_secret
@@ -29,10 +30,10 @@ _MOST_REQUEST = 1024
 
 def parse(where: str) -> tuple[str, int]:
     """``HOST:PORT``. Raises `ArgumentError`."""
-    host, _, port = where.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ArgumentError(f"{where!r} is not HOST:PORT, such as 10.0.0.1:7000")
-    return host.strip("[]"), int(port)
+    try:
+        return split_address(where)
+    except ArgumentError:
+        raise ArgumentError(f"{where!r} is not HOST:PORT, such as 10.0.0.1:7000") from None
 
 
 def local_host(peer: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -121,7 +122,7 @@ def _pair(option: str, given: str, form: str) -> tuple[str, str]:
 
 def _times(given: str) -> tuple[str, int]:
     path, times = _pair("--repeat", given, "PATH=N")
-    if not times.isdigit() or not int(times) or not path.rpartition(".")[2].isdigit():
+    if not re.fullmatch("[1-9][0-9]{0,5}", times) or not re.fullmatch("[0-9]+", path.rpartition(".")[2]):
         raise ArgumentError(f"--repeat is the path of a numbered layer and how many there are, not {given!r}")
     return path, int(times)
 

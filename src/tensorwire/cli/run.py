@@ -7,23 +7,38 @@ from typing import Any
 import click
 
 from tensorwire.control.member import DEVICES
+from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
 
 
 @click.command(
     short_help="Run a script as the workers of a job.",
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Workers on this machine.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1, MOST_ON_A_MACHINE),
+    default=1,
+    show_default=True,
+    help="Workers on this machine.",
+)
 @click.option(
     "--servers",
-    type=click.IntRange(0),
+    type=click.IntRange(0, MOST_ON_A_MACHINE),
     default=1,
     show_default=True,
     help="Servers on this machine; 0 where nothing is kept in a store.",
 )
 @click.option("--rendezvous", metavar="HOST:PORT", help="Several machines: where node 0 listens.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="How many machines take part.")
-@click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is, from 0.")
+@click.option(
+    "--nodes", type=click.IntRange(1, MOST_MACHINES), default=1, show_default=True, help="How many machines take part."
+)
+@click.option(
+    "--node",
+    type=click.IntRange(0, MOST_MACHINES - 1),
+    default=0,
+    show_default=True,
+    help="Which of them this is, from 0.",
+)
 @click.option(
     "--device",
     type=click.Choice(DEVICES),

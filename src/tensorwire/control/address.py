@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 
@@ -17,7 +18,7 @@ def split_address(address: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[V6]:PORT``. Raises `ArgumentError`."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ArgumentError(f"an address is HOST:PORT, not {address!r}")
     return host, int(port)
 

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 
 from tensorwire.errors import ArgumentError
 
+# A mistyped count must not start processes until the machine has no memory left. A job may have this many workers, and
+# as many servers; one machine starts at most so many of each.
+MOST_MEMBERS = 1 << 16
+MOST_ON_A_MACHINE = 512
+MOST_MACHINES = 4096
+
 
 def seconds(environment: Mapping[str, str], name: str, default: float) -> float:
     """A number of seconds above 0. Raises `ArgumentError`."""
@@ -17,6 +23,12 @@ def seconds(environment: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < found < 1e6:
         raise ArgumentError(f"{name} must be a number of seconds above 0, not {text!r}")
     return found
+
+
+def check_count(what: str, count: int, most: int = MOST_MEMBERS) -> None:
+    """Raises `ArgumentError` if ``count`` of ``what`` is above ``most``."""
+    if count > most:
+        raise ArgumentError(f"{what}: at most {most}, not {count}")
 
 
 def whole(environment: Mapping[str, str], name: str, default: int | None = None) -> int | None:

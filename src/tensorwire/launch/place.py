@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import operator
 import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorwire.control.address import split_address
-from tensorwire.control.settings import seconds, whole
+from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, seconds, whole
 from tensorwire.errors import ArgumentError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,10 +32,14 @@ class Place:
     several_hosts: bool
 
     def __post_init__(self) -> None:
+        check_count("the workers of a job", self.workers)
         if not 0 <= self.rank < self.workers:
             raise ArgumentError(f"rank {self.rank} is not one of {self.workers} workers")
         if self.servers < 0:
             raise ArgumentError(f"a job has 0 servers or more, not {self.servers}")
+        check_count("the servers of a job", self.servers)
+        if self.starter != "run":  # each worker starts its share
+            check_count("the servers that one worker starts", -(-self.servers // self.workers), MOST_ON_A_MACHINE)
 
 
 def find_place(
@@ -49,6 +54,9 @@ def find_place(
     given = (rank is not None, world_size is not None, rendezvous is not None)
     if any(given) and not all(given):
         raise ArgumentError("init(rank=, world_size=, rendezvous=) belong together: give all three or none")
+    rank, world_size, servers = _count("rank", rank), _count("world_size", world_size), _count("servers", servers)
+    if rendezvous is not None and not isinstance(rendezvous, str):
+        raise ArgumentError(f"init(rendezvous=) takes the text HOST:PORT, not {rendezvous!r}")
     servers = servers if servers is not None else whole(environment, "TENSORWIRE_SERVERS")
     if rank is not None and world_size is not None and rendezvous is not None:
         return _by_rank(rank, world_size, rendezvous, servers)
@@ -67,6 +75,18 @@ def find_place(
         mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
         return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
     return Place("alone", 0, 1, 1 if servers is None else servers, None, False)
+
+
+def _count(name: str, given: object) -> int | None:
+    """A count that a script gave, which may be of any type."""
+    if given is None:
+        return None
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        return operator.index(given)  # type: ignore[arg-type]  # numpy's integers, too
+    except TypeError:
+        raise ArgumentError(f"init({name}=) takes a whole number, not {given!r}") from None
 
 
 def _by_rank(rank: int, workers: int, rendezvous: str, servers: int | None) -> Place:
@@ -148,6 +168,7 @@ def server_threads(environment: Mapping[str, str]) -> int:
     threads = whole(environment, "TENSORWIRE_SERVER_THREADS", 1)
     if threads is None or threads < 1:
         raise ArgumentError(f"TENSORWIRE_SERVER_THREADS must be at least 1, not {threads}")
+    check_count("TENSORWIRE_SERVER_THREADS", threads, MOST_ON_A_MACHINE)
     return threads
 
 

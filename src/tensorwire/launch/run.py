@@ -18,6 +18,7 @@ from typing import Any
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, split_address
 from tensorwire.control.names import describe_exit, member_name
+from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.ports import look
 from tensorwire.errors import ArgumentError
@@ -61,6 +62,11 @@ class RunOptions:
             raise ArgumentError("say what to run: tensorwire run --workers 2 -- python train.py")
         if shutil.which(self.command[0]) is None:
             raise ArgumentError(f"there is no command {self.command[0]!r}")
+        check_count("--workers", self.workers, MOST_ON_A_MACHINE)
+        check_count("--servers", self.servers, MOST_ON_A_MACHINE)
+        check_count("--nodes", self.nodes, MOST_MACHINES)
+        check_count("the workers of all nodes", self.workers * self.nodes)
+        check_count("the servers of all nodes", self.servers * self.nodes)
         if not 0 <= self.node < self.nodes:
             raise ArgumentError(f"--node {self.node} is not one of {self.nodes} nodes (0 to {self.nodes - 1})")
         if self.nodes > 1 and self.rendezvous is None:

@@ -91,6 +91,6 @@ def _torch_store() -> Any:
 
     from torch import distributed
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = split_address(f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}")
     store = getattr(distributed, "TCPStore")  # noqa: B009 (torch does not list it among its exports)
     return store(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
