@@ -289,10 +289,29 @@ class _BucketRule:
                 master.data = own
             if master.grad is not None and scale != 1.0:
                 master.grad.mul_(scale)
-        self._optimizer.step()
+        self._step(self._optimizer)
         for own, master in zip(new, self._masters, strict=True):
             if master is not None and _is_half(own):
                 own.copy_(master)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step for the pieces that keep the same values: fused SGD cannot take some with momentum and some without.
+
+        An update of one piece does not depend on the others, so that this changes no bits.
+        """
+        gradients = {m: m.grad for m in self._masters if m is not None and m.grad is not None}
+        alike: dict[frozenset[str], list[torch.nn.Parameter]] = {}
+        for master in gradients:
+            alike.setdefault(frozenset(optimizer.state.get(master, ())), []).append(master)
+        if len(alike) < 2:
+            optimizer.step()
+            return
+        for some in alike.values():
+            for master in gradients:
+                master.grad = None
+            for master in some:
+                master.grad = gradients[master]
+            optimizer.step()
 
     def held(self) -> Iterator[Held]:
         """The pieces that are updated here."""
