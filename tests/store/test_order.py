@@ -13,6 +13,7 @@ def last_first(job: Job) -> list[float]:
     import torch
 
     from tensorwire.store import StoreClient, TensorSpec
+    from tensorwire.store.client import agree
     from tensorwire.store.rounds import Operation
     from tensorwire.store.rules import tensor_over, versions
     from tensorwire.store.wiring import StoreSpec
@@ -20,7 +21,9 @@ def last_first(job: Job) -> list[float]:
     tensors = [TensorSpec(name, (1024,), "float32") for name in "abc"]
     options = {**torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults, "foreach": False}
     spec = StoreSpec(versions(), tensors, "SGD", [options], [(0, "lr", -1)], 4096, False)
-    client = StoreClient(job.member, job.next_store(), spec, spec.plan(job.num_servers), job.num_workers)
+    name, plan = job.next_store(), spec.plan(job.num_servers)
+    agree(job.member, name, spec, plan, job.num_workers)
+    client = StoreClient(job.member, name, spec, plan)
     views = {b.index: tensor_over(client.memory(b), "float32", 0, 1024) for b in client.order}
     client.begin(Operation.ASSIGN, [1.0])
     for bucket in client.order:

@@ -14,6 +14,7 @@ HEAD = 4
 # A value above this travels in parts, one frame each.
 PART_BYTES = MOST_BYTES // 2
 MOST_PARTS = 64
+MOST_ENTRY_BYTES = MOST_PARTS * PART_BYTES  # of the address book
 MOST_SECONDS = 1e7
 
 # What a peer may send, so that no request of a member can disturb the coordinator: NaN is no time, -1 no count.

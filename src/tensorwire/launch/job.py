@@ -97,6 +97,10 @@ class Job:
         self._stores += 1
         return f"store/{self._stores - 1}"
 
+    def drop_store(self) -> None:
+        """Gives the last name back: the workers did not agree on that store, and servers know nothing of it."""
+        self._stores -= 1
+
     def at_close(self, call: Callable[[], None]) -> None:
         """Calls ``call()`` before this worker leaves in good order."""
         self._closers.append(call)

@@ -102,19 +102,27 @@ class _Server:
         return Word(self.versions, self.back.word(bucket), self.channel)
 
 
+def agree(member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) -> None:
+    """Returns when all workers have come with the same ``spec``; until then servers know nothing of the store.
+
+    Raises `ArgumentError` (what cannot travel), `PlanMismatch` (which ends the job), `JobEnded`, or `WaitTimeout`
+    where others do not come.
+    """
+    encoded = spec.encoded()
+    text = f"{spec.versions}\nrule {spec.rule} {spec.groups}\n{plan.describe()}"
+    member.client.compare(name, plan.digest(encoded), text, workers)
+
+
 class StoreClient:
     """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``windows``.
 
-    All workers construct it with the same ``spec``; raises `PlanMismatch` (and ends the job) if they differ.
+    All workers have to `agree` on it before.
     """
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) -> None:
+    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
-        encoded = msgspec.msgpack.encode(spec)
-        text = f"{spec.versions}\nrule {spec.rule} {spec.groups}\n{self.plan.describe()}"
-        member.client.compare(name, self.plan.digest(encoded), text, workers)
         if member.index == 0:
-            member.client.publish(name, encoded)
+            member.client.publish(name, spec.encoded())
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
         self.asks = 0  # for the optimizer's state, that are known to have been published

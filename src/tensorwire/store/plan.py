@@ -20,6 +20,7 @@ PAGE = 4096
 ALIGNMENT = 64  # enough for every framework to alias a tensor
 CUT = 1024  # elements: vectorised optimizers give the same bits on both sides of such a cut
 BUCKET_BYTES = 4 << 20
+MOST_BUCKET_BYTES = 1 << 40
 
 # Bytes of an element; the dtypes a parameter may have.
 DTYPES = {
@@ -208,8 +209,10 @@ def make_plan(
 def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> None:
     if servers < 1:
         raise ArgumentError("a store needs at least one server")
-    if bucket_bytes < PAGE or bucket_bytes % PAGE:
-        raise ArgumentError(f"a bucket is a positive multiple of {PAGE} bytes, not {bucket_bytes}")
+    whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+    if not whole or not PAGE <= bucket_bytes <= MOST_BUCKET_BYTES or bucket_bytes % PAGE:
+        most = f"{MOST_BUCKET_BYTES >> 40} TiB"
+        raise ArgumentError(f"bucket_bytes is a multiple of {PAGE}, of at most {most}, not {bucket_bytes!r:.100}")
     seen: set[str] = set()
     for t in tensors:
         if t.name in seen:

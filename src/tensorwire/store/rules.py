@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import ProtocolError, Unsupported
+from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.store.plan import Bucket, Piece, Plan
 from tensorwire.store.rule_state import Held, entries, load_entries
 from tensorwire.store.stream import Item
@@ -34,7 +34,9 @@ def versions() -> str:
 
 
 def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
-    """The wire name of an optimizer class. Raises `Unsupported` with the reason."""
+    """The wire name of an optimizer class. Raises `ArgumentError` or `Unsupported` with the reason."""
+    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(f"the optimizer is a class such as torch.optim.AdamW, not {optimizer!r:.100}")
     name = optimizer.__name__
     if name == "LBFGS":
         raise Unsupported("LBFGS evaluates the model several times a step; a server cannot")
@@ -60,7 +62,7 @@ def with_implementation(optimizer: type[torch.optim.Optimizer], options: dict[st
         probe = torch.nn.Parameter(torch.zeros(1))
         probe.grad = torch.zeros(1)
         optimizer([probe], **chosen).step()
-    except (RuntimeError, ValueError, TypeError):
+    except (RuntimeError, ValueError, TypeError, OverflowError):
         return dict(options)
     return chosen
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.device import Completion
 from tensorwire.edge import Producer
+from tensorwire.errors import ArgumentError
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan, round_up
@@ -39,6 +41,19 @@ class StoreSpec(msgspec.Struct, frozen=True):
     def plan(self, servers: int) -> Plan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
         return make_plan(self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole)
+
+    def encoded(self) -> bytes:
+        """As servers get it. Raises `ArgumentError` for what cannot travel: refused here, no server waits for it."""
+        try:
+            found = msgspec.msgpack.encode(self)
+        except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"a name or an option of the optimizer cannot be sent to servers: {error}") from None
+        if len(found) > MOST_ENTRY_BYTES:
+            raise ArgumentError(
+                f"the names and shapes of {len(self.tensors)} parameters take {len(found) / 2**20:.0f} MiB; "
+                f"servers take {MOST_ENTRY_BYTES >> 20} MiB: give parameters shorter names"
+            )
+        return found
 
 
 class Inbox(msgspec.Struct, frozen=True):

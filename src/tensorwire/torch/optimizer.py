@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,11 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.plan import BUCKET_BYTES, Plan
 from tensorwire.store.rules import rule_name, with_implementation
 from tensorwire.torch import options as options_
+from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group, named_groups
 from tensorwire.torch.loading import watch_loading
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
 from tensorwire.torch.state import SavedState
-
-Params = Iterable[tuple[str, torch.nn.Parameter]] | Iterable[dict[str, Any]]
 
 
 class StoreOptimizer(torch.optim.Optimizer):
@@ -65,13 +63,12 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._job: Job = current()
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ArgumentError(f"max_grad_norm is a number above 0, or None, not {max_grad_norm!r}")
+        largest_norm(max_grad_norm)
         self._settings = Settings(rule_name(optimizer_class), bucket_bytes, reduce, overlap)
         self._class = optimizer_class
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        groups = _named_groups(named_parameters)
+        groups = named_groups(named_parameters)
         chosen = with_implementation(optimizer_class, options)
         self._parts: list[Part] = []
         self._saved = SavedState(self, optimizer_class)
@@ -84,7 +81,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._left = clock()
 
     def _add_part(self, groups: list[dict[str, Any]]) -> None:
-        _check_apart([p for group in self.param_groups for p in group["params"]])
         part = Part(self._job, groups, self._settings)
         self._parts.append(part)
         watch_loading(part.params, part.note_written)
@@ -93,7 +89,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def _clip(self) -> float:
-        return 0.0 if self.max_grad_norm is None else self.max_grad_norm
+        return largest_norm(self.max_grad_norm)
 
     # ---- a step
 
@@ -252,8 +248,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         if any(part.is_open for part in self._parts):
             raise ArgumentError("parameters can be added before backward() only: gradients are on their way")
         self.wait()
-        param_group["params"] = _named(param_group.get("params"))
-        super().add_param_group(param_group)
+        group = named_group(len(self.param_groups), param_group)
+        there = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+        check_parameters([*there, *group["params"]])
+        super().add_param_group(group)
         try:
             self._add_part(self.param_groups[-1:])
         except BaseException:
@@ -304,32 +302,4 @@ def _refuse(closure: object, scaled: bool) -> None:
         raise Unsupported(
             "with overlap=True a GradScaler comes too late: scaled gradients are pushed before it can unscale them or "
             "find an inf: use overlap=False, or bfloat16, which needs no scaling"
-        )
-
-
-def _named_groups(named_parameters: Params) -> list[dict[str, Any]]:
-    items: list[Any] = list(named_parameters)
-    if not items:
-        raise ArgumentError("StoreOptimizer got no parameters")
-    groups = items if isinstance(items[0], dict) else [{"params": items}]
-    for group in groups:
-        group["params"] = _named(group.get("params"))
-    return groups
-
-
-def _named(params: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    found: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params or ())
-    for item in found:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-            raise ArgumentError("StoreOptimizer needs names: pass model.named_parameters(), not model.parameters()")
-    return found
-
-
-def _check_apart(params: Iterable[torch.nn.Parameter]) -> None:
-    """Each parameter is to have a place of its own in the store. Raises `ArgumentError`."""
-    spans_ = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params if p.device.type == "cpu" and p.nbytes)
-    if any(after[0] < before[1] for before, after in itertools.pairwise(spans_)):
-        raise ArgumentError(
-            "two parameters share memory: tie them by using one Parameter in both places, as in "
-            "model.head.weight = model.embedding.weight"
         )

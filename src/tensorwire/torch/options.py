@@ -24,7 +24,7 @@ def defaults(optimizer_class: type[torch.optim.Optimizer], options: dict[str, An
     try:
         shape = (1, 1) if optimizer_class.__name__ == "Muon" else (1,)
         return dict(optimizer_class([torch.nn.Parameter(torch.zeros(shape))], **options).defaults)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ArgumentError(f"{optimizer_class.__name__}: {error}") from None
 
 
@@ -48,22 +48,28 @@ def numeric(groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, int]]:
 
 
 def check(groups: Sequence[dict[str, Any]], fixed: Sequence[dict[str, Any]]) -> None:
-    """Raises `Unsupported` if an option that is not a number is not what it was."""
+    """Raises `Unsupported` if an option that is not a number is not what it was, `ArgumentError` if one is gone."""
     for group, before in zip(groups, fixed, strict=True):
         for key, was in before.items():
+            if key not in group:
+                raise ArgumentError(f"option {key!r} was deleted from a parameter group: set it to what it should be")
             if not _is_number(was) and not _is_numbers(was) and _plain(key, group[key]) != was:
                 raise Unsupported(f"option {key!r} was {was!r} at construction and cannot become {group[key]!r}")
 
 
 def values(groups: Sequence[dict[str, Any]], places: Sequence[tuple[int, str, int]]) -> list[float]:
-    """The numbers at ``places``. Raises `Unsupported` for anything else there."""
+    """The numbers at ``places``. Raises `Unsupported` for anything else there, `ArgumentError` for one too large."""
     found = []
     for g, key, index in places:
         value = groups[g][key]
-        value = value if index < 0 else value[index]
+        if index >= 0:
+            value = value[index] if isinstance(value, (tuple, list)) and index < len(value) else None
         if not _is_number(value):
-            raise Unsupported(f"option {key!r} must stay a plain number, not {value!r}")
-        found.append(float(value))
+            raise Unsupported(f"option {key!r} must stay a plain number or as many as it had, not {groups[g][key]!r}")
+        try:
+            found.append(float(value))
+        except OverflowError:
+            raise ArgumentError(f"option {key!r} is larger than a float64 can be") from None
     return found
 
 

@@ -16,6 +16,7 @@ from tensorwire.launch import Job
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
+from tensorwire.store.client import agree
 from tensorwire.store.plan import PAGE, Bucket, Plan
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import is_whole, tensor_over, versions
@@ -23,6 +24,7 @@ from tensorwire.store.state import load_state
 from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch import options
+from tensorwire.torch.arguments import check_tensor
 from tensorwire.torch.slots import open_slots
 from tensorwire.torch.state import Share
 
@@ -48,6 +50,7 @@ class Part:
         self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]
         self._fixed = options.plain(groups)
         self._numeric = options.numeric(self._fixed)
+        self.options()  # what cannot travel is refused before anything is agreed on
         self.client = self._connect()
         if job.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
@@ -89,11 +92,19 @@ class Part:
         )
         if not job.num_servers:
             raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
-        plan = spec.plan(job.num_servers)  # refused here, it has not taken a name that servers wait for
+        plan = spec.plan(job.num_servers)
+        name = job.next_store()
         try:
-            return StoreClient(job.member, job.next_store(), spec, plan, job.num_workers)
-        except TensorwireError as error:
-            raise job.member.explain(error) from None
+            agree(job.member, name, spec, plan, job.num_workers)
+        except BaseException as error:
+            job.drop_store()
+            raise job.member.explain(error) if isinstance(error, TensorwireError) else error from None
+        try:
+            return StoreClient(job.member, name, spec, plan)
+        except BaseException as error:
+            cause = job.member.explain(error) if isinstance(error, TensorwireError) else error
+            job.failed(cause)  # servers and the other workers wait for this one: nothing can take that back
+            raise cause from None
 
     @property
     def plan(self) -> Plan:
@@ -155,14 +166,15 @@ class Part:
         g = p.grad
         if g is None:
             return None
-        if g.layout != torch.strided:
+        if g.layout == torch.sparse_coo:
             raise Unsupported(f"parameter {name!r} has a sparse gradient: build its embedding with sparse=False")
+        check_tensor(f"the gradient of {name!r}", g)
         if g.shape != p.shape or g.dtype != p.dtype or g.device.type != "cpu":
             raise ArgumentError(
                 f"the gradient of {name!r} is {g.dtype} {list(g.shape)} on {g.device}, "
                 f"its parameter {p.dtype} {list(p.shape)} on {p.device}"
             )
-        row = g.detach().reshape(-1)
+        row = _row(g)
         if not self.slots[i].holds(row):
             self.slots[i].clear()
         return row
@@ -263,7 +275,7 @@ class Part:
             if self._job.rank == 0:
                 for slot in self.slots:
                     slot.clear()  # values take the way of gradients
-                values = [p.detach().reshape(-1) for p in self.params]
+                values = [_row(p) for p in self.params]
                 for bucket in client.order:
                     self.push(bucket, values.__getitem__)
             self.close_round()
@@ -357,9 +369,10 @@ class Part:
         self.client.finish()
 
 
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, flat, as they lie in memory: one that is negative by a mark alone is negated first."""
+    return tensor.detach().resolve_neg().reshape(-1)
+
+
 def _spec(name: str, p: torch.nn.Parameter, group: int) -> TensorSpec:
-    if p.device.type != "cpu":
-        raise ArgumentError(f"parameter {name!r} is on {p.device}; this version's store holds CPU parameters only")
-    if p.layout != torch.strided or isinstance(p, torch.nn.parameter.UninitializedParameter):
-        raise Unsupported(f"parameter {name!r} is not an ordinary dense tensor")
     return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group)

@@ -23,6 +23,7 @@ from tensorwire.bench.workloads import Model, find
 from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
 from tensorwire.store import Bucket, StoreClient
+from tensorwire.store.client import agree
 from tensorwire.store.plan import BUCKET_BYTES
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import versions
@@ -117,7 +118,9 @@ class Worker:
     def __init__(self, member: Member, model: Model, rule: str, workers: int, servers: int) -> None:
         self._member, self._workers = member, workers
         spec = spec_of(model, rule)
-        self._client = client = StoreClient(member, _NAME, spec, spec.plan(servers), workers)
+        plan = spec.plan(servers)
+        agree(member, _NAME, spec, plan, workers)
+        self._client = client = StoreClient(member, _NAME, spec, plan)
         self._gradients = Gradients(client, member.index)
         self._gradients.assign()
         window = memoryview(client.windows[0])
