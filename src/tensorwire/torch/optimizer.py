@@ -18,6 +18,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.plan import BUCKET_BYTES, Plan
 from tensorwire.store.rules import rule_name, with_implementation
 from tensorwire.torch import options as options_
+from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group, named_groups
 from tensorwire.torch.loading import watch_loading
 from tensorwire.torch.overlap import Overlap
@@ -61,6 +62,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._job: Job = current()
+        self._alone = Alone()
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
         largest_norm(max_grad_norm)
@@ -73,7 +75,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._parts: list[Part] = []
         self._saved = SavedState(self, optimizer_class)
         super().__init__(groups, options_.defaults(optimizer_class, chosen))
-        self._overlap = Overlap(self._open) if overlap else None
+        self._overlap = Overlap(self._open, self._alone) if overlap else None
         if self._overlap is not None:
             self._job.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
@@ -102,10 +104,15 @@ class StoreOptimizer(torch.optim.Optimizer):
         found an inf on one worker, all skip the step. With ``overlap``
         only the rest is pushed, and a parameter is waited for when its module next runs.
         Raises `ParameterModified`, `GradientModified`, `JobEnded`, `WaitTimeout`, `Unsupported` (sparse gradients, a
-        closure or a GradScaler with overlap) or `ArgumentError`.
+        closure or a GradScaler with overlap) or `ArgumentError`, also where another thread is in a method of this
+        optimizer.
         """
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
+        with self._alone.calling("step()"):
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if self._overlap is not None:
             _refuse(closure, hasattr(self, "found_inf"))
@@ -213,8 +220,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
         For reading parameters past their modules, as in averaging them. Raises `JobEnded` or `WaitTimeout`.
         """
-        for part in self._parts:
-            part.arrive(range(len(part.params)))
+        with self._alone.calling("wait()"):
+            for part in self._parts:
+                part.arrive(range(len(part.params)))
 
     # ---- values that come from users
 
@@ -223,8 +231,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
         For intended changes in place (averaging, re-initialising, pruning). Call it on every worker; worker 0's win.
         """
-        for part in self._parts:
-            part.note_written(part.params)
+        with self._alone.calling("write_parameters()"):
+            for part in self._parts:
+                part.note_written(part.params)
 
     # ---- the rest of torch's interface
 
@@ -245,6 +254,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_pid"):  # while the constructor runs
             super().add_param_group(param_group)
             return
+        with self._alone.calling("add_param_group()"):
+            self._add_group(param_group)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         if any(part.is_open for part in self._parts):
             raise ArgumentError("parameters can be added before backward() only: gradients are on their way")
         self.wait()
@@ -266,13 +279,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         State is in float32 for 16-bit parameters, whose ``master`` says more than the parameter where it is there.
         Raises `ArgumentError` (a forked child, or with overlap between backward and step), `JobEnded` or `WaitTimeout`.
         """
-        self._check_between_steps()
-        try:
-            self.wait()
-            with self._saved.shown([part.share for part in self._parts]):
-                return super().state_dict()
-        except TensorwireError as error:
-            raise self._job.member.explain(error) from None
+        with self._alone.calling("state_dict()"):
+            self._check_between_steps()
+            try:
+                self.wait()
+                with self._saved.shown([part.share for part in self._parts]):
+                    return super().state_dict()
+            except TensorwireError as error:
+                raise self._job.member.explain(error) from None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.
@@ -280,9 +294,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         Options count at once, the state with the next ``step()``, before its update. Raises `ArgumentError` for a
         state of other parameters, sizes, types or keys: then nothing has changed.
         """
-        self._check_between_steps()
-        with self._saved.taken([part.share for part in self._parts]):
-            super().load_state_dict(state_dict)
+        with self._alone.calling("load_state_dict()"):
+            self._check_between_steps()
+            with self._saved.taken([part.share for part in self._parts]):
+                super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""

@@ -22,6 +22,7 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client import step_timeout
 from tensorwire.store.plan import Bucket
+from tensorwire.torch.alone import Alone
 from tensorwire.torch.courier import Courier
 from tensorwire.torch.loading import Hook, owners
 from tensorwire.torch.part import Part
@@ -34,8 +35,8 @@ _CLOSE_SECONDS = 30.0
 class Overlap:
     """``begin()`` opens the rounds of a step, or says that it has to wait for ``step()``."""
 
-    def __init__(self, begin: Callable[[], bool]) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[], bool], alone: Alone) -> None:
+        self._begin, self.alone = begin, alone
         self.courier = Courier()
         self._watched: list[_Watched] = []
         self._pauses = 0
@@ -48,11 +49,13 @@ class Overlap:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside it gradients are accumulated and not pushed."""
-        self._pauses += 1
+        with self.alone.calling("no_sync()"):
+            self._pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
+            with self.alone.hook():
+                self._pauses -= 1
 
     def may_push(self, part: Part) -> bool:
         """Whether gradients of this backward are pushed as they come; opens the step's rounds."""
@@ -109,6 +112,10 @@ class _Watched:
     @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loop, backward runs this
     def _ready(self, i: int, p: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient."""
+        with self._overlap.alone.hook():
+            self._take(i, p)
+
+    def _take(self, i: int, p: torch.Tensor) -> None:
         part = self.part
         if i in self._pushed:
             raise GradientModified(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class Part:
         self._sent: set[int] = set()  # buckets of this round that are on their way
         self._latest = 0  # the last round that was closed: its version is the one to show
         self._shown = [-1] * len(self.params)  # which plane each parameter shows
+        self._showing = threading.Lock()  # with overlap, any thread that runs a module shows its parameters
         self._marks = [(0, 0)] * len(self.params)
         self.assign()
 
@@ -225,11 +227,12 @@ class Part:
         """
         plane = self._plane
         changed = list(indices)
-        for i in changed:
-            if self._shown[i] != plane:
-                self.params[i].data = self._views[plane][i]
-                self._shown[i] = plane
-        self._mark(changed)
+        with self._showing:
+            for i in changed:
+                if self._shown[i] != plane:
+                    self.params[i].data = self._views[plane][i]
+                    self._shown[i] = plane
+            self._mark(changed)
 
     def _mark(self, changed: Sequence[int]) -> None:
         torch.autograd.graph.increment_version([self.params[i] for i in changed])
@@ -260,10 +263,11 @@ class Part:
     def hide(self, indices: Iterable[int], nowhere: Sequence[torch.Tensor]) -> None:
         """Lets parameters show ``nowhere`` until ``show``, so that nobody takes the version before for this one."""
         hidden = list(indices)
-        for i in hidden:
-            self.params[i].data = nowhere[i]
-            self._shown[i] = -1
-        self._mark(hidden)
+        with self._showing:
+            for i in hidden:
+                self.params[i].data = nowhere[i]
+                self._shown[i] = -1
+            self._mark(hidden)
 
     # ---- values that come from users
 

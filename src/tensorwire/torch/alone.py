@@ -1,0 +1,48 @@
+"""One thread at a time: an optimizer's steps are rounds in one order, and two at once would mix them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from tensorwire.errors import ArgumentError
+
+
+class Alone:
+    """Who is inside keeps other threads out, by an error and not by waiting: their order would be another each time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._inside = ""  # the call that is inside; empty for a hook
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Around a method that users call. Raises `ArgumentError` where another thread is inside."""
+        if not self._lock.acquire(blocking=False):
+            raise _refusal(what, self._inside or "backward()")
+        before, self._inside = self._inside, self._inside or what
+        try:
+            yield
+        finally:
+            self._inside = before
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def hook(self) -> Iterator[None]:
+        """Around what backward calls: several backward passes take turns, but none goes on beside a call."""
+        if not self._lock.acquire(blocking=False):
+            if inside := self._inside:
+                raise _refusal("backward()", inside)
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _refusal(what: str, inside: str) -> ArgumentError:
+    return ArgumentError(
+        f"{what} was called while another thread is in {inside} of this optimizer: call its methods from one thread, "
+        "or hold a threading.Lock of your own around backward() and step()"
+    )

@@ -1,0 +1,174 @@
+"""An optimizer is used by one thread at a time: others get an error that says so, and nothing is mixed up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.jobs import run_job
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+
+def backward(net: torch.nn.Module) -> None:
+    net(torch.ones(3, 8)).square().mean().backward()
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The error of a call in another thread."""
+    found = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else ""
+
+
+def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+    net = model()
+    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.SGD, lr=0.1, overlap=overlap)
+    backward(net)
+    inside, go_on = threading.Event(), threading.Event()
+    part = optimizer._parts[0]
+    check = part.check_options if overlap else part.check_parameters
+
+    def halt() -> None:
+        inside.set()
+        go_on.wait()
+        check()
+
+    setattr(part, check.__name__, halt)  # the step stops here
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    inside.wait()
+
+    def paused() -> None:
+        with optimizer.no_sync():
+            pass
+
+    calls: list[Callable[[], Any]] = [
+        optimizer.step,
+        optimizer.wait,
+        optimizer.state_dict,
+        optimizer.write_parameters,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.zeros(2)))]}),
+        *((paused, lambda: backward(net)) if overlap else ()),
+    ]
+    errors_ = [told(call) for call in calls]
+    go_on.set()
+    stepping.join()
+    setattr(part, check.__name__, check)
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.step()
+    optimizer.wait()
+    stock = model()
+    sgd = torch.optim.SGD(stock.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        sgd.zero_grad()
+        backward(stock)
+        sgd.step()
+    return errors_, [p.detach().clone() for p in net.parameters()], [p.detach() for p in stock.parameters()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_thread_is_told_and_the_first_goes_on(overlap: bool) -> None:
+    names = ["step", "wait", "state_dict", "write_parameters", "load_state_dict", "add_param_group"]
+    names += ["no_sync", "backward"] if overlap else []
+    for messages, ours, stock in run_job(one_in_step, overlap, workers=1).ok():
+        for name, message in zip(names, messages, strict=True):
+            assert message.startswith(
+                f"ArgumentError: {name}() was called while another thread is in step() of this optimizer: "
+            )
+            assert "from one thread" in message
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def taking_turns(job: tw.Job) -> list[float]:
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
+    mine = threading.Lock()
+
+    def steps() -> None:
+        for _ in range(5):
+            with mine:
+                p.grad = torch.ones(4)
+                optimizer.step()
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return p.tolist()
+
+
+def test_threads_may_take_turns() -> None:
+    assert run_job(taking_turns).ok() == [[-20.0] * 4] * 2
+
+
+def at_once(job: tw.Job) -> bool:
+    """Threads without any order: each step is done or refused, and the job lives."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
+    p.grad = torch.ones(4)
+    done: list[str] = []
+
+    def steps() -> None:
+        for _ in range(20):
+            try:
+                optimizer.step()
+                done.append("")
+            except errors.ArgumentError as error:
+                done.append(str(error))
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [message for message in done if message]
+    return len(done) == 80 and all("another thread" in m for m in refused) and p.tolist() == [len(refused) - 80.0] * 4
+
+
+def test_steps_of_many_threads_at_once_corrupt_nothing() -> None:
+    assert run_job(at_once, workers=1).ok() == [True]
+
+
+def parallel_backward(job: tw.Job) -> tuple[list[float], list[float]]:
+    """Two backward passes in two threads, of two halves of the parameters, while gradients are pushed."""
+    first, second = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)
+    named = [*first.named_parameters("first"), *second.named_parameters("second")]
+    optimizer = tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=1.0, overlap=True, bucket_bytes=64 << 10)
+    start = [p.detach().clone() for _, p in named]
+    for _ in range(5):
+        optimizer.zero_grad()
+        threads = [threading.Thread(target=lambda m=m: m(torch.ones(1, 512)).sum().backward()) for m in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+    optimizer.wait()
+    return [float((p.detach() - s).mean()) for (_, p), s in zip(named, start, strict=True)], [-5.0] * 4
+
+
+def test_backward_passes_of_several_threads_take_turns() -> None:
+    for ours, expected in run_job(parallel_backward).ok():
+        assert ours == pytest.approx(expected, rel=1e-4)
