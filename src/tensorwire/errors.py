@@ -22,6 +22,7 @@
     ├── ProducerFailed                  an edge: its producer failed to make what was to be sent; has its message
     ├── ProgramFailed                   a program of a benchmark ended or was silent
     ├── GradientModified                a gradient changed after it had been pushed
+    ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
     └── LivesElsewhere (RuntimeError)   a tensor of another host was read
 """
@@ -37,6 +38,7 @@ __all__ = [
     "GradientModified",
     "JobEnded",
     "LivesElsewhere",
+    "NonFiniteGradient",
     "OutOfMemory",
     "ParameterModified",
     "PeerLost",
@@ -132,6 +134,10 @@ class ProgramFailed(TensorwireError):
 
 class GradientModified(TensorwireError):
     """With overlap: a gradient changed, or came a second time, after it had been pushed."""
+
+
+class NonFiniteGradient(TensorwireError, RuntimeError):
+    """With ``error_if_nonfinite``: the gradients' norm is NaN or inf. No worker's parameters have changed."""
 
 
 class ParameterModified(TensorwireError):

@@ -140,7 +140,9 @@ def load_alone(job: tw.Job) -> None:
 def test_loading_on_one_worker_only_ends_the_job() -> None:
     ended = run_job(load_alone)
     assert ended.cause is not None
-    assert "call load_state_dict on every worker" in str(ended.cause)
+    assert str(ended.cause) == (
+        "worker 1 loaded parameters before step 1 and worker 0 did not: call load_state_dict on every worker"
+    )
     assert all("JobEnded" in e for e in ended.errors)
 
 

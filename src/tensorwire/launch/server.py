@@ -48,7 +48,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         kind = WorkerFinished.__name__
         member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS, kind=kind))
     except Disagreement as error:
-        member.fail(f"stopped: {error}", settle=_SETTLE_SECONDS)
+        member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS))
     except TensorwireError as error:
         member.fail(f"stopped: {error}")
     except Exception as error:

@@ -11,15 +11,18 @@ _LOADED = {Operation.ASSIGN: "parameters", Operation.LOAD: "state"}
 
 
 class Disagreement(TensorwireError):
-    """The workers do not do the same thing in one round. One of them may have failed: how it ended says more."""
+    """The workers do not do the same thing in one round: ``worker`` did ``what``.
 
-
-class Finished(Disagreement):
-    """Worker ``worker`` is done, while others are not."""
+    One of them may have failed: how it ended says more.
+    """
 
     def __init__(self, worker: int, what: str) -> None:
         super().__init__(f"worker {worker} {what}")
         self.worker, self.what = worker, what
+
+
+class Finished(Disagreement):
+    """Worker ``worker`` is done, while others are not."""
 
 
 def agreed(operations: Mapping[int, Operation], idle: Sequence[int], updates: int) -> Operation:
@@ -50,6 +53,7 @@ def agreed(operations: Mapping[int, Operation], idle: Sequence[int], updates: in
     loaded = next(w for w, o in operations.items() if o is kind)
     other = next((w for w, o in operations.items() if o is not kind), idle[0] if idle else loaded)
     raise Disagreement(
-        f"worker {loaded} loaded {_LOADED[kind]} before step {updates + 1} and worker {other} did not: "
-        "call load_state_dict on every worker"
+        loaded,
+        f"loaded {_LOADED[kind]} before step {updates + 1} and worker {other} did not: "
+        "call load_state_dict on every worker",
     )

@@ -282,7 +282,9 @@ class StoreClient:
             raise self._too_long() from None
 
     def norm2(self) -> float:
-        """The sum of squares of all servers' gradients in a round with ``max_norm``. Raises as ``wait``."""
+        """The sum of squares of all servers' gradients in a round with ``max_norm``; `LEFT_OUT` in one that a worker
+        skips. Raises as ``wait``.
+        """
         total = 0.0
         for server in self._servers:
             try:
@@ -294,7 +296,10 @@ class StoreClient:
         return total
 
     def clip(self, norm2: float) -> None:
-        """Tells the servers the sum of squares of everything that is clipped together; then they update."""
+        """Tells the servers the sum of squares of everything that is clipped together; then they update.
+
+        `LEFT_OUT`: they keep the version that there is.
+        """
         for server in self._servers:
             server.norm.slot(self.step)[:] = NORM.pack(norm2)
             server.norm.send(self.step)

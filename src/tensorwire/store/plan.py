@@ -128,9 +128,9 @@ class Plan:
         """One line for people: what moves a step, and what servers register."""
         most = max(self.registered_bytes(s, workers, planes) for s in range(self.servers))
         return (
-            f"{sum(t.nbytes for t in self.tensors) / 2**20:.1f} MiB in {len(self.tensors)} tensors, "
-            f"{sum(map(len, self.buckets))} buckets on {self.servers} servers; "
-            f"up to {most / 2**20:.1f} MiB registered on one"
+            f"{readable(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
+            f"{counted(sum(map(len, self.buckets)), 'bucket')} on {counted(self.servers, 'server')}; "
+            f"{readable(most)} registered on {'it' if self.servers == 1 else 'the fullest one'}"
         )
 
     def digest(self, extra: bytes = b"") -> bytes:
@@ -145,6 +145,19 @@ class Plan:
 def round_up(n: int, multiple: int) -> int:
     """The least multiple that is not below ``n``."""
     return (n + multiple - 1) // multiple * multiple
+
+
+def readable(nbytes: int) -> str:
+    """A number of bytes for people, such as ``512 bytes`` or ``1.5 MiB``."""
+    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= one:
+            return f"{nbytes / one:.1f} {unit}"
+    return counted(nbytes, "byte")
+
+
+def counted(number: int, what: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 class _Builder:

@@ -16,6 +16,7 @@ _HEAD = struct.Struct("<4sHHQdI")  # magic, version, operation, step, largest no
 _MAGIC = b"TWRD"
 _VERSION = 2
 NORM = struct.Struct("<d")  # a sum of squares
+LEFT_OUT = -math.inf  # in its place: this step is left out, as no sum of squares can say
 
 
 class Operation(IntEnum):

@@ -17,7 +17,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.agreement import agreed
 from tensorwire.store.arrivals import Arrivals
 from tensorwire.store.plan import Plan
-from tensorwire.store.rounds import NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
+from tensorwire.store.rounds import LEFT_OUT, NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.state import take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
@@ -144,7 +144,7 @@ class StoreServer:
             else:
                 self._stay(operation)
                 if operation is Operation.SKIP:
-                    self._tell_norm(math.inf, [self.workers[w] for w, head in heads.items() if head.max_norm])
+                    self._tell_norm(LEFT_OUT, [self.workers[w] for w, head in heads.items() if head.max_norm])
             if not self.plan.buckets[self.index]:
                 self._publish(0)
             self.updates += operation in STEPS
@@ -206,9 +206,13 @@ class StoreServer:
                 continue
             self._apply(bucket, ready)
         if head.max_norm:
-            scale = clipping(self._norm(), head.max_norm)
+            total = self._norm2()
             for bucket in clipped:
-                self._apply(bucket, clock(), scale)
+                if total == LEFT_OUT:
+                    self.rule.carry(bucket, self.step)
+                    self._publish(bucket)
+                else:
+                    self._apply(bucket, clock(), clipping(math.sqrt(total), head.max_norm))
 
     def _apply(self, bucket: int, start: float, scale: float = 1.0) -> None:
         self.rule.apply(bucket, self.step, scale)
@@ -237,11 +241,11 @@ class StoreServer:
         except WaitTimeout:
             self.member.check()
 
-    def _norm(self) -> float:
-        """The norm over all servers: workers add up the parts, and tell the sum."""
+    def _norm2(self) -> float:
+        """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out."""
         self._tell_norm(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))), self._active)
         (total,) = NORM.unpack(self._receive(self._active[0].norm))
-        return math.sqrt(total)
+        return float(total)
 
     def _tell_norm(self, part: float, workers: Iterable[_Worker]) -> None:
         for worker in workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -16,10 +17,13 @@ from tensorwire.launch import Job, current
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import BUCKET_BYTES, Plan
+from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name, with_implementation
+from tensorwire.torch import nonfinite
 from tensorwire.torch import options as options_
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group, named_groups
+from tensorwire.torch.describe import describe
 from tensorwire.torch.loading import watch_loading
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
@@ -35,6 +39,9 @@ class StoreOptimizer(torch.optim.Optimizer):
     clipped to, by ``max_grad_norm / (norm + 1e-6)`` where that is below 1; ``norm`` is the root of the sum, in float64,
     of the squares of all elements, bucket by bucket; the attribute ``grad_norm`` has it after a step. The attribute
     ``max_grad_norm`` may be changed between steps; None: no clipping.
+
+    ``error_if_nonfinite``: where that norm is NaN or inf, with or without ``max_grad_norm``, ``step()`` raises
+    `NonFiniteGradient` on every worker, naming workers and parameters, and no parameter and no state changes.
 
     ``overlap``: gradients are pushed while backward runs, and new values come while the next forward runs; ``wait()``
     brings them at once. Gradients must then stay as backward leaves them: accumulate inside of ``no_sync()``, clip by
@@ -57,6 +64,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         *,
         overlap: bool = False,
         max_grad_norm: float | None = None,
+        error_if_nonfinite: bool = False,
         reduce: str = "mean",
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
@@ -69,6 +77,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._settings = Settings(rule_name(optimizer_class), bucket_bytes, reduce, overlap)
         self._class = optimizer_class
         self.max_grad_norm = max_grad_norm
+        self.error_if_nonfinite = error_if_nonfinite
         self.grad_norm: float | None = None
         groups = named_groups(named_parameters)
         chosen = with_implementation(optimizer_class, options)
@@ -91,7 +100,8 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     @property
     def _clip(self) -> float:
-        return largest_norm(self.max_grad_norm)
+        """The largest norm: 0 where no norm is asked for, inf where it is and nothing is clipped."""
+        return largest_norm(self.max_grad_norm) or (math.inf if self.error_if_nonfinite else 0.0)
 
     # ---- a step
 
@@ -103,9 +113,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         A parameter without a gradient here counts as zero; without one anywhere it stays as it is. Where a GradScaler
         found an inf on one worker, all skip the step. With ``overlap``
         only the rest is pushed, and a parameter is waited for when its module next runs.
-        Raises `ParameterModified`, `GradientModified`, `JobEnded`, `WaitTimeout`, `Unsupported` (sparse gradients, a
-        closure or a GradScaler with overlap) or `ArgumentError`, also where another thread is in a method of this
-        optimizer.
+        Raises `ParameterModified`, `GradientModified`, `NonFiniteGradient`, `JobEnded`, `WaitTimeout`, `Unsupported`
+        (sparse gradients, a closure or a GradScaler with overlap) or `ArgumentError`, also where another thread is in a
+        method of this optimizer.
         """
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
@@ -127,8 +137,9 @@ class StoreOptimizer(torch.optim.Optimizer):
             pushed = clock()
             spans.add("compute", self._parts[0].client.step, self._left, start)
             spans.add("push", self._parts[0].client.step, start, pushed)
-            if self._clip and not skip:
-                self._agree_on_norm()
+            left_out = False
+            if any(part.asks_norm for part in self._parts):  # as the round began: the option may have changed
+                left_out = self._agree_on_norm()
                 spans.add("wait", self._parts[0].client.step, pushed, clock())
             for part in self._parts:
                 part.close_round()
@@ -136,6 +147,10 @@ class StoreOptimizer(torch.optim.Optimizer):
                     part.wait()
                 else:
                     self._overlap.postpone(part)
+            if left_out:
+                for part in self._parts:
+                    part.arrive(range(len(part.params)))
+                raise nonfinite.error(self._job, self._parts, self.grad_norm or 0.0)
         except TensorwireError as error:
             raise self._job.member.explain(error) from None
         self._left = clock()
@@ -203,11 +218,14 @@ class StoreOptimizer(torch.optim.Optimizer):
             part.options()
             part.check_parameters()
 
-    def _agree_on_norm(self) -> None:
+    def _agree_on_norm(self) -> bool:
+        """Returns whether this step is left out, because the norm is NaN or inf."""
         total = sum(part.client.norm2() for part in self._parts)
+        left_out = self.error_if_nonfinite and total != LEFT_OUT and not math.isfinite(total)
         for part in self._parts:
-            part.client.clip(total)
-        self.grad_norm = total**0.5
+            part.client.clip(LEFT_OUT if left_out else total)
+        self.grad_norm = math.inf if total == LEFT_OUT else total**0.5
+        return left_out
 
     # ---- overlap
 
@@ -245,6 +263,18 @@ class StoreOptimizer(torch.optim.Optimizer):
     def summary(self) -> str:
         """One line for people: what moves a step, and what servers register."""
         return "; ".join(part.summary() for part in self._parts)
+
+    def __repr__(self) -> str:
+        return describe(
+            self._class.__name__,
+            self.param_groups,
+            [part.plan for part in self._parts],
+            self._job.routes,
+            overlap=self._overlap is not None,
+            reduce=self._settings.reduce,
+            max_grad_norm=self.max_grad_norm,
+            error_if_nonfinite=self.error_if_nonfinite,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters: ``params`` are (name, parameter) pairs. Call it on every worker, between two steps.

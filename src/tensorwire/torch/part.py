@@ -141,6 +141,11 @@ class Part:
         """Whether a round has begun and ``close_round`` has not ended it."""
         return self._open is not None
 
+    @property
+    def asks_norm(self) -> bool:
+        """Whether servers wait in this round until they are told the norm."""
+        return self.is_open and self._clips
+
     def skip_round(self) -> None:
         """A round in place of gradients: this step is left out by all workers."""
         self.client.begin(Operation.SKIP, self.options())

@@ -1,0 +1,35 @@
+"""A `StoreOptimizer` in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensorwire.control.reach import Route
+from tensorwire.store.plan import Plan, counted, readable
+
+
+def describe(
+    name: str, groups: Sequence[Mapping[str, Any]], plans: Sequence[Plan], routes: Mapping[str, Route], **own: Any
+) -> str:
+    """Several lines: what moves and where to, the options of each group, by which device each server is reached.
+
+    ``own``: the options of the `StoreOptimizer` itself.
+    """
+    tensors = [t for plan in plans for t in plan.tensors]
+    buckets = sum(len(b) for plan in plans for b in plan.buckets)
+    servers = plans[0].servers
+    lines = [
+        f"StoreOptimizer of {name}: {counted(len(tensors), 'tensor')}, {readable(sum(t.nbytes for t in tensors))}, "
+        f"{counted(buckets, 'bucket')} on {counted(servers, 'server')}",
+        "  " + ", ".join(f"{key}={value!r}" for key, value in own.items()),
+    ]
+    for number, group in enumerate(groups):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        lines.append(
+            f"  group {number}, {counted(len(group['params']), 'tensor')}: "
+            + ", ".join(f"{key}={value!r}" for key, value in options.items())
+        )
+    reached = {f"server {s}": routes.get(f"server {s}") for s in range(servers)}
+    lines += [f"  {server} by {route}" for server, route in reached.items() if route is not None]
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""``error_if_nonfinite``: a step with NaN or inf is an error everywhere, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.jobs import run_job
+
+STEPS = 5
+BAD = 2  # the step that is left out
+
+
+def parameters() -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(3, 700, generator=generator)) for name in ("a.weight", "b", "late")}
+
+
+def weights(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return {name: torch.randn(3, 700, generator=generator) for name in ("a.weight", "b", "late")}
+
+
+def backward(params: dict[str, torch.nn.Parameter], rank: int, step: int, bad: bool) -> None:
+    mine = weights(rank, step)
+    if bad and rank == 1:
+        mine["b"][1, 5] = float("nan")
+        mine["late"][0, 0] = float("inf")
+    total = torch.zeros(())
+    for name, p in params.items():
+        total = total + (p * mine[name]).sum()
+    total.backward()
+
+
+def run(job: tw.Job, overlap: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], str, bool, int]:
+    params = parameters()
+    first = [(n, p) for n, p in params.items() if n != "late"]
+    optimizer = tw.torch.StoreOptimizer(
+        first, torch.optim.AdamW, lr=0.1, overlap=overlap, bucket_bytes=4096, error_if_nonfinite=True, **options
+    )
+    optimizer.add_param_group({"params": [("late", params["late"])]})
+    told, same = "", False
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(params, job.rank, step, bad=step == BAD)
+        before = [p.detach().clone() for p in params.values()]
+        try:
+            optimizer.step()
+        except errors.NonFiniteGradient as error:
+            told = str(error)
+            same = all(torch.equal(p.detach(), b) for p, b in zip(params.values(), before, strict=True))
+    optimizer.wait()
+    state = optimizer.state_dict()["state"]
+    return [p.detach().clone() for p in params.values()], told, same, int(state[0]["step"])
+
+
+def reference(clip: float | None) -> list[torch.Tensor]:
+    params = parameters()
+    stock = torch.optim.AdamW(params.values(), lr=0.1, fused=True)
+    for step in range(STEPS):
+        if step == BAD:
+            continue
+        stock.zero_grad()
+        for rank in range(2):
+            backward(params, rank, step, bad=False)
+        for p in params.values():
+            assert p.grad is not None
+            p.grad /= 2
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params.values(), clip)
+        stock.step()
+    return [p.detach() for p in params.values()]
+
+
+@pytest.mark.parametrize(("device", "overlap"), [("shm", False), ("shm", True), ("tcp", False), ("tcp", True)])
+def test_a_step_with_nan_is_left_out_on_all_workers(device: str, overlap: bool) -> None:
+    for values, told, same, steps in run_job(run, overlap, {}, device=device, servers=2).ok():
+        assert told == (
+            "the norm of the gradients in step 3 is nan, and no parameter was changed: "
+            "worker 1: 'b' has NaN, 'late' has inf"
+        )
+        assert same
+        assert steps == STEPS - 1
+        assert all(torch.equal(a, b) for a, b in zip(values, reference(None), strict=True))
+
+
+def test_with_clipping() -> None:
+    for values, told, same, _ in run_job(run, False, {"max_grad_norm": 1.0}).ok():
+        assert "worker 1: 'b' has NaN" in told
+        assert same
+        for value, expected in zip(values, reference(1.0), strict=True):
+            torch.testing.assert_close(value, expected)
+
+
+def too_large(job: tw.Job) -> str:
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, error_if_nonfinite=True)
+    p.grad = torch.full((2,), 1e200, dtype=torch.float64)
+    with pytest.raises(errors.NonFiniteGradient) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_norm_that_overflows_is_called_so() -> None:
+    for told in run_job(too_large).ok():
+        assert "is inf" in told
+        assert told.endswith("each worker's own gradients are finite, their sum of squares is not")
+
+
+def scaled(job: tw.Job) -> list[float]:
+    """Where a GradScaler found an inf on one worker all skip the step, as ever."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, error_if_nonfinite=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = p.sum() * (float("inf") if step == 0 and job.rank == 1 else 1.0)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    return p.tolist()
+
+
+def test_a_grad_scaler_skips_without_an_error() -> None:
+    assert run_job(scaled).ok() == [[-1.0, -1.0]] * 2
+
+
+def uncaught(job: tw.Job) -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, error_if_nonfinite=True)
+    p.grad = torch.full((2,), float("nan") if job.rank == 1 else 0.0)
+    optimizer.step()
+
+
+def test_uncaught_it_ends_the_job_with_the_cause() -> None:
+    ended = run_job(uncaught)
+    assert "'p' has NaN" in str(ended.cause)
+    assert all(e.startswith("NonFiniteGradient: ") for e in ended.errors)
+
+
+def changed_between(job: tw.Job) -> list[float]:
+    """The options of a round are those that it began with."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, overlap=True)
+    p.sum().backward()
+    optimizer.max_grad_norm = 0.001
+    optimizer.step()
+    optimizer.wait()
+    return p.tolist()
+
+
+def test_clipping_that_is_set_after_backward_counts_in_the_next_step() -> None:
+    assert run_job(changed_between).ok() == [[-1.0, -1.0]] * 2
+
+
+def described(job: tw.Job) -> tuple[str, str]:
+    net = torch.nn.Linear(4, 2)
+    groups = [
+        {"params": [("weight", net.weight)], "weight_decay": 0.1},
+        {"params": [("bias", net.bias)], "lr": 0.5},
+    ]
+    optimizer = tw.torch.StoreOptimizer(groups, torch.optim.SGD, lr=0.25, momentum=0.9, max_grad_norm=1.0)
+    return repr(optimizer), optimizer.summary()
+
+
+def test_it_says_what_it_is() -> None:
+    for text, summary in run_job(described, device="shm").ok():
+        first, own, zero, one, server = text.splitlines()
+        assert first == "StoreOptimizer of SGD: 2 tensors, 40 bytes, 1 bucket on 1 server"
+        assert own == "  overlap=False, reduce='mean', max_grad_norm=1.0, error_if_nonfinite=False"
+        assert zero.startswith("  group 0, 1 tensor: weight_decay=0.1, lr=0.25, momentum=0.9")
+        assert one.startswith("  group 1, 1 tensor: lr=0.5, momentum=0.9")
+        assert server.startswith("  server 0 by shm: ")
+        assert summary == "40 bytes in 2 tensors, 1 bucket on 1 server; 12.0 KiB registered on it"
