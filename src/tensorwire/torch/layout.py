@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from tensorwire.errors import ArgumentError
 from tensorwire.store.rule_state import MASTER
 from tensorwire.store.rules import IMPLEMENTATION, is_whole
+from tensorwire.torch.options import known
 
 OptimizerClass = type[torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of one parameter group
@@ -21,10 +21,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def build(optimizer_class: OptimizerClass, groups: Sequence[Options]) -> torch.optim.Optimizer:
     """A stock optimizer of such groups."""
-    # A group may carry entries that the constructor derives itself, or that schedulers add.
-    known = inspect.signature(optimizer_class).parameters
-    options = {k: v for k, v in groups[0].items() if k in known and k != "params"}
-    return optimizer_class([dict(group) for group in groups], **options)
+    return optimizer_class([dict(group) for group in groups], **known(optimizer_class, dict(groups[0])))
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,25 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import BUCKET_BYTES, Plan
 from tensorwire.store.rounds import LEFT_OUT
-from tensorwire.store.rules import rule_name, with_implementation
+from tensorwire.store.rules import rule_name
 from tensorwire.torch import nonfinite
-from tensorwire.torch import options as options_
 from tensorwire.torch.alone import Alone
-from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group, named_groups
+from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.describe import describe
 from tensorwire.torch.loading import watch_loading
+from tensorwire.torch.origin import find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
 from tensorwire.torch.state import SavedState
 
 
 class StoreOptimizer(torch.optim.Optimizer):
-    """Applies ``optimizer_class`` on the job's servers to the mean of all workers' gradients.
+    """Applies an optimizer on the job's servers to the mean of all workers' gradients.
 
     ``named_parameters``: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs.
-    ``options`` are those of the class; ``step()`` reads them again from ``param_groups``, and worker 0's count.
+    ``optimizer``: a class, whose options are ``options``; or an optimizer of the same parameters, whose class, groups,
+    options and state are taken over. One that was built from ``model.named_parameters()`` has the names, and is the
+    only argument. ``step()`` reads the options again from ``param_groups``, and worker 0's count.
     ``reduce``: ``mean`` or ``sum`` of the gradients. ``max_grad_norm``: what the norm of the reduced gradient is
     clipped to, by ``max_grad_norm / (norm + 1e-6)`` where that is below 1; ``norm`` is the root of the sum, in float64,
     of the squares of all elements, bucket by bucket; the attribute ``grad_norm`` has it after a step. The attribute
@@ -59,8 +61,8 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        named_parameters: Params,
-        optimizer_class: type[torch.optim.Optimizer],
+        named_parameters: Params | torch.optim.Optimizer,
+        optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
         *,
         overlap: bool = False,
         max_grad_norm: float | None = None,
@@ -74,22 +76,25 @@ class StoreOptimizer(torch.optim.Optimizer):
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
         largest_norm(max_grad_norm)
-        self._settings = Settings(rule_name(optimizer_class), bucket_bytes, reduce, overlap)
-        self._class = optimizer_class
+        origin = find_origin(named_parameters, optimizer, options)
+        self._class = origin.optimizer_class
+        self._settings = Settings(rule_name(self._class), bucket_bytes, reduce, overlap)
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
         self.grad_norm: float | None = None
-        groups = named_groups(named_parameters)
-        chosen = with_implementation(optimizer_class, options)
         self._parts: list[Part] = []
-        self._saved = SavedState(self, optimizer_class)
-        super().__init__(groups, options_.defaults(optimizer_class, chosen))
+        self._saved = SavedState(self, self._class)
+        super().__init__(origin.groups, origin.defaults)
+        if origin.state is not None:
+            self._saved.check(origin.state)
         self._overlap = Overlap(self._open, self._alone) if overlap else None
         if self._overlap is not None:
             self._job.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
         self._add_part(self.param_groups)
         self._left = clock()
+        if origin.state is not None:
+            self.load_state_dict(origin.state)
 
     def _add_part(self, groups: list[dict[str, Any]]) -> None:
         part = Part(self._job, groups, self._settings)

@@ -28,6 +28,12 @@ def defaults(optimizer_class: type[torch.optim.Optimizer], options: dict[str, An
         raise ArgumentError(f"{optimizer_class.__name__}: {error}") from None
 
 
+def known(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a group's entries that the class's constructor takes: some it derives itself, or schedulers add."""
+    names = inspect.signature(optimizer_class).parameters
+    return {k: v for k, v in group.items() if k in names and k != "params"}
+
+
 def plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups' options as they can travel without pickle. Raises `Unsupported`."""
     return [{k: _plain(k, v) for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups]

@@ -20,6 +20,7 @@ from tensorwire.store.rules import is_whole
 from tensorwire.store.state import fetch_state
 from tensorwire.store.stream import Entry, Item
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
+from tensorwire.torch.options import plain
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class SavedState:
             yield
         finally:
             self._optimizer.state = defaultdict(dict)
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raises `ArgumentError` for a state that does not fit, before there is any store."""
+        groups = self._optimizer.param_groups
+        Checker(self._class, groups, plain(groups)).checked(state_dict)
 
     @contextlib.contextmanager
     def taken(self, shares: Sequence[Share]) -> Iterator[None]:

@@ -1,0 +1,92 @@
+"""What a `StoreOptimizer` is made from: a class and its options, or an optimizer that a script has built already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorwire.errors import ArgumentError
+from tensorwire.store.rules import IMPLEMENTATION, rule_name, with_implementation
+from tensorwire.torch import options as options_
+from tensorwire.torch.arguments import Named, named_groups
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The class, groups of (name, parameter) pairs, the class's defaults; ``state``: a ``state_dict`` to begin from."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    state: dict[str, Any] | None = None
+
+
+def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origin:
+    """Reads the arguments of `StoreOptimizer`: (parameters, class), (parameters, optimizer) or (optimizer).
+
+    Raises `ArgumentError` or `Unsupported`.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        if optimizer is not None:
+            raise ArgumentError("an optimizer comes first alone, or second after model.named_parameters()")
+        return _of_instance(given, None, options)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _of_instance(optimizer, given, options)
+    rule_name(optimizer)
+    groups = named_groups(given)
+    return Origin(optimizer, groups, options_.defaults(optimizer, with_implementation(optimizer, dict(options))))
+
+
+def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[str, Any]) -> Origin:
+    kind = type(instance).__name__
+    rule_name(type(instance))
+    if options:
+        raise ArgumentError(f"option {next(iter(options))!r} belongs to the {kind} that is given: set it there")
+    if hasattr(instance.step, "_wrapped_by_lr_sched"):
+        raise ArgumentError(f"a learning rate scheduler holds the {kind}: construct it on the StoreOptimizer instead")
+    if instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks:
+        raise ArgumentError(f"the {kind} has step hooks: register them on the StoreOptimizer instead")
+    names = None if given is None else _names(given)
+    chosen = _implementation(instance)
+    groups = [
+        {**{k: v for k, v in g.items() if k != "param_names"}, **chosen, "params": _pairs(kind, g, names)}
+        for g in instance.param_groups
+    ]
+    state = instance.state_dict() if any(instance.state.values()) else None
+    return Origin(type(instance), named_groups(groups), {**instance.defaults, **chosen}, state)
+
+
+def _names(given: Any) -> dict[int, str]:
+    groups = named_groups(given)
+    if len(groups) > 1 or groups[0].keys() != {"params"}:
+        raise ArgumentError("the optimizer that is given has the groups: pass model.named_parameters() beside it")
+    return {id(p): name for name, p in groups[0]["params"]}
+
+
+def _pairs(kind: str, group: Mapping[str, Any], names: Mapping[int, str] | None) -> list[Named]:
+    if names is None:
+        if "param_names" not in group:
+            raise ArgumentError(
+                f"the {kind} has no names for its parameters: build it from model.named_parameters(), or pass "
+                f"StoreOptimizer(model.named_parameters(), optimizer)"
+            )
+        return list(zip(group["param_names"], group["params"], strict=True))
+    for p in group["params"]:
+        if id(p) not in names:
+            raise ArgumentError(
+                f"the {kind} has a parameter {list(p.shape)} that is not among those with names: pass the "
+                "named_parameters() of all its models"
+            )
+    return [(names[id(p)], p) for p in group["params"]]
+
+
+def _implementation(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """How updates are computed: as the optimizer was told to, else fused where that exists."""
+    if any(group.get(key) is not None for group in instance.param_groups for key in IMPLEMENTATION[:2]):
+        return {}
+    options = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}
+    found = with_implementation(type(instance), options_.known(type(instance), options))
+    return {"fused": True} if found.get("fused") else {}
