@@ -163,6 +163,50 @@ def test_different_plans_of_huge_models_are_told_in_short(pair: Pair) -> None:
     assert "lines more" in told
 
 
+def gather(member: Client, call: str = "sum", value: bytes = b"", **options: float) -> Callable[[], list[bytes]]:
+    return partial(member.gather, "collective 1", call, value, 2, **options)
+
+
+def test_values_are_gathered_in_the_order_of_the_members(pair: Pair) -> None:
+    _, first, second = pair
+    for _ in range(2):
+        assert every([gather(second, value=b"second"), gather(first, value=b"first")]) == [[b"first", b"second"]] * 2
+
+
+def test_different_calls_are_told_to_all(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator(workers=3)
+    members = [jobs.client(coordinator, "worker", index) for index in range(3)]
+    calls = ["sum", "barrier", "sum"]
+    errors = every([partial(m.gather, "1", call, b"", 3) for m, call in zip(members, calls, strict=True)])
+    assert [type(error) for error in errors] == [PlanMismatch] * 3
+    assert "worker 1 called barrier" in str(errors[1])  # the others may be told before the third comes
+    assert not coordinator.ended.is_set()
+    assert every([partial(m.gather, "1", "sum", b"", 3) for m in members]) == [[b"", b"", b""]] * 3
+
+
+def test_who_gave_up_gathering_may_come_again(pair: Pair) -> None:
+    _, first, second = pair
+    with pytest.raises(WaitTimeout, match="sum: only worker 0 of 2 came"):
+        gather(first, value=b"old", timeout=0.1)()
+    with pytest.raises(WaitTimeout, match="only worker 1 of 2"):
+        gather(second, timeout=0.1)()
+    assert every([gather(first, value=b"new"), gather(second)]) == [[b"new", b""]] * 2
+
+
+def test_nobody_gathers_with_a_worker_that_has_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorwire.control.book.LEFT_SECONDS", 0.1)
+    _, first, second = pair
+    first.close(goodbye=True)
+    with pytest.raises(JobEnded, match="worker 0 left the job while worker 1 waits for it in sum"):
+        gather(second)()
+
+
+def test_more_than_one_answer_holds_is_refused(pair: Pair) -> None:
+    _, first, _ = pair
+    with pytest.raises(ProtocolError, match="wrong number of members or bytes"):
+        gather(first, value=bytes(frames.GATHERED_BYTES + 1))()
+
+
 def test_rpcs_are_counted(pair: Pair) -> None:
     _, first, _ = pair
     before = counters.snapshot()

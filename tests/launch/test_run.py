@@ -101,7 +101,7 @@ def test_a_worker_that_ends_early(sandbox: Sandbox, ending: str, status: int, me
 
 def test_a_worker_that_finishes_while_another_waits_for_it(sandbox: Sandbox) -> None:
     result = sandbox.run(sandbox.script("if job.rank == 0: job.barrier()")).finish()
-    assert result.one_line() == "tensorwire: worker 1 left the job while worker 0 waits for it in barrier 'user/1'"
+    assert result.one_line() == "tensorwire: worker 1 left the job while worker 0 waits for it in job.barrier()"
     assert result.status == 1
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tensorwire.control import frames
 from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
@@ -35,6 +37,8 @@ class _Meeting:
     parties: int
     arrived: set[str] = field(default_factory=set)
     plans: dict[str, frames.Compare] = field(default_factory=dict)
+    gathers: dict[str, frames.Gather] = field(default_factory=dict)
+    mismatch: str = ""
 
     @property
     def complete(self) -> bool:
@@ -56,14 +60,14 @@ class Book:
         self._changed = asyncio.Condition()
         self._ended = False
 
-    async def answer(
-        self, member: str, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare
-    ) -> Answer:
+    async def answer(self, member: str, message: frames.Question) -> Answer:
         """The answer to one request; errors are in it."""
         if isinstance(message, frames.Publish):
             return await self._publish(member, message)
         if isinstance(message, frames.Lookup):
             return await _bounded(self._lookup(member, message), message, lambda: f"nobody published {message.key!r}")
+        if isinstance(message, frames.Gather):
+            return await self._gather(member, message)
         return await self._meet(member, message)
 
     # ---- the address book
@@ -125,6 +129,40 @@ class Book:
 
         return await _bounded(self._wait(meeting, message.id), message, missed)
 
+    async def _gather(self, member: str, message: frames.Gather) -> Answer:
+        key = f"Gather/{member.split()[0]}/{message.name}"
+        meeting = self._meetings.setdefault(key, _Meeting(message.call, message.parties))
+        nbytes = len(message.value) + sum(len(m.value) for who, m in meeting.gathers.items() if who != member)
+        if meeting.parties != message.parties or nbytes > frames.GATHERED_BYTES:
+            return Answer(message.id, error=f"{message.call}: wrong number of members or bytes", type="ProtocolError")
+        meeting.gathers[member] = message
+        meeting.arrived.add(member)
+        meeting.mismatch = meeting.mismatch or _different_calls(meeting)
+        if meeting.complete:
+            del self._meetings[key]
+        if meeting.complete or meeting.mismatch:
+            await self._notify()
+        else:
+            self._check(meeting)
+
+            def met() -> bool:
+                return self._ended or meeting.complete or bool(meeting.mismatch)
+
+            try:
+                await asyncio.wait_for(self._until(met), message.timeout)
+            except asyncio.TimeoutError:
+                if not met():
+                    came = ", ".join(sorted(meeting.arrived))
+                    del meeting.gathers[member]
+                    meeting.arrived.discard(member)
+                    why = f"{message.call}: only {came} of {meeting.parties} came (waited {message.timeout:g} s)"
+                    return Answer(message.id, error=why, type="WaitTimeout")
+        return _gathered(meeting, message.id)
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(met)
+
     async def _wait(self, meeting: _Meeting, id: int) -> Answer:
         async with self._changed:
             await self._changed.wait_for(lambda: self._ended or meeting.complete)
@@ -134,7 +172,8 @@ class Book:
         """``member`` has left: nobody needs to wait for it."""
         self._left.add(member)
         for meeting in list(self._meetings.values()):
-            self._check(meeting)
+            if not meeting.mismatch:  # then nobody waits in it
+                self._check(meeting)
 
     def _check(self, meeting: _Meeting) -> None:
         """Whether those who have not left are still enough."""
@@ -163,6 +202,27 @@ async def _bounded(
         return await asyncio.wait_for(work, message.timeout)
     except asyncio.TimeoutError:
         return Answer(message.id, error=f"{missed()} (waited {message.timeout:g} s)", type="WaitTimeout")
+
+
+def _gathered(meeting: _Meeting, id: int) -> Answer:
+    """The values, in the order of the members' indices."""
+    if meeting.mismatch:
+        return Answer(id, error=meeting.mismatch, type="PlanMismatch")
+    if not meeting.complete:
+        return Answer(id, error="the job ended", type="JobEnded")
+    members = sorted(meeting.gathers, key=lambda name: int(name.split()[1]))
+    return Answer(id, msgspec.msgpack.encode([meeting.gathers[name].value for name in members]))
+
+
+def _different_calls(meeting: _Meeting) -> str:
+    """Who called what, where that differs; '' where it does not."""
+    callers: dict[str, list[str]] = {}
+    for member, message in sorted(meeting.gathers.items(), key=lambda item: int(item[0].split()[1])):
+        callers.setdefault(message.call, []).append(member)
+    if len(callers) < 2:
+        return ""
+    who = ", ".join(f"{' and '.join(members)} called {call}" for call, members in callers.items())
+    return frames.bounded(f"{who}: all workers must make the same calls in the same order", 4096)
 
 
 def _mismatch(meeting: _Meeting, member: str, message: frames.Compare) -> Cause | None:

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
 
+import msgspec
+
 from tensorwire import errors
 from tensorwire._native import Pulse, close_on_fork, forget_fd
 from tensorwire.control import frames
@@ -110,6 +112,24 @@ class Client:
         """
         text = frames.bounded(text, frames.PART_BYTES)
         self._request(frames.Compare(next(self._ids), name, digest, text, parties, _seconds(timeout)), timeout)
+
+    def gather(self, name: str, call: str, value: bytes, parties: int, timeout: float = 600.0) -> list[bytes]:
+        """Returns the values of all ``parties`` members of this one's role, by index, when all have come.
+
+        Args:
+            name: The same on all members; a member comes to each name once, or again after `WaitTimeout`.
+            call: What this member was asked to do, in words. All members have to say the same.
+            value: Bytes; those of all members together at most ``frames.GATHERED_BYTES``.
+            parties: How many members there are.
+            timeout: Seconds to wait for the others.
+
+        Raises:
+            PlanMismatch: The calls differ. The message says who called what.
+            WaitTimeout: Not all came in time. The message names those who came.
+            JobEnded: The job ended meanwhile.
+        """
+        request = frames.Gather(next(self._ids), name, call, value, parties, _seconds(timeout))
+        return msgspec.msgpack.decode(self._request(request, timeout).value, type=list[bytes])
 
     def clock(self) -> Clock:
         """How far this process's clock is from the coordinator's."""

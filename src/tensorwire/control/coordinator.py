@@ -208,7 +208,7 @@ class Coordinator:
             while True:
                 message = await self._receive(reader)
                 member.seen = time.monotonic()
-                if isinstance(message, (frames.Publish, frames.Lookup, frames.Barrier, frames.Compare)):
+                if isinstance(message, frames.Question):
                     task = self._loop.create_task(self._answer(member, message))
                     requests.add(task)
                     task.add_done_callback(requests.discard)
@@ -278,9 +278,7 @@ class Coordinator:
         else:
             raise ProtocolError(f"a {type(message).__name__} is nothing a member may send")
 
-    async def _answer(
-        self, member: _Member, message: frames.Publish | frames.Lookup | frames.Barrier | frames.Compare
-    ) -> None:
+    async def _answer(self, member: _Member, message: frames.Question) -> None:
         self._send(member.writer, await self._book.answer(member.name, message))
 
     # ---- life and death

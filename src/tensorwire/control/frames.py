@@ -16,6 +16,8 @@ PART_BYTES = MOST_BYTES // 2
 MOST_PARTS = 64
 MOST_ENTRY_BYTES = MOST_PARTS * PART_BYTES  # of the address book
 MOST_SECONDS = 1e7
+# What all values of one gathering may take together, so that its answer is one frame.
+GATHERED_BYTES = MOST_BYTES - (128 << 10)
 
 # What a peer may send, so that no request of a member can disturb the coordinator: NaN is no time, -1 no count.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
@@ -90,6 +92,17 @@ class Compare(Message, tag="compare", frozen=True):
     name: Name
     digest: bytes
     text: str
+    parties: Count
+    timeout: Seconds
+
+
+class Gather(Message, tag="gather", frozen=True):
+    """Answered with the values of all ``parties`` members when all have come; an error if their ``call`` differs."""
+
+    id: Id
+    name: Name
+    call: Name
+    value: bytes
     parties: Count
     timeout: Seconds
 
@@ -181,7 +194,8 @@ class End(Message, tag="end", frozen=True):
     cause: Cause | None = None
 
 
-Request = Publish | Lookup | Barrier | Compare | Clock
+Question = Publish | Lookup | Barrier | Compare | Gather  # what the book answers, perhaps after a while
+Request = Question | Clock
 Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)

@@ -59,7 +59,8 @@ class Member:
         self.client = Client(address, secret, role, index, timeout=timeout)
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
-        self._where = whereabouts()
+        self.host = host
+        self.where = whereabouts()
         self._no_verbs = "no active RDMA port here"
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
@@ -86,7 +87,7 @@ class Member:
             tcp = self.devices["tcp"].address
         verbs, verbs_probe = self._open_verbs(device, host)
         frameworks = tuple(f for f in FRAMEWORKS if f in sys.modules)
-        return Card(self._where, shm, probe, tcp, frameworks, verbs, verbs_probe)
+        return Card(self.where, shm, probe, tcp, frameworks, verbs, verbs_probe)
 
     def _open_verbs(self, device: str, host: str) -> tuple[bytes | None, bytes | None]:
         """Address and probe. ``auto`` goes on without, and does not even load the library where it can be of no use."""
@@ -123,7 +124,7 @@ class Member:
     def _connect(self, name: str) -> Channel:
         try:
             channel, self.routes[name] = connect(
-                self.devices, self._where, self.card(name), agree=partial(self._agree, name), no_verbs=self._no_verbs
+                self.devices, self.where, self.card(name), agree=partial(self._agree, name), no_verbs=self._no_verbs
             )
         except PeerLost as error:
             raise PeerLost(f"no device reaches {name}: {error}") from None

@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.address import connect
@@ -33,6 +33,9 @@ from tensorwire.launch.place import (
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.store.client import step_timeout
+
+if TYPE_CHECKING:
+    from tensorwire.launch.collectives import Collectives
 
 # A lost peer is mostly somebody else's failure, which has a better account.
 _SECOND_HAND_SECONDS = 1.0
@@ -70,7 +73,8 @@ class Job:
         self._stores = 0
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
-        self._barriers = 0
+        self._between: Collectives | None = None
+        self._lock = threading.Lock()
         self._cause: Cause | None = None  # why the job failed
         self._over, self._left = threading.Event(), threading.Event()  # for the job, and for this worker
         self._pid = os.getpid()
@@ -83,9 +87,75 @@ class Job:
         member.client.on_end(self._ended)
 
     def barrier(self, timeout: float = 600.0) -> None:
-        """Returns when every worker has come here. An RPC: not for every step."""
-        self._barriers += 1
-        self.member.client.barrier(f"user/{self._barriers}", self.num_workers, timeout)
+        """Waits until every worker has come here. It costs a request to the coordinator: not for every step.
+
+        Args:
+            timeout: Seconds to wait for the others.
+
+        Raises:
+            WaitTimeout: Not all workers came in time; the message names those who came. You may call it again.
+            PlanMismatch: Another worker called something else, such as `broadcast`.
+            JobEnded: The job ended; the message says why.
+            ArgumentError: Another thread of this worker is in such a call.
+        """
+        self._collectives.barrier(timeout)
+
+    def broadcast(self, value: Any = None, source: int = 0, *, timeout: float = 600.0) -> Any:
+        """Returns the value of worker ``source`` on every worker. Call it on all workers.
+
+        Small values travel with one request to the coordinator; larger ones are read from the memory of the source.
+        Nothing is pickled. On the source the result is ``value`` itself.
+
+        Args:
+            value: None, bool, int of 64 bits, float, str, bytes, numpy arrays and scalars, torch tensors on the CPU
+                (their data, without ``requires_grad``), and lists, tuples, dicts and OrderedDicts of them. Ignored on
+                workers other than the source.
+            source: The rank of the worker whose value counts.
+            timeout: Seconds to wait for the others.
+
+        Raises:
+            ArgumentError: The value holds something else, the message names it; or another thread of this worker is
+                in such a call. The other workers are still waiting.
+            PlanMismatch: Another worker called something else; the message says who called what.
+            WaitTimeout: Not all workers came in time.
+            JobEnded: The job ended; the message says why.
+            OutOfMemory: There is no memory for a large value.
+        """
+        return self._collectives.broadcast(value, source, timeout)
+
+    def all_reduce(self, value: Any, op: str = "sum", *, timeout: float = 600.0) -> Any:
+        """Returns the sum, mean, maximum or minimum of all workers' values. Call it on all workers.
+
+        The values are combined in the order of the ranks, so every worker has the same bits. ``value`` is left as it
+        is. Small values travel with one request to the coordinator; larger ones are read from the workers' memory.
+
+        Args:
+            value: An int of 64 bits, float, bool, numpy array or scalar, or torch tensor on the CPU: of the same type,
+                dtype and shape on all workers. bool takes max (any) and min (all). The mean of ints is a float;
+                integer arrays and tensors have no mean.
+            op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. NaN wins in the last two.
+            timeout: Seconds to wait for the others.
+
+        Returns:
+            A value of the same type, dtype and shape, contiguous.
+
+        Raises:
+            ArgumentError: The value cannot be reduced; or another thread of this worker is in such a call.
+            PlanMismatch: Another worker called something else, or with another type, dtype, shape or op.
+            WaitTimeout: Not all workers came in time.
+            JobEnded: The job ended; the message says why.
+            OutOfMemory: There is no memory for a large value.
+        """
+        return self._collectives.all_reduce(value, op, timeout)
+
+    @property
+    def _collectives(self) -> Collectives:
+        with self._lock:
+            if self._between is None:
+                from tensorwire.launch.collectives import Collectives  # not every script needs numpy
+
+                self._between = Collectives(self.member, self.num_workers, self._pid)
+            return self._between
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -145,6 +215,8 @@ class Job:
             _current = None
         spans.write(f"worker-{self.rank}")
         well = self._error is None and self.member.client.cause is None
+        if self._between is not None:
+            self._between.close()
         try:
             if well:
                 for call in self._closers:

@@ -1,0 +1,126 @@
+"""``job.all_reduce`` without the transfer: which values it takes, and how the workers' values become one.
+
+Values are combined in the order of the ranks, element by element: whoever computes it, the bits are the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import ArgumentError
+from tensorwire.launch.values import Bytes, array_bytes, is_tensor, tensor_bytes
+
+OPERATIONS = ("sum", "mean", "max", "min")
+_TENSOR_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_WHAT = "job.all_reduce"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What all workers have to agree on: the type, dtype and shape of the value.
+
+    ``kind`` is int, float, bool, array, scalar (of numpy) or tensor; ``dtype`` is numpy's name or torch's.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("int", "float", "bool") else f"{self.dtype} {self.kind} {list(self.shape)}"
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def elements(self, data: Bytes) -> Any:
+        """``data`` as a flat array or tensor of this dtype. It shares the memory."""
+        if self.kind == "tensor":
+            import torch
+
+            flat = torch.from_numpy(data) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+            return flat.view(getattr(torch, self.dtype))
+        return data.view(np.dtype(self.dtype))
+
+    def value(self, data: Bytes) -> Any:
+        """``data``, which is nobody else's, as a value of this form."""
+        found = self.elements(data).reshape(self.shape)
+        if self.kind in ("array", "tensor"):
+            return found
+        return found[()] if self.kind == "scalar" else found.item()
+
+
+def flatten(value: Any, op: str) -> tuple[Form, Bytes]:
+    """The form and the bytes of a worker's value. Raises `ArgumentError` for what cannot be reduced by ``op``."""
+    if op not in OPERATIONS:
+        raise ArgumentError(f"{_WHAT} knows op={', '.join(map(repr, OPERATIONS))}, not {op!r}")
+    if type(value) in (bool, int, float):
+        form, data = _number(value, op)
+    elif is_tensor(value):
+        form = Form("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if form.dtype not in _TENSOR_DTYPES:
+            raise ArgumentError(f"{_WHAT} takes tensors of {', '.join(_TENSOR_DTYPES)}, not of {form.dtype}")
+        data = tensor_bytes(value, _WHAT)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        form = Form("array" if isinstance(value, np.ndarray) else "scalar", array.dtype.str, array.shape)
+        if array.dtype.kind not in "biuf":
+            raise ArgumentError(f"{_WHAT} takes arrays of floats, integers and bools, not of {array.dtype}")
+        data = array_bytes(value if isinstance(value, np.ndarray) else array, _WHAT)
+    else:
+        raise ArgumentError(
+            f"{_WHAT} takes int, float, bool, numpy arrays and torch tensors, not {type(value).__name__}"
+        )
+    _check(form, op)
+    return form, data
+
+
+def _number(value: float, op: str) -> tuple[Form, Bytes]:
+    if type(value) is int and op == "mean":  # as Python's own division
+        value = float(value)
+    dtype = {bool: "|b1", int: "<i8", float: "<f8"}[type(value)]
+    try:
+        return Form(type(value).__name__, dtype, ()), np.array([value], dtype).view(np.uint8)
+    except OverflowError:
+        raise ArgumentError(f"{_WHAT} takes ints of up to 64 bits; {value} is larger: give a float") from None
+
+
+def _check(form: Form, op: str) -> None:
+    dtype = np.dtype(form.dtype).name if form.kind != "tensor" else form.dtype
+    if dtype == "bool" and op not in ("max", "min"):
+        raise ArgumentError(f"{_WHAT} of bools takes op='max' (any) or op='min' (all); to count them, give int(value)")
+    if "int" in dtype and op == "mean":
+        raise ArgumentError(f"{_WHAT} takes the mean of floats: convert this {form} first")
+
+
+def combine(form: Form, op: str, values: Sequence[Bytes]) -> Bytes:
+    """The values of the workers, in the order of their ranks, as one. Raises `ArgumentError` for an int too large."""
+    if form.kind == "int" and op == "sum":
+        return _exact_sum(values)
+    total: Bytes = values[0].copy()
+    result, step = form.elements(total), _step(form, op)
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and nan are results, as in torch
+        for other in values[1:]:
+            step(result, form.elements(other))
+        if op == "mean":
+            result /= len(values)
+    return total
+
+
+def _exact_sum(values: Sequence[Bytes]) -> Bytes:
+    total = sum(int(value.view("<i8")[0]) for value in values)
+    return _number(total, "sum")[1]
+
+
+def _step(form: Form, op: str) -> Callable[[Any, Any], object]:
+    """A function that takes the second array into the first."""
+    library: Any = sys.modules["torch"] if form.kind == "tensor" else np
+    function = {"sum": library.add, "mean": library.add, "max": library.maximum, "min": library.minimum}[op]
+    return lambda into, other: function(into, other, out=into)

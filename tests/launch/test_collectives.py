@@ -1,0 +1,272 @@
+"""Barrier, broadcast and all-reduce in real jobs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire.errors import ArgumentError, PlanMismatch, WaitTimeout
+from tensorwire.launch import collectives
+from tensorwire.observe import counters
+from tests.jobs import run_job
+from tests.launch.test_starters import by_hand, finish, torchrun
+from tests.sandbox import Sandbox
+
+LARGE = 300_000  # floats: more than travels with a request
+
+
+def broadcasts(job: tw.Job) -> list[Any]:
+    value = {"stop": job.rank == 1, "rank": job.rank, "weights": torch.full((3,), job.rank).to(torch.bfloat16)}
+    return [job.broadcast(value), job.broadcast(value, source=1), job.broadcast(None, source=job.num_workers - 1)]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 1), (3, 0)])
+def test_all_workers_have_the_sources_value(workers: int, servers: int) -> None:
+    function = broadcasts if workers > 1 else one_worker
+    for found in run_job(function, workers=workers, servers=servers).ok():
+        if workers == 1:
+            assert found == (3, 4.0, [[1.0, 1.0]])
+            continue
+        for source in (0, 1):
+            assert (found[source]["rank"], found[source]["stop"]) == (source, source == 1)
+            assert torch.equal(found[source]["weights"], torch.full((3,), source).to(torch.bfloat16))
+        assert found[2] is None
+
+
+def one_worker(job: tw.Job) -> tuple[Any, ...]:
+    job.barrier()
+    return job.broadcast(3), job.all_reduce(4.0, "mean"), [job.all_reduce(torch.ones(2)).tolist()]
+
+
+def large(job: tw.Job) -> tuple[Any, ...]:
+    torch.manual_seed(job.rank)
+    mine = torch.randn(LARGE + 1)
+    before = counters.snapshot()
+    state = job.broadcast({"weights": mine, "rest": [mine.numpy()[::2], job.rank]}, source=1)
+    total = job.all_reduce(mine)
+    mean = job.all_reduce(mine.to(torch.bfloat16), op="mean")
+    most = job.all_reduce(mine.numpy().astype(np.float16), op="max")
+    done = counters.since(before)
+    assert done.rpcs == 2 + 3 * 3
+    return state["weights"].numpy(), state["rest"], total.numpy(), mean.float().numpy(), most
+
+
+@pytest.mark.parametrize("device", ["auto", "shm", "tcp"])
+def test_large_tensors(device: str) -> None:
+    values = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        values.append(torch.randn(LARGE + 1))
+    halves = [v.to(torch.bfloat16) for v in values]
+    for weights, rest, total, mean, most in run_job(large, workers=3, servers=0, device=device).ok():
+        assert np.array_equal(weights, values[1].numpy())
+        assert np.array_equal(rest[0], values[1].numpy()[::2])
+        assert rest[1] == 1
+        assert np.array_equal(total, (values[0] + values[1] + values[2]).numpy())
+        assert np.array_equal(mean, ((halves[0] + halves[1] + halves[2]) / 3).float().numpy())
+        assert np.array_equal(most, np.max([v.numpy().astype(np.float16) for v in values], 0))
+
+
+def hundred_megabytes(job: tw.Job) -> int:
+    value = np.arange(100 << 17) if job.rank == 0 else None
+    found = job.broadcast(value)
+    return int((found == np.arange(100 << 17)).sum())
+
+
+def test_a_broadcast_of_a_hundred_megabytes() -> None:
+    assert run_job(hundred_megabytes, servers=0, device="tcp").ok() == [100 << 17] * 2
+
+
+def beside_training(job: tw.Job) -> list[bytes]:
+    """Large collectives open devices of their own, and a store's waits do not hear of them."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 64), float(job.rank + step))).sum().backward()
+        optimizer.step()
+        weights = job.all_reduce(torch.cat([p.detach().flatten() for p in model.parameters()] * 60), op="mean")
+        found.append(weights.numpy().tobytes())
+    return found
+
+
+def test_collectives_beside_training() -> None:
+    one, other = run_job(beside_training, servers=2).ok()
+    assert one == other
+
+
+def disagrees(job: tw.Job, kind: str) -> str:
+    calls = {
+        "kinds": (lambda: job.broadcast(1), lambda: job.barrier()),
+        "sources": (lambda: job.broadcast(1, source=0), lambda: job.broadcast(1, source=1)),
+        "ops": (lambda: job.all_reduce(1), lambda: job.all_reduce(1, op="max")),
+        "types": (lambda: job.all_reduce(1), lambda: job.all_reduce(1.0)),
+        "libraries": (lambda: job.all_reduce(torch.ones(3)), lambda: job.all_reduce(np.ones(3, np.float32))),
+        "shapes": (lambda: job.all_reduce(torch.ones(3, LARGE)), lambda: job.all_reduce(torch.ones(3))),
+    }
+    with pytest.raises(PlanMismatch) as told:
+        calls[kind][job.rank]()
+    assert job.all_reduce(1) == 2  # nothing is broken by it
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("kinds", "job.broadcast(source=0)", "job.barrier()"),
+        ("sources", "job.broadcast(source=0)", "job.broadcast(source=1)"),
+        ("ops", "job.all_reduce(op='sum') of int", "job.all_reduce(op='max') of int"),
+        ("types", "job.all_reduce(op='sum') of int", "job.all_reduce(op='sum') of float"),
+        ("libraries", "job.all_reduce(op='sum') of float32 tensor [3]", "job.all_reduce(op='sum') of <f4 array [3]"),
+        (
+            "shapes",
+            f"job.all_reduce(op='sum') of float32 tensor [3, {LARGE}]",
+            "job.all_reduce(op='sum') of float32 tensor [3]",
+        ),
+    ],
+)
+def test_workers_that_call_something_else_are_told_who_called_what(kind: str, first: str, second: str) -> None:
+    for told in run_job(disagrees, kind, servers=0).ok():
+        assert (
+            told
+            == f"worker 0 called {first}, worker 1 called {second}: all workers must make the same calls in "
+            + ("the same order")
+        )
+
+
+def times_out(job: tw.Job) -> list[str]:
+    found = []
+    if job.rank == 0:
+        for call in (lambda: job.barrier(timeout=0.1), lambda: job.all_reduce(1, timeout=0.1)):
+            with pytest.raises(WaitTimeout) as told:
+                call()
+            found.append(str(told.value))
+    elif job.rank == 1:
+        with pytest.raises(ArgumentError, match="cannot carry set"):
+            job.broadcast({1}, source=1)
+    job.member.client.barrier("tried", 2)
+    job.barrier()
+    return found
+
+
+def test_every_wait_has_an_end_and_the_call_can_be_made_again() -> None:
+    zero, one = run_job(times_out, servers=0).ok()
+    assert zero == [
+        "job.barrier(): only worker 0 of 2 came (waited 0.1 s)",
+        "job.all_reduce(op='sum') of int: only worker 0 of 2 came (waited 0.1 s)",
+    ]
+    assert one == []
+
+
+def two_threads(job: tw.Job) -> str:
+    began, errors = threading.Event(), []
+
+    def wait() -> None:
+        began.set()
+        job.barrier()
+
+    thread = threading.Thread(target=wait)
+    if job.rank == 0:
+        thread.start()
+        began.wait()
+        while not job._collectives._inside:
+            pass
+        try:
+            job.all_reduce(1)
+        except ArgumentError as error:
+            errors.append(str(error))
+    job.member.client.barrier("tried", 2)
+    if job.rank == 0:
+        thread.join()
+    else:
+        job.barrier()
+    return "".join(errors)
+
+
+def test_a_second_thread_is_told_so() -> None:
+    told, _ = run_job(two_threads, servers=0).ok()
+    assert told == (
+        "job.all_reduce(op='sum') of int while another thread of this worker is in job.barrier(): make such calls from "
+        "one thread"
+    )
+
+
+def forks(job: tw.Job) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            job.barrier()
+        except ArgumentError as error:
+            os._exit(7 if "forked child" in str(error) else 1)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_is_no_member() -> None:
+    assert run_job(forks, workers=1, servers=0).ok() == [7]
+
+
+def fails(job: tw.Job, how: str) -> None:
+    if job.rank == 0:
+        job.all_reduce(torch.ones(LARGE))
+    elif how == "raises":
+        raise ValueError("broken data")
+    elif how == "dies":
+        os._exit(3)
+    else:
+        # The other has this worker's offer, and finds nobody there.
+        collectives.Collectives._together = lambda *_: os._exit(3)  # type: ignore[method-assign,assignment]
+        job.all_reduce(torch.ones(LARGE))
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "dies inside", "finishes"])
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_worker_that_fails_ends_the_call_of_the_others(how: str, device: str) -> None:
+    ended = run_job(fails if how != "finishes" else finishes, how, servers=0, device=device)
+    told = {
+        "raises": "worker 1 raised ValueError: broken data",
+        "dies": "worker 1 is gone",
+        "dies inside": "worker 1 is gone",
+        "finishes": "worker 1 left the job while worker 0 waits for it in job.all_reduce(op='sum') of float32 tensor",
+    }
+    assert ended.cause is not None
+    assert told[how] in str(ended.cause)
+    assert ended.errors[0].startswith(f"JobEnded: {told[how]}"), ended.errors[0]
+
+
+def finishes(job: tw.Job, _: str) -> None:
+    if job.rank == 0:
+        job.all_reduce(torch.ones(LARGE))
+
+
+WITHOUT_TORCH = """
+import numpy
+assert job.broadcast({"rank": job.rank, "a": numpy.arange(3)})["rank"] == 0
+assert job.all_reduce(numpy.ones(300000)).sum() == 300000 * job.num_workers
+job.barrier()
+assert "torch" not in sys.modules
+print("met", job.all_reduce(job.rank == 1, op="max"))
+"""
+
+
+def test_ranks_by_hand_without_torch(sandbox: Sandbox) -> None:
+    for result in finish(by_hand(sandbox, WITHOUT_TORCH)):
+        assert (result.status, result.err) == (0, "")
+        assert "met True" in result.out
+    sandbox.nothing_left()
+
+
+def test_under_torchrun(sandbox: Sandbox) -> None:
+    result = torchrun(sandbox, 'print("met", job.broadcast("both"), job.all_reduce(1))').finish()
+    assert result.status == 0, result.err
+    assert result.out.count("met both 2") == 2
+    sandbox.nothing_left()
