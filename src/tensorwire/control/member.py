@@ -87,7 +87,7 @@ class Member:
             tcp = self.devices["tcp"].address
         verbs, verbs_probe = self._open_verbs(device, host)
         frameworks = tuple(f for f in FRAMEWORKS if f in sys.modules)
-        return Card(self.where, shm, probe, tcp, frameworks, verbs, verbs_probe)
+        return Card(self.where, shm, probe, tcp, frameworks, verbs, verbs_probe, host)
 
     def _open_verbs(self, device: str, host: str) -> tuple[bytes | None, bytes | None]:
         """Address and probe. ``auto`` goes on without, and does not even load the library where it can be of no use."""

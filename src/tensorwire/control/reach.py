@@ -37,6 +37,7 @@ class Card(msgspec.Struct, frozen=True):
     frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
     verbs: bytes | None = None
     verbs_probe: bytes | None = None  # 8 bytes that anybody in the job may write
+    host: str = ""  # the address on which it listens
 
 
 @dataclass(frozen=True)

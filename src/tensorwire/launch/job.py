@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import io
 import os
 import stat
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.address import connect
-from tensorwire.control.reach import Route
+from tensorwire.control.reach import Route, apart
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
@@ -30,6 +31,7 @@ from tensorwire.launch.place import (
     listening_host,
     server_threads,
 )
+from tensorwire.launch.process_group import ProcessGroup
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.store.client import step_timeout
@@ -73,6 +75,7 @@ class Job:
         self._stores = 0
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
+        self._process_group = ProcessGroup(place.rank, place.workers, member.host, self.broadcast)
         self._between: Collectives | None = None
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # why the job failed
@@ -149,6 +152,35 @@ class Job:
         return self._collectives.all_reduce(value, op, timeout)
 
     @property
+    def local_rank(self) -> int:
+        """This worker's number among those on its machine, in the order of the ranks.
+
+        Processes in different network namespaces count as on different machines. The first look waits, up to 600
+        seconds, until all workers have joined; it costs requests to the coordinator. Raises `WaitTimeout` or
+        `JobEnded`.
+        """
+        return self._neighbours.index(self.rank)
+
+    @property
+    def local_workers(self) -> int:
+        """How many workers are on this machine, this one among them. Waits, and raises, as `local_rank`."""
+        return len(self._neighbours)
+
+    @property
+    def address(self) -> str:
+        """The IP address at which all machines of the job reach that of worker 0; 127.0.0.1 if there is only one.
+
+        Raises `WaitTimeout` if worker 0 has not joined within 600 seconds, or `JobEnded`.
+        """
+        return self.member.card("worker 0", JOIN_SECONDS).host
+
+    @functools.cached_property
+    def _neighbours(self) -> list[int]:
+        """The ranks of the workers on this machine."""
+        cards = [self.member.card(f"worker {rank}", JOIN_SECONDS) for rank in range(self.num_workers)]
+        return [rank for rank, card in enumerate(cards) if not apart(card.where, self.member.where)]
+
+    @property
     def _collectives(self) -> Collectives:
         with self._lock:
             if self._between is None:
@@ -199,6 +231,26 @@ class Job:
         except TensorwireError as error:
             raise self.member.explain(error) from None
 
+    def init_process_group(self, backend: str = "gloo", **options: Any) -> None:
+        """Makes the default process group of ``torch.distributed`` for the workers. Call it on all workers.
+
+        It works however the job was started: worker 0 serves torch's store on a free port of its own machine, and the
+        others learn the port through the job. The group is destroyed when this worker leaves the job. A second call
+        does nothing while the group is there.
+
+        Args:
+            backend: As for ``torch.distributed.init_process_group``.
+            **options: Passed on to it, such as ``timeout``; not ``rank``, ``world_size``, ``store`` or
+                ``init_method``, which the job knows.
+
+        Raises:
+            ArgumentError: There is a process group that the job did not make, or an option is the job's own.
+            Unsupported: PyTorch is missing, or was built without ``torch.distributed``.
+            PlanMismatch: Another worker called something else.
+            JobEnded: The job ended; the message says why.
+        """
+        self._process_group.init(backend, options)
+
     def close(self) -> None:
         """Leaves the job: this worker is done. Idempotent; runs by itself at the end of the script.
 
@@ -219,6 +271,7 @@ class Job:
             self._between.close()
         try:
             if well:
+                self._process_group.close()
                 for call in self._closers:
                     with contextlib.suppress(TensorwireError):
                         call()
@@ -230,6 +283,12 @@ class Job:
             self.member.close(goodbye=well)
             for child in self._children:
                 child.close()
+
+    def __repr__(self) -> str:
+        cause = self.member.client.cause
+        state = f"ended: {str(cause).splitlines()[0]}" if cause else "left" if self._closed else "running"
+        servers = f"{self.num_servers} server{'' if self.num_servers == 1 else 's'}"
+        return f"<tensorwire.Job: worker {self.rank} of {self.num_workers}, {servers}, {self._place.who}, {state}>"
 
     def __enter__(self) -> Job:
         return self

@@ -31,6 +31,16 @@ class Place:
     rendezvous: str | None
     several_hosts: bool
 
+    @property
+    def who(self) -> str:
+        """Who started this process, in words."""
+        return {
+            "run": "started by tensorwire run",
+            "torchrun": "started by torchrun",
+            "ranks": f"rendezvous {self.rendezvous}",
+            "alone": "started alone",
+        }[self.starter]
+
     def __post_init__(self) -> None:
         check_count("the workers of a job", self.workers)
         if not 0 <= self.rank < self.workers:
