@@ -29,6 +29,7 @@ MESSAGES: list[frames.Message] = [
     frames.Bye(),
     frames.Beat(),
     frames.Stats(3, {"bytes": 1 << 40, "rpcs": 0}, {"compute": 1.5}),
+    frames.Stats(3, {}, {}, 4, 100, 640, {"loss": float("inf")}),
     frames.End(None),
     frames.End(Cause("worker 0", "died")),
     frames.End(Cause("worker 1", "finished after step 3", settle=3.0, kind="WorkerFinished")),

@@ -61,7 +61,7 @@ def test_who_has_not_reported_has_empty_cells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "missing"), [(120, ()), (66, ("push",)), (40, ("push", "sent", "update", "steps/s"))]
+    ("width", "missing"), [(120, ()), (73, ("push",)), (47, ("push", "sent", "update", "steps/s"))]
 )
 def test_a_narrow_terminal_has_fewer_columns(width: int, missing: tuple[str, ...]) -> None:
     table = JobTable(["worker 0"], lambda: {"worker 0": last, "worker 9": last})
@@ -75,6 +75,44 @@ def test_a_narrow_terminal_has_fewer_columns(width: int, missing: tuple[str, ...
     assert max(map(len, lines)) <= width
     assert "loadi" in lines[1]
     assert ("of 9" in lines[1]) == (width == 120)
+
+
+def drawn(width: int, *reports: Report) -> list[str]:
+    """The table after these reports of worker 0, beside a server that says nothing."""
+    console = Console(file=io.StringIO(), width=width)
+    latest: dict[str, Report] = {}
+    table = JobTable(["worker 0", "server 0"], lambda: latest)
+    for one in reports:
+        latest["worker 0"] = one
+        picture = table({})
+    console.print(picture)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def said(at: float, step: int, samples: int, total: int = 0, **values: float) -> Report:
+    return Report(Stats(step, {}, {}, step, total, samples, values), at)
+
+
+def test_what_the_script_reports_has_columns_of_its_own() -> None:
+    head, worker, server = drawn(160, said(10, 2, 64, 100, loss=1.5), said(12, 4, 192, 100, loss=0.123456, accuracy=1))
+    assert head.startswith("elapsed 0:00:0")
+    assert head.split()[-4:] == ["samples/s", "left", "loss", "accuracy"]
+    assert worker.split()[-4:] == ["64", "0:01:36", "0.1235", "1"]
+    assert server.split()[:2] == ["server", "0"]
+
+
+def test_a_resumed_training_is_timed_from_where_it_went_on() -> None:
+    *_, worker, _ = drawn(160, said(10, 0, 0), said(11, 900, 0, 1000), said(21, 910, 0, 1000))
+    assert worker.split()[-1] == "0:01:30"
+    *_, worker, _ = drawn(160, said(11, 900, 0, 1000), said(21, 1000, 0, 1000))
+    assert "0:0" not in worker
+
+
+def test_reported_values_outlast_the_shares_on_a_narrow_terminal() -> None:
+    head, *_ = drawn(60, said(10, 2, 64, 100, loss=1.5), said(12, 4, 192, 100, loss=1.0))
+    assert head.split()[2:] == ["step", "samples/s", "left", "loss"]
+    assert "loss" not in drawn(44, said(10, 2, 64, 100, loss=1.5), said(12, 4, 192, 100, loss=1.0))[0]
 
 
 def test_how_a_process_ended_takes_the_place_of_its_line() -> None:

@@ -50,6 +50,7 @@ from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
 @click.option("--no-prefix", is_flag=True, help="Processes keep this terminal: no names before lines, no table.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Serve OpenMetrics of all processes there; port 0: any.")
 @click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
+@click.option("--tensorboard", metavar="DIR", help="Write what job.report() is told to TensorBoard files in DIR.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(no_prefix: bool, **options: Any) -> int:
     """Run COMMAND as the workers of a job, with parameter servers beside them.

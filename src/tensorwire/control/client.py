@@ -26,6 +26,7 @@ from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WorkerFinished
 from tensorwire.observe import counters, spans
+from tensorwire.observe.scalars import scalars
 from tensorwire.observe.spans import Clock
 
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
@@ -290,7 +291,9 @@ def _stats() -> frames.Stats:
     totals = spans.totals()
     steps = max((totals[name].steps for name in ("compute", "update") if name in totals), default=0)
     seconds = {name: max(0.0, total.seconds) for name, total in totals.items()}
-    return frames.Stats(steps, asdict(counters.snapshot()), seconds)
+    said = scalars.snapshot()
+    done = asdict(counters.snapshot())
+    return frames.Stats(steps, done, seconds, said.step, said.total, said.samples, dict(said.values))
 
 
 def _exception(answer: frames.Answer) -> errors.TensorwireError:

@@ -28,6 +28,7 @@ Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Total = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Totals = Annotated[dict[Word, Total], msgspec.Meta(max_length=64)]
 Times = Annotated[dict[Word, Annotated[float, msgspec.Meta(ge=0, le=1e12)]], msgspec.Meta(max_length=64)]
+Values = Annotated[dict[Word, float], msgspec.Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True, frozen=True):
@@ -181,11 +182,18 @@ class Beat(Message, tag="beat", frozen=True):
 
 
 class Stats(Message, tag="stats", frozen=True):
-    """What a member has done so far: steps, counters by name, seconds by the names of spans."""
+    """What a member has done so far: steps, counters by name, seconds by the names of spans.
+
+    The rest is what its script said by ``job.report``: ``step`` of ``total`` (0: unknown), samples, values by name.
+    """
 
     steps: Total
     counters: Totals
     seconds: Times
+    step: Total = 0
+    total: Total = 0
+    samples: Total = 0
+    values: Values = {}
 
 
 class End(Message, tag="end", frozen=True):

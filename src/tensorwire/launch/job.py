@@ -34,10 +34,12 @@ from tensorwire.launch.place import (
 from tensorwire.launch.process_group import ProcessGroup
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
+from tensorwire.observe.scalars import scalars
 from tensorwire.store.client import step_timeout
 
 if TYPE_CHECKING:
     from tensorwire.launch.collectives import Collectives
+    from tensorwire.launch.tensorboard import EventFile
 
 # A lost peer is mostly somebody else's failure, which has a better account.
 _SECOND_HAND_SECONDS = 1.0
@@ -77,6 +79,7 @@ class Job:
         self._closed = False
         self._process_group = ProcessGroup(place.rank, place.workers, member.host, self.broadcast)
         self._between: Collectives | None = None
+        self._events: EventFile | None = None
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # why the job failed
         self._over, self._left = threading.Event(), threading.Event()  # for the job, and for this worker
@@ -150,6 +153,28 @@ class Job:
             OutOfMemory: There is no memory for a large value.
         """
         return self._collectives.all_reduce(value, op, timeout)
+
+    def report(
+        self, *, step: int | None = None, total: int | None = None, samples: int | None = None, **values: Any
+    ) -> None:
+        """Tells people how the training goes: in the table of ``tensorwire run``, the metrics and TensorBoard.
+
+        It takes microseconds and waits for nothing: a thread passes the latest values on once a second where somebody
+        looks at them, and writes all of them to TensorBoard's file where there is one. Each worker reports for itself.
+
+        Args:
+            step: Which step this is; by default one more than at the last call.
+            total: How many steps there will be, for the time remaining; said once is enough.
+            samples: How many samples this worker has taken since the last call, for samples per second.
+            **values: A number each, such as ``loss=loss``: an int, float or bool, or a tensor or array of one element.
+                At most 32 names.
+
+        Raises:
+            ArgumentError: Something is not such a number. Nothing was taken over.
+        """
+        number, numbers = scalars.report(values, step=step, total=total, samples=samples)
+        if self._events is not None:
+            self._events.add(number, numbers)
 
     @property
     def local_rank(self) -> int:
@@ -266,6 +291,8 @@ class Job:
         if _current is self:
             _current = None
         spans.write(f"worker-{self.rank}")
+        if self._events is not None:
+            self._events.close()
         well = self._error is None and self.member.client.cause is None
         if self._between is not None:
             self._between.close()
@@ -413,15 +440,18 @@ def init(
     world_size: int | None = None,
     rendezvous: str | None = None,
     servers: int | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
 ) -> Job:
     """Joins the job as a worker. Call it once, first.
 
     Roles come from ``tensorwire run``, torchrun, Slurm or ``RANK``/``WORLD_SIZE``/``MASTER_*``; alone, this process is
     the one worker, with its server beside it. ``rank``, ``world_size`` and ``rendezvous`` (``HOST:PORT``, where rank 0
     starts the coordinator) say it explicitly. ``servers``: how many the job has where no launcher says.
+    ``tensorboard``: the folder in which each worker writes what `Job.report` is told, by default that of ``tensorwire
+    run --tensorboard``; it needs the package tensorboard.
 
-    Raises `ArgumentError`, `AuthenticationError`, `ProtocolError`, `JobEnded`, or `PeerLost` and `WaitTimeout` where
-    the other ranks do not come.
+    Raises `ArgumentError` (also without that package), `AuthenticationError`, `ProtocolError`, `JobEnded`, or
+    `PeerLost` and `WaitTimeout` where the other ranks do not come.
     """
     global _current, _jobs_before
     if _current is not None:
@@ -436,7 +466,9 @@ def init(
     hook = _Hook(place)
     try:
         meeting = _meet(place, children)
+        scalars.clear()
         job = _join(place, meeting, children, hook)
+        job._events = _event_file(tensorboard, place.rank)
         if place.starter in ("torchrun", "ranks") and not place.several_hosts:
             job.member.client.barrier("joined", place.workers, JOIN_SECONDS)
     except BaseException as error:
@@ -456,6 +488,15 @@ def init(
     _jobs_before += 1
     _current = job
     return job
+
+
+def _event_file(folder: str | os.PathLike[str] | None, rank: int) -> EventFile | None:
+    found = os.environ.get("TENSORWIRE_TENSORBOARD") if folder is None else os.fspath(folder)
+    if not found:
+        return None
+    from tensorwire.launch.tensorboard import EventFile
+
+    return EventFile(found, rank)
 
 
 def _buffer_lines() -> None:

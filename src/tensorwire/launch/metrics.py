@@ -50,6 +50,10 @@ class JobCollector(Collector):
         spent = CounterMetricFamily(
             "tensorwire_seconds", "Seconds spent, by part: see the spans.", labels=(*LABELS, "part")
         )
+        said = GaugeMetricFamily(
+            "tensorwire_reported", "The latest of what job.report was told.", labels=(*LABELS, "name")
+        )
+        samples = CounterMetricFamily("tensorwire_samples", "Samples that the script reported.", labels=LABELS)
         counted = {
             name: CounterMetricFamily(f"tensorwire_{name}", _HELP.get(name, name), labels=LABELS)
             for name in Counters.__dataclass_fields__
@@ -60,11 +64,14 @@ class JobCollector(Collector):
             who = [role, index, str(self._nodes.get(member, ""))]
             step.add_metric(who, report.stats.steps)
             age.add_metric(who, now - report.at)
+            samples.add_metric(who, report.stats.samples)
+            for name, value in sorted(report.stats.values.items()):
+                said.add_metric([*who, name], value)
             for part, seconds in sorted(report.stats.seconds.items()):
                 spent.add_metric([*who, part], seconds)
             for name, family in counted.items():
                 family.add_metric(who, report.stats.counters.get(name, 0))
-        yield from (step, age, spent, *counted.values())
+        yield from (step, age, spent, said, samples, *counted.values())
 
 
 class MetricsServer:

@@ -55,6 +55,7 @@ class RunOptions:
     prefix: bool = True
     metrics: str | None = None
     trace: str | None = None
+    tensorboard: str | None = None
 
     def check(self) -> None:
         """Raises `ArgumentError`, or `VerbsUnavailable` where every process would."""
@@ -176,6 +177,8 @@ class Run:
         o = self._options
         self._guard = Guard(lambda status: self._events.put(("guard", 0, status)))
         base = self._view.environment(os.environ)
+        if o.tensorboard is not None:
+            base["TENSORWIRE_TENSORBOARD"] = os.path.abspath(o.tensorboard)  # noqa: PTH100 (keeps links)
         common = worker_environment(
             base, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
         )
