@@ -16,13 +16,16 @@ WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
-# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs.
+# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs. TENSORWIRE_TEST_PATIENCE=4 make test: every
+# time limit four times as long.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(if $(ARGS),,echo "All tests take 10 to 17 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
+	$(PYTEST) $(ARGS)
 
 # More models, cuts, hosts and devices of the tests of graphs: hours.
 test-long: setup
-	TENSORWIRE_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/torch/graph tests/graph $(ARGS)
+	TENSORWIRE_TEST_LONG=1 $(PYTEST) tests/torch/graph tests/graph $(ARGS)
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tensorwire.control import Cause, Coordinator
+from tensorwire.testing.patience import patient
 
-JOIN_SECONDS = 90.0
+JOIN_SECONDS = patient(90.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])
@@ -44,7 +45,7 @@ def _environment(address: str, secret: str, device: str, workers: int, servers: 
         TENSORWIRE_DEVICE=device,
         TENSORWIRE_WORKERS=str(workers),
         TENSORWIRE_SERVERS=str(servers),
-        TENSORWIRE_GRACE="20",
+        TENSORWIRE_GRACE=str(patient(20.0)),
     )
 
 

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorwire.testing.patience import patient
+
 MARK = "TENSORWIRE_TEST_MARK"
 # A member that waits for something that never comes, and so leaves as soon as the job has ended.
 WAITS = "job.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
-HANG_SECONDS = 60.0  # only a guard: nothing here is ever timed
+HANG_SECONDS = patient(60.0)  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves.
 _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
@@ -101,7 +103,7 @@ class Sandbox:
         self.environment |= {
             MARK: self.mark,
             "XDG_RUNTIME_DIR": str(self.runtime),
-            "TENSORWIRE_GRACE": "0.7",
+            "TENSORWIRE_GRACE": str(patient(0.7)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         self._programs: list[Program] = []

@@ -16,6 +16,7 @@ from tensorwire.bench.actors.perftest import Work, seconds
 from tensorwire.bench.programs import Contender, Stage, actor
 from tensorwire.bench.verbs import Ends
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost
+from tensorwire.testing.patience import patient
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 
@@ -55,7 +56,7 @@ def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def ended(sock: socket.socket) -> bool:
     """Whether the other side closes the connection, without a word."""
-    sock.settimeout(30.0)
+    sock.settimeout(patient(30.0))
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1) == b""
     return True

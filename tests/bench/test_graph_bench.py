@@ -17,6 +17,7 @@ from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.errors import ArgumentError, ProgramFailed
 from tensorwire.observe.parts import Record as Trace
+from tensorwire.testing.patience import patient
 from tests.sandbox import Result, Sandbox
 
 TINY = 16  # divides the hidden sizes
@@ -26,7 +27,7 @@ ALL = {**models.MODELS, **huggingface.MODELS}
 def bench(sandbox: Sandbox, *arguments: str) -> Result:
     """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
     program = sandbox.launch("bench", "graph", "--quick", "--rounds", "1", "--steps", "2", *arguments)
-    out, _ = program.process.communicate(timeout=280)
+    out, _ = program.process.communicate(timeout=patient(280))
     sandbox.nothing_left()
     return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
 
@@ -39,7 +40,6 @@ def check_parts(details: dict[str, float]) -> None:
     assert total == pytest.approx(details["step"], rel=0.05)
 
 
-@pytest.mark.timeout(300)  # seven processes import torch, six of them capture a model
 def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
@@ -68,7 +68,6 @@ def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     assert ", ".join(["one process, zerocopy, copy", *calls]) in result.out
 
 
-@pytest.mark.timeout(240)
 def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
     result = bench(sandbox, "--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--markdown")
     assert result.status == 0, result.err
@@ -97,7 +96,6 @@ def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: 
 # ---- the trace that the parts come from
 
 
-@pytest.mark.timeout(180)
 def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
     with Team(Way("copy", "copy", "shm", actor="graph"), Cast("fcn5", 2, 0, TINY)) as team:
         team.run(1, 2)

@@ -20,6 +20,7 @@ from tensorwire.bench.teams import Cast, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
 from tensorwire.errors import ProgramFailed, Unsupported
 from tensorwire.observe.parts import Record as Trace
+from tensorwire.testing.patience import patient
 from tests.sandbox import Result, Sandbox
 
 TINY = 16  # divides the hidden sizes
@@ -28,7 +29,7 @@ TINY = 16  # divides the hidden sizes
 def bench(sandbox: Sandbox, *arguments: str) -> Result:
     """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
     program = sandbox.launch("bench", "train", "--quick", "--rounds", "1", "--steps", "2", *arguments)
-    out, _ = program.process.communicate(timeout=220)
+    out, _ = program.process.communicate(timeout=patient(280))
     sandbox.nothing_left()
     return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
 
@@ -78,7 +79,6 @@ def check_parts(details: dict[str, float]) -> None:
     assert min(details["update"], details["idle"]) >= 0
 
 
-@pytest.mark.timeout(240)  # a dozen processes import torch
 def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"

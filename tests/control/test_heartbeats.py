@@ -13,19 +13,20 @@ import pytest
 from tensorwire.control import Client, Member
 from tensorwire.device import ShmDevice, TcpDevice
 from tensorwire.errors import JobEnded
+from tensorwire.testing.patience import patient
 from tests.control.conftest import SECRET, Jobs
 from tests.sandbox import Sandbox
 
-BEAT, LOST_AFTER = 0.1, 1.0
+BEAT, LOST_AFTER = 0.1, patient(1.0)
 
-MEMBER = """
+MEMBER = f"""
 import ctypes, sys
 from tensorwire.control import Client, Member
 from tensorwire.device import ShmDevice, TcpDevice
 client = Client(sys.argv[1], sys.argv[2].encode(), "worker", int(sys.argv[3]))
 print("joined", flush=True)
 if sys.argv[4] == "computes":
-    ctypes.PyDLL(None).usleep(2_500_000)  # PyDLL keeps the GIL: no Python thread of this process runs
+    ctypes.PyDLL(None).usleep({int(2.5e6 * LOST_AFTER)})  # PyDLL keeps the GIL: no Python thread of this process runs
     print("computed", client.ended.is_set(), flush=True)
     client.close(goodbye=True)
 else:
@@ -57,7 +58,7 @@ def test_a_stopped_member_is_lost_by_name(jobs: Jobs, sandbox: Sandbox, member: 
     program = sandbox.python(member, coordinator.address, SECRET.decode(), "1", "waits")
     program.expect("joined")
     program.signal(signal.SIGSTOP)
-    with pytest.raises(JobEnded, match="worker 1 sent no heartbeat for 1 s: stopped, or cut off"):
+    with pytest.raises(JobEnded, match=f"worker 1 sent no heartbeat for {LOST_AFTER:g} s: stopped, or cut off"):
         other.lookup("nothing", timeout=300)
     program.signal(signal.SIGCONT)
     program.finish()

@@ -11,12 +11,16 @@ import struct
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
-from tensorwire.testing.patterns import SECONDS
+from tensorwire.device import Channel, Device, LoopbackDevice, ShmDevice, TcpDevice
+from tensorwire.errors import PeerLost
+from tensorwire.testing.patience import patient
+from tensorwire.testing.patterns import SECONDS, state
 
-BEAT, LOST_AFTER = 0.05, 0.5
+BEAT, LOST_AFTER = 0.05, patient(1.0)
+NEVER = 1000.0  # as `lost_after`: silence ends nothing, only a death or a hang-up does
 
 
 def quick(kind: str, heartbeat: float = BEAT, lost_after: float = LOST_AFTER, host: str = "127.0.0.1") -> Device:
@@ -26,6 +30,15 @@ def quick(kind: str, heartbeat: float = BEAT, lost_after: float = LOST_AFTER, ho
     if kind == "tcp":
         return TcpDevice(host, heartbeat=heartbeat, lost_after=lost_after)
     return LoopbackDevice()
+
+
+def connect(device: Device, address: bytes) -> Channel:
+    """A channel, however often the impatient peer at the other end of a busy machine gives us up meanwhile."""
+    while True:
+        try:
+            return device.connect(address)
+        except PeerLost:
+            os.sched_yield()
 
 
 def send(sock: socket.socket, value: Any) -> None:
@@ -74,6 +87,17 @@ class Forked:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """Stops it; none of its threads runs any more when this returns."""
+        self.signal(signal.SIGSTOP)
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            while state(self.pid, int(task.name)) not in "TX":
+                os.sched_yield()
+
+    def resume(self) -> None:
+        """Lets it go on."""
+        self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if not self._reaped:

@@ -15,9 +15,10 @@ from tests.memoryless import WITHOUT_MEMORY
 
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError
+from tensorwire.testing.patience import patient
 
 KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
-SECONDS = 60.0
+SECONDS = patient(60.0)
 TORCH = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "bool", "complex64", "uint16", "float32", "int64"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import Forked, quick, receive, send
+from forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
@@ -26,7 +26,7 @@ BIG = 64 << 20  # more than all sockets on the way hold
 
 def serve(kind: str, address: bytes, nbytes: int, pipe: socket.socket) -> None:
     """The peer: connects back, shows a region, and waits for its end."""
-    device = quick(kind)
+    device = quick(kind, lost_after=NEVER)
     channel = device.connect(address)
     region = device.allocate(nbytes, reserve=False)
     send(pipe, (device.address, region.remote().pack()))
@@ -49,7 +49,7 @@ class Doomed:
         if how == "killed":
             self.peer.kill()
         else:
-            self.peer.signal(signal.SIGSTOP)
+            self.peer.stop()
 
     @property
     def name(self) -> str:
@@ -63,9 +63,10 @@ def how(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def doomed(far_kind: str) -> Iterator[Doomed]:
+def doomed(far_kind: str, request: pytest.FixtureRequest) -> Iterator[Doomed]:
+    killed = "how" in request.fixturenames and request.getfixturevalue("how") == "killed"
     with (
-        quick(far_kind) as device,
+        quick(far_kind, lost_after=NEVER if killed else LOST_AFTER) as device,
         Forked(lambda pipe: serve(far_kind, device.address, BIG, pipe)) as peer,
     ):
         address, remote = receive(peer.pipe)
@@ -112,7 +113,7 @@ def fill(channel: Channel, remote: RemoteRegion) -> None:
 @pytest.mark.parametrize("far_kind", ["tcp"])
 def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThread) -> None:
     """Completions that are waited for, awaited and called back, and a post that waits for room."""
-    doomed.peer.signal(signal.SIGSTOP)
+    doomed.peer.stop()
     source = doomed.device.allocate(BIG, reserve=False)
     completions = [doomed.channel.write(source.view(), doomed.remote.view())]
     completions.append(doomed.channel.read(source.view(), doomed.remote.view()))
@@ -140,10 +141,10 @@ def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThre
 
     threads = [in_thread(post), in_thread(run_loop)]
     threads += [in_thread(lambda c=c: wait_in_thread(c)) for c in completions]
-    for thread in threads:
-        assert thread.native_id
-        until_asleep(os.getpid(), thread.native_id)
-    if how == "killed":
+    if how == "killed":  # one that is stopped is given up whenever its time is over
+        for thread in threads:
+            assert thread.native_id
+            until_asleep(os.getpid(), thread.native_id)
         doomed.peer.kill()
     for thread in threads:
         thread.join(SECONDS)
@@ -155,7 +156,7 @@ def test_operations_on_their_way_end(doomed: Doomed, how: str, in_thread: InThre
 def test_memory_is_settled_once_the_process_is_gone(doomed: Doomed) -> None:
     with pytest.raises(ArgumentError, match="not lost"):
         doomed.channel.settle()
-    doomed.peer.signal(signal.SIGSTOP)
+    doomed.peer.stop()
     with pytest.raises(PeerLost):
         doomed.region.wait(0, 1, SECONDS, doomed.channel)
     if doomed.kind == "shm":
@@ -171,7 +172,7 @@ def test_to_settle_ends_what_the_peer_had_open(doomed: Doomed, in_thread: InThre
     """What a stopped peer had sent over its own connection, or sends later, changes nothing any more."""
 
     def write_on(pipe: socket.socket) -> None:
-        device = quick("tcp", lost_after=1000.0)
+        device = quick("tcp", lost_after=NEVER)
         channel = device.connect(doomed.device.address)
         send(pipe, device.address)
         word = RemoteRegion.unpack(receive(pipe)).view(0, 8)
@@ -203,7 +204,7 @@ def test_memory_of_unfinished_operations_is_kept_then_freed(doomed: Doomed) -> N
         start, end = line.split()[0].split("-")
         return int(end, 16) - int(start, 16)
 
-    doomed.peer.signal(signal.SIGSTOP)
+    doomed.peer.stop()
     source = doomed.device.allocate(BIG, reserve=False)
     completions = [doomed.channel.write(source.view(), doomed.remote.view())]
     completions.append(doomed.channel.read(source.view(), doomed.remote.view()))
@@ -233,7 +234,7 @@ def test_a_word_without_a_ring_ends_its_wait(dies: bool, in_thread: InThread) ->
     """A peer may die between its store and its wake-up; no waiter stays behind in its futex."""
 
     def store(pipe: socket.socket) -> None:
-        device = quick("shm")
+        device = quick("shm", lost_after=NEVER)
         address, remote = receive(pipe)
         memory = device.connect(address).map(RemoteRegion.unpack(remote).view())
         words = np.frombuffer(memory, np.uint64)
@@ -243,7 +244,7 @@ def test_a_word_without_a_ring_ends_its_wait(dies: bool, in_thread: InThread) ->
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with quick("shm", lost_after=1000.0) as device, device.allocate(8) as region, Forked(store) as peer:
+    with quick("shm", lost_after=NEVER) as device, device.allocate(8) as region, Forked(store) as peer:
         send(peer.pipe, (device.address, region.remote().pack()))
         assert receive(peer.pipe) == "mapped"
         thread = in_thread(lambda: region.wait(0, 1, SECONDS))
@@ -261,7 +262,7 @@ def held() -> tuple[int, int, int, int]:
 
 
 def test_nothing_is_left_of_a_hundred_dead_peers(far_kind: str) -> None:
-    with quick(far_kind, lost_after=1000.0) as device, device.allocate(1 << 20) as region:
+    with quick(far_kind, lost_after=NEVER) as device, device.allocate(1 << 20) as region:
 
         def cycle() -> None:
             with Forked(lambda pipe: serve(far_kind, device.address, 1 << 20, pipe)) as peer:

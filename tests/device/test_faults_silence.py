@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
 
 import pytest
-from forked import Forked, quick, receive, send
+from forked import LOST_AFTER, NEVER, Forked, connect, quick, receive, send
 from wire import DEVICES
 
 from tensorwire._native import Life, Memory
 from tensorwire.device import Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
+from tensorwire.testing.patience import patient
 from tensorwire.testing.patterns import SECONDS, until_asleep
 
 
@@ -24,8 +24,8 @@ def pass_time(region: Region, seconds: float) -> None:
         region.wait(0, 1, seconds)
 
 
-def beats_slowly(kind: str, address: bytes, pipe: socket.socket) -> None:
-    device = quick(kind, heartbeat=0.3, lost_after=1000.0)
+def beats_slowly(kind: str, address: bytes, pipe: socket.socket, heartbeat: float) -> None:
+    device = quick(kind, heartbeat=heartbeat, lost_after=NEVER)
     channel = device.connect(address)
     send(pipe, device.address)
     receive(pipe)
@@ -33,18 +33,27 @@ def beats_slowly(kind: str, address: bytes, pipe: socket.socket) -> None:
 
 
 def test_a_peer_that_beats_slowly_is_not_lost(far_kind: str) -> None:
-    """Its own interval counts, however short our patience. Both directions are silent but for the beats."""
+    """Its own interval counts, however short our patience: it does not beat while we look."""
     with (
         quick(far_kind, heartbeat=0.02, lost_after=0.1) as device,
         device.allocate(8) as region,
-        Forked(lambda pipe: beats_slowly(far_kind, device.address, pipe)) as peer,
+        Forked(lambda pipe: beats_slowly(far_kind, device.address, pipe, heartbeat=100.0)) as peer,
         device.connect(receive(peer.pipe)) as channel,
     ):
         pass_time(region, 0.75)  # a wait that names no channel: any loss would end it
         assert not channel.lost
         send(peer.pipe, "look")
         assert receive(peer.pipe) is False
-        peer.signal(signal.SIGSTOP)
+
+
+def test_a_peer_that_beats_slowly_is_lost_when_it_is_stopped(far_kind: str) -> None:
+    with (
+        quick(far_kind, heartbeat=0.02, lost_after=0.1) as device,
+        device.allocate(8) as region,
+        Forked(lambda pipe: beats_slowly(far_kind, device.address, pipe, heartbeat=patient(0.3))) as peer,
+        device.connect(receive(peer.pipe)) as channel,
+    ):
+        peer.stop()
         with pytest.raises(PeerLost, match="no sign of life"):
             region.wait(0, 1, SECONDS, channel)
 
@@ -53,7 +62,7 @@ def test_who_was_stopped_takes_nobody_for_lost(far_kind: str) -> None:
     """It counts its own ticks: on waking it reads what came meanwhile before it judges."""
 
     def stopped(pipe: socket.socket) -> None:
-        device = quick(far_kind, heartbeat=0.05, lost_after=0.4)
+        device = quick(far_kind, heartbeat=0.05, lost_after=LOST_AFTER)
         address, remote = receive(pipe)
         channel = device.connect(address)
         region = device.allocate(8)
@@ -64,7 +73,7 @@ def test_who_was_stopped_takes_nobody_for_lost(far_kind: str) -> None:
         send(pipe, channel.lost)
 
     with (
-        quick(far_kind, heartbeat=0.02, lost_after=1000.0) as device,
+        quick(far_kind, heartbeat=0.02, lost_after=NEVER) as device,
         device.allocate(8) as region,
         device.allocate(8) as idle,
         Forked(stopped) as peer,
@@ -73,9 +82,9 @@ def test_who_was_stopped_takes_nobody_for_lost(far_kind: str) -> None:
         address, remote = receive(peer.pipe)
         with device.connect(address) as channel:
             channel.signal(RemoteRegion.unpack(remote).view(), 0).wait(SECONDS)
-            peer.signal(signal.SIGSTOP)
-            pass_time(idle, 1.0)
-            peer.signal(signal.SIGCONT)
+            peer.stop()
+            pass_time(idle, 1.5 * LOST_AFTER)
+            peer.resume()
             send(peer.pipe, "look")
             assert receive(peer.pipe) is False
             region.wait(0, 1, SECONDS, channel)
@@ -85,8 +94,8 @@ def test_a_stopped_peer_learns_that_it_was_given_up(far_kind: str) -> None:
     """A loss is mutual: whoever goes on after it finds its own channel ended, though it was patient."""
 
     def stopped(pipe: socket.socket) -> None:
-        device = quick(far_kind, lost_after=1000.0)
-        channel = device.connect(receive(pipe))
+        device = quick(far_kind, lost_after=NEVER)
+        channel = connect(device, receive(pipe))
         region = device.allocate(8)
         send(pipe, device.address)
         try:
@@ -96,12 +105,12 @@ def test_a_stopped_peer_learns_that_it_was_given_up(far_kind: str) -> None:
 
     with quick(far_kind) as device, device.allocate(8) as region, Forked(stopped) as peer:
         send(peer.pipe, device.address)
-        with device.connect(receive(peer.pipe)) as channel:
-            peer.signal(signal.SIGSTOP)
+        with connect(device, receive(peer.pipe)) as channel:
+            peer.stop()
             for named in (channel, None):
                 with pytest.raises(PeerLost, match="no sign of life"):
                     region.wait(0, 1, SECONDS, named)
-            peer.signal(signal.SIGCONT)
+            peer.resume()
             assert "closed the connection" in receive(peer.pipe)
 
 

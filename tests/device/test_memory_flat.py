@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tensorwire.device import Channel, Device, LoopbackDevice, ShmDevice, TcpDevice
+from tensorwire.testing.patience import patient
 
 KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
 ROUNDS, WARM_UP = 10_000, 1_000
 NBYTES = 16_384
 # Some come and go with the allocators of C and Python; what grew with the rounds would be hundreds of times as much.
 FEW_MAPPINGS, FEW_BYTES = 8, 2 << 20
-SECONDS = 60.0
+SECONDS = patient(60.0)
 
 
 @dataclass(frozen=True)

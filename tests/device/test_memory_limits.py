@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import patient
+
 KINDS = {"loopback": "LoopbackDevice", "shm": "ShmDevice", "tcp": "TcpDevice"}
 LIMIT = 256 << 20
 
@@ -28,7 +30,7 @@ def run(script: str, **values: object) -> str:
     values = {"kind": "ShmDevice", **values}
     given = "".join(f"{name} = {value!r}\n" for name, value in values.items() if name != "kind")
     code = given + head + f"Kind = {values['kind']}\n" + textwrap.dedent(script)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     return done.stdout
 

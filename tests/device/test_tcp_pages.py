@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import signal
 import socket
 import struct
 import threading
@@ -109,12 +108,11 @@ def test_a_payload_read_after_a_reset_is_not_signalled(reset: bool) -> None:
             handshake.initiate(sock, address.token, b"tcp")
             sock.sendall(frame(WRITE, 1, key=key, offset=HEAD, length=8) + bytes(8))
             handshake.receive_exactly(sock, 64)
-            peer.signal(signal.SIGSTOP)
-            os.waitpid(peer.pid, os.WUNTRACED)
+            peer.stop()
             sock.sendall(frame(WRITE, 2, key=key, offset=HEAD, length=LEAST, signal=(key, 0, 1)) + bytes(LEAST))
             if reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        peer.signal(signal.SIGCONT)
+        peer.resume()
         send(peer.pipe, "the end")
         assert receive(peer.pipe) == (0, int(not reset))
 

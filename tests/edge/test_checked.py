@@ -9,10 +9,11 @@ import pytest
 from tensorwire.edge import TRAILER, CheckedConsumer, CheckedProducer, Consumer, Producer, Spec, Word
 from tensorwire.errors import ArgumentError, ContentMismatch, Unsupported
 from tensorwire.observe import counters
+from tensorwire.testing.patience import patient
 from tests.edge.edges import FIRST, Pair, make_edge
 
 NBYTES = 4099
-SECONDS = 60.0
+SECONDS = patient(60.0)
 CONTENT = bytes(range(256)) * 16 + b"end"
 
 

@@ -18,12 +18,13 @@ from tensorwire.edge.static import lane_of
 from tensorwire.errors import ArgumentError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.testing import FaultyDevice
+from tensorwire.testing.patience import patient
 from tests.edge.edges import KINDS, Pair
 
 LANES = 3
 NBYTES = 5 * 4096 + 17
 FIRST = 4096
-SECONDS = 60.0
+SECONDS = patient(60.0)
 
 
 class Wide(Channel):

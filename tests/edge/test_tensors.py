@@ -19,9 +19,10 @@ from tensorwire.edge import Spec
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
+from tensorwire.testing.patience import patient
 from tests.edge.edges import KINDS, Pair, make_edge
 
-SECONDS = 60.0
+SECONDS = patient(60.0)
 PROPERTY = settings(derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NUMPY = [name for name in DTYPES if name not in ("bfloat16",) and not name.startswith("float8")]
 

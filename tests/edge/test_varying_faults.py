@@ -6,7 +6,6 @@ import contextlib
 import gc
 import hashlib
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -28,8 +27,8 @@ from tensorwire.edge import (
     Spec,
 )
 from tensorwire.errors import PeerLost, ProducerFailed, WaitTimeout
-from tensorwire.testing.patterns import until_asleep
-from tests.device.forked import Forked, quick, receive, send
+from tensorwire.testing.patterns import asleep
+from tests.device.forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 from tests.edge.varying import EDGES, SECONDS, array_of, born, copied, tensor_of
 
 RING = Ring(2, 1 << 20)
@@ -65,12 +64,12 @@ OTHER = {"producer": "consumer", "consumer": "producer"}
 
 @contextlib.contextmanager
 def edge(
-    device_kind: str, kind: str, role: str, far: Callable[[End, socket.socket], object], lost_after: float = 0.5
+    device_kind: str, kind: str, role: str, far: Callable[[End, socket.socket], object], lost_after: float
 ) -> Iterator[tuple[End, Forked, Channel]]:
     """Our end, as ``role``; the other one is of a forked process that does ``far``."""
 
     def serve(pipe: socket.socket) -> None:
-        with quick(device_kind, lost_after=1000.0) as device:
+        with quick(device_kind, lost_after=NEVER) as device:
             far(connect(kind, OTHER[role], device, pipe)[0], pipe)
             with contextlib.suppress(EOFError):
                 receive(pipe)
@@ -105,15 +104,23 @@ def idle(end: End, pipe: socket.socket) -> None:
     """Does nothing."""
 
 
+def patience(how: str) -> float:
+    """After how much silence a peer is lost that ends like this: a death is told at once."""
+    return NEVER if how == "killed" else LOST_AFTER
+
+
 def finish(peer: Forked, how: str) -> None:
     if how == "killed":
         peer.kill()
     else:
-        peer.signal(signal.SIGSTOP)
+        peer.stop()
 
 
 def lost_while(work: Callable[[], object], then: Callable[[], None]) -> None:
-    """``then`` happens while ``work`` sleeps, which must raise `PeerLost`."""
+    """``then`` happens while ``work`` sleeps, which must raise `PeerLost`.
+
+    Who was stopped before may be lost already: then there is no sleep to wait for.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -125,7 +132,8 @@ def lost_while(work: Callable[[], object], then: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert thread.native_id
-    until_asleep(os.getpid(), thread.native_id)
+    while thread.is_alive() and not asleep(os.getpid(), thread.native_id):
+        os.sched_yield()
     then()
     thread.join(SECONDS)
     assert [type(error) for error in raised] == [PeerLost]
@@ -149,7 +157,7 @@ def consume(end: End, pipe: socket.socket) -> None:
 
 
 def test_between_processes(far_kind: str, kind: str) -> None:
-    with edge(far_kind, kind, "producer", consume, 10.0) as (producer, peer, _):
+    with edge(far_kind, kind, "producer", consume, NEVER) as (producer, peer, _):
         digest = hashlib.sha256()
         for step in range(1, 201):
             if step % 5 == 0:
@@ -166,7 +174,7 @@ def test_between_processes(far_kind: str, kind: str) -> None:
 
 def test_a_producer_whose_consumer_ends(far_kind: str, kind: str, how: str) -> None:
     """It waits for a slot."""
-    with edge(far_kind, kind, "producer", idle) as (producer, peer, channel):
+    with edge(far_kind, kind, "producer", idle, patience(how)) as (producer, peer, channel):
         for step in (1, 2):
             born(producer, step, b"x" * 1000, Spec((1000,), "uint8"))
         lost_while(lambda: producer.send_value(3, 3, SECONDS), lambda: finish(peer, how))
@@ -176,7 +184,7 @@ def test_a_producer_whose_consumer_ends(far_kind: str, kind: str, how: str) -> N
 
 
 def test_a_sender_that_waits_to_overwrite(far_kind: str, how: str) -> None:
-    with edge(far_kind, "dynamic", "producer", idle) as (producer, peer, _):
+    with edge(far_kind, "dynamic", "producer", idle, patience(how)) as (producer, peer, _):
         lease = producer.fill(1, np.arange(10))
         producer.send(1)
         lost_while(lambda: lease.wait(SECONDS), lambda: finish(peer, how))
@@ -189,7 +197,7 @@ def test_a_consumer_whose_producer_ends(far_kind: str, kind: str, how: str) -> N
         producer.flush(SECONDS)
         send(pipe, "sent")
 
-    with edge(far_kind, kind, "consumer", send_one) as (consumer, peer, _):
+    with edge(far_kind, kind, "consumer", send_one, patience(how)) as (consumer, peer, _):
         assert receive(peer.pipe) == "sent"
         received = consumer.receive(1, SECONDS)
         lost_while(lambda: consumer.receive(2, SECONDS), lambda: finish(peer, how))
@@ -207,26 +215,26 @@ def send_big(producer: End, pipe: socket.socket) -> None:
 
 def test_a_producer_that_is_stopped_while_it_is_read() -> None:
     """The consumer may wait again; its memory is nobody else's meanwhile, and the credit comes after the read."""
-    with edge("tcp", "dynamic", "consumer", send_big, 1000.0) as (consumer, peer, _):
+    with edge("tcp", "dynamic", "consumer", send_big, NEVER) as (consumer, peer, _):
         assert receive(peer.pipe) == "sent"
         consumer._ring.inbox.region.wait(0, 1, SECONDS)
-        peer.signal(signal.SIGSTOP)
+        peer.stop()
         for _ in range(3):
             with pytest.raises(WaitTimeout, match="goes on"):
                 consumer.receive(1, 0.01)
         assert consumer._pool.leased_bytes == BIG
         assert consumer._ring._given == 0
-        peer.signal(signal.SIGCONT)
+        peer.resume()
         received = consumer.receive(1, SECONDS)
         assert np.array_equal(array_of(received)[-256:], np.arange(256))
         assert consumer._ring._given == 1
 
 
 def test_a_consumer_that_is_dropped_while_it_reads() -> None:
-    with edge("tcp", "dynamic", "consumer", send_big, 1000.0) as (consumer, peer, channel):
+    with edge("tcp", "dynamic", "consumer", send_big, NEVER) as (consumer, peer, channel):
         assert receive(peer.pipe) == "sent"
         consumer._ring.inbox.region.wait(0, 1, SECONDS)
-        peer.signal(signal.SIGSTOP)
+        peer.stop()
         with pytest.raises(WaitTimeout):
             consumer.receive(1, 0.01)
         over = threading.Event()
@@ -241,10 +249,10 @@ def test_a_consumer_that_is_dropped_while_it_reads() -> None:
 
 
 def test_a_producer_that_is_killed_while_it_is_read(how: str) -> None:
-    with edge("tcp", "dynamic", "consumer", send_big) as (consumer, peer, _):
+    with edge("tcp", "dynamic", "consumer", send_big, patience(how)) as (consumer, peer, _):
         assert receive(peer.pipe) == "sent"
         consumer._ring.inbox.region.wait(0, 1, SECONDS)
-        peer.signal(signal.SIGSTOP)
+        peer.stop()
         lost_while(lambda: consumer.receive(1, SECONDS), lambda: finish(peer, how))
         gc.collect()  # the error knows the frames that it came from
         assert consumer._pool.leased_bytes == 0
@@ -264,7 +272,7 @@ def test_a_forked_child_gives_nothing_back(far_kind: str, kind: str) -> None:
         producer._ring.wait_for_credit(1, SECONDS)
         send(pipe, producer._ring.credits)
 
-    with edge(far_kind, kind, "consumer", send_and_count, 10.0) as (consumer, peer, _):
+    with edge(far_kind, kind, "consumer", send_and_count, NEVER) as (consumer, peer, _):
         received = consumer.receive(1, SECONDS)
         given = consumer._ring._given
 

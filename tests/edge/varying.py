@@ -18,9 +18,10 @@ from tensorwire.edge import (
     Spec,
     Value,
 )
+from tensorwire.testing.patience import patient
 from tests.edge.edges import Pair
 
-SECONDS = 60.0
+SECONDS = patient(60.0)
 LIMIT = 64 << 20
 EDGES = ["bounded", "dynamic"]
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
@@ -36,7 +38,7 @@ def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(240),
     )
     assert (done.returncode, done.stderr) == (0, "")
     for line in done.stdout.splitlines():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
 from tests.sandbox import NAMES
 
@@ -26,7 +27,7 @@ def run(command: list[str], tmp_path: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     left = [path for path in tmp_path.rglob("*") if not path.is_dir()]

@@ -19,6 +19,7 @@ import pytest
 
 from tensorwire.errors import ArgumentError
 from tensorwire.observe.parts import parts_of_trace, read_trace, typical
+from tensorwire.testing.patience import patient
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
@@ -41,7 +42,7 @@ def start(command: list[str], tmp_path: Path, **environment: str) -> subprocess.
     # torch's compiler makes a cache folder when it is imported.
     elsewhere = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     env = {**os.environ, **elsewhere, name: value, **environment}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=patient(240))
     assert list(temporary.iterdir()) == []
     assert marked(mark.encode()) == []
     return done

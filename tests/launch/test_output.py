@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.launch import output
-from tests.sandbox import NAMES, WAITS, Sandbox, nothing_kept
+from tests.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
 
 
 def stream() -> output._Stream:
@@ -143,7 +143,7 @@ def test_a_process_that_lives_on_does_not_hold_the_end(sandbox: Sandbox) -> None
     """
     program = sandbox.run(sandbox.script(body))
     daemon = program.number("daemon")
-    assert program.process.wait(40) == 0
+    assert program.process.wait(HANG_SECONDS) == 0
     os.kill(daemon, signal.SIGKILL)
 
 
@@ -153,7 +153,7 @@ def test_an_interrupt_does_not_wait_for_a_reader(sandbox: Sandbox) -> None:
     program = sandbox.run(sandbox.script(body))
     program.expect("ready 0", "ready 1")
     program.signal(signal.SIGINT)
-    assert program.process.wait(40) == 130
+    assert program.process.wait(HANG_SECONDS) == 130
     sandbox.nothing_left()
 
 
@@ -175,7 +175,7 @@ def on_a_terminal(
                 break
             if act is not None:
                 act(shown.decode("utf-8", "replace"), process.pid)
-        return f"{shown.decode()}\nstatus {process.wait(40)}"
+        return f"{shown.decode()}\nstatus {process.wait(HANG_SECONDS)}"
     finally:
         os.close(master)
         process.kill()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tensorwire.device.verbs.ports import has_active_port
+from tensorwire.testing.patience import patient
 from tests.sandbox import WAITS, Sandbox, wait_for_end
 
 RAISES = """
@@ -226,7 +227,7 @@ def test_a_stopped_worker_ends_the_job_by_name(sandbox: Sandbox) -> None:
     program = sandbox.run(
         sandbox.script(f"job.barrier(); print('ready')\n{WAITS}"),
         TENSORWIRE_BEAT="0.1",
-        TENSORWIRE_LOST_AFTER="1.5",
+        TENSORWIRE_LOST_AFTER=str(patient(1.5)),
     )
     program.expect("ready")
     os.kill(program.number("pid-1"), signal.SIGSTOP)

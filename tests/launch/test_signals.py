@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.launch.stops import is_stopped
+from tensorwire.testing.patience import patient
 from tests.sandbox import WAITS, Program, Sandbox, free_port, wait_for_end
 
 READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
@@ -151,7 +152,7 @@ def test_a_killed_guard_is_told_and_the_job_goes_on(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-SHORT = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": "1"}
+SHORT = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": str(patient(1.0))}
 
 
 def test_a_stopped_launcher_ends_every_member_and_is_named(sandbox: Sandbox) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import patient
 from tests.sandbox import Program, Sandbox
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -51,7 +52,7 @@ class Hosts:
         environment = {
             "TENSORWIRE_SECRET_FILE": str(self.secret),
             "TENSORWIRE_BEAT": "0.2",
-            "TENSORWIRE_LOST_AFTER": "2",
+            "TENSORWIRE_LOST_AFTER": str(patient(2.0)),
         }
         return self.sandbox.start(*program, **environment)
 

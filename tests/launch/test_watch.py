@@ -18,7 +18,7 @@ from tensorwire.observe.chrome import read_chrome
 from tensorwire.observe.parts import parts_of_trace
 from tests.launch.test_nodes import secret_file
 from tests.launch.test_training import TRAINS
-from tests.sandbox import Program, Sandbox, free_port, nothing_kept
+from tests.sandbox import HANG_SECONDS, Program, Sandbox, free_port, nothing_kept
 
 SPANS = """
 from tensorwire.observe import spans
@@ -45,7 +45,7 @@ WAITS_FOR_A_FILE = "while not os.path.exists(sys.argv[1]): time.sleep(0.02)"
 def metrics(address: str) -> str:
     """What a scraper gets that speaks OpenMetrics."""
     request = urllib.request.Request(address, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    with urllib.request.urlopen(request, timeout=40) as answer:
+    with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         text: str = answer.read().decode()
     assert text.endswith("# EOF\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorwire import Job
+from tensorwire.testing.patience import patient
 from tests.jobs import run_job
 
 
@@ -46,5 +47,5 @@ def last_first(job: Job) -> list[float]:
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_a_server_takes_what_has_come(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORWIRE_TIMEOUT", "20")  # a server that waits for the first one ends the test
+    monkeypatch.setenv("TENSORWIRE_TIMEOUT", str(patient(20.0)))  # a server that waits for the first one ends the test
     assert run_job(last_first, workers=2, device=device).ok() == [[-3.0, -6.0, -9.0]] * 2

@@ -15,8 +15,9 @@ from tensorwire.device import Channel, Device, LoopbackDevice, RemoteRegion, Shm
 from tensorwire.errors import DeviceError, ProtocolError, WaitTimeout
 from tensorwire.store import stream
 from tensorwire.store.stream import Entry, Item, Receiver, Sender
+from tensorwire.testing.patience import patient
 
-SECONDS = 30.0
+SECONDS = patient(30.0)
 
 
 @pytest.fixture(params=[LoopbackDevice, ShmDevice, TcpDevice])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import patient
+
 DEVICES = """
 from tensorwire.device import LoopbackDevice, TcpDevice
 
@@ -29,7 +31,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # Settings of the project around must not matter.
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--no-such-option"\n')
     command = [sys.executable, "-m", "tensorwire.testing", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(240))
 
 
 def test_a_good_device_passes(tmp_path: Path) -> None:
@@ -67,10 +69,10 @@ def test_in_ones_own_run_of_pytest(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\ntensorwire_devices = mydevices:Mine\n")
     plugin = ["-p", "tensorwire.testing.plugin", "--pyargs", "tensorwire.testing.conformance"]
     command = [sys.executable, "-m", "pytest", *plugin, "-k", "test_signals_alone", "-v"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_signals_alone[Mine]" in done.stdout
     (tmp_path / "pytest.ini").unlink()
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode != 0
     assert "name a device" in done.stdout

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.testing.patience import patient
 from tensorwire.torch.courier import Courier
 
 
@@ -65,5 +66,5 @@ def test_a_thread_that_nobody_ends_ends_with_its_courier() -> None:
     (thread,) = threads()
     del courier
     gc.collect()
-    thread.join(30)
+    thread.join(patient(30))
     assert not thread.is_alive()

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from tensorwire.device import Channel, Device, LoopbackDevice, Region, RemoteRegion, ShmDevice, TcpDevice
 from tensorwire.errors import PeerLost
+from tensorwire.testing.patience import patient
 
-SECONDS = 60.0
+SECONDS = patient(60.0)
 NBYTES = 1 << 20
 ITEMS = 24
 

@@ -29,14 +29,14 @@ def test_a_plan_above_the_machines_memory_is_refused_before_step_1() -> None:
 
 
 def one_does_not_come(job: tw.Job) -> str:
-    os.environ["TENSORWIRE_TIMEOUT"] = "0.2"
     p = torch.nn.Parameter(torch.zeros(10))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.1)
     if job.rank == 1:
         with pytest.raises(errors.JobEnded):
-            job.member.client.lookup("something nobody publishes", 100.0)
+            job.member.client.lookup("something nobody publishes", 600.0)
         raise errors.JobEnded("as told")
     p.grad = torch.ones(10)
+    os.environ["TENSORWIRE_TIMEOUT"] = "0.2"  # only now: the step never completes, all before it may take its time
     optimizer.step()
     return ""
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,16 +68,28 @@ def _named() -> set[str]:
     return {line for line in lines if "/dev/shm" in line}  # libraries of earlier tests may have semaphores there
 
 
+def _let_go_of_failures() -> None:
+    """A test that failed is told as such, and not for what its frames, which pytest keeps, hold."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        for frame, _line in traceback.walk_tb(error.__traceback__):
+            with contextlib.suppress(RuntimeError):  # pytest's own, which still run
+                frame.clear()
+                _ = frame.f_locals  # the copy of its variables that pytest looked at, which thereby becomes empty, too
+        error = error.__cause__ or error.__context__
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No thread, process, descriptor or name outlives the test."""
     before = _descriptors(), _children(), set(threading.enumerate()), _named()
     yield
+    _let_go_of_failures()
     assert _named() <= before[3], "a mapping has a name"
     gc.collect()
     for thread in set(threading.enumerate()) - before[2]:
         assert thread.daemon, f"{thread} was left"
-        thread.join(10.0)
+        thread.join(SECONDS)
         assert not thread.is_alive(), f"{thread} was left"
     gc.collect()
     left = {fd: what for fd, what in _descriptors().items() if before[0].get(fd) != what}

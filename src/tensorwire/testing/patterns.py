@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion, View
+from tensorwire.testing.patience import patient
 
-SECONDS = 60.0  # for waits that must end long before
+SECONDS = patient(60.0)  # for waits that must end long before
 SLOTS = 4  # of an exchange: enough for nobody to wait for credit
 HEAD = 64  # the signal word's own line
 

@@ -23,10 +23,11 @@ import numpy as np
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.testing import patterns
 from tensorwire.testing.nursery import nursery
+from tensorwire.testing.patience import patient
 from tensorwire.testing.patterns import HEAD, SECONDS, array
 from tensorwire.testing.spec import Spec
 
-_IDLER_SECONDS = 120  # a forked child that nobody ends ends itself
+_IDLER_SECONDS = int(patient(120))  # a forked child that nobody ends ends itself
 
 
 class Peer:

@@ -1,12 +1,21 @@
-"""The pytest option of the conformance suite: which devices it runs on.
+"""What the tests bring to pytest: the option that names devices, time limits for slow machines, why tests were skipped.
 
 ``python -m pytest -p tensorwire.testing.plugin --pyargs tensorwire.testing.conformance --device package.module:name``
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
+from tensorwire.errors import ArgumentError
+
+try:
+    from tensorwire.testing.patience import PATIENCE, VARIABLE
+except ArgumentError as error:
+    raise pytest.UsageError(str(error)) from None
 from tensorwire.testing.spec import Spec
 
 pytest.register_assert_rewrite("tensorwire.testing.fixtures", "tensorwire.testing.patterns")
@@ -25,3 +34,36 @@ def specs(config: pytest.Config) -> list[Spec]:
     """The devices that this run was told to test."""
     texts: list[str] = config.getoption("--device") or config.getini(INI)
     return [Spec(text) for text in texts]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scales the time limit of every test; one that ``--timeout`` sets is taken as it is."""
+    if PATIENCE == 1 or not config.pluginmanager.hasplugin("timeout") or config.getoption("timeout") is not None:
+        return
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        options = dict(marker.kwargs) if marker else {}
+        seconds = marker.args[0] if marker and marker.args else options.pop("timeout", config.getini("timeout") or 0)
+        item.add_marker(pytest.mark.timeout(float(seconds) * PATIENCE, **options), append=False)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says why tests were skipped, a line a reason, and what to do if limits ran out."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(_reason(report) for report in reports)
+    if reasons:
+        terminalreporter.section(f"{len(reports)} skipped, because", sep="-")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason}")
+    texts = [str(report.longrepr) for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    if any("from pytest-timeout" in text or "TimeoutExpired" in text for text in texts):
+        terminalreporter.write_line(
+            f"A time limit ran out: on a slow or busy machine set {VARIABLE}=4 (it is {PATIENCE:g})."
+        )
+
+
+def _reason(report: Any) -> str:
+    place = report.longrepr
+    text = str(place[2] if isinstance(place, tuple) else place)
+    return " ".join(text.removeprefix("Skipped: ").split())

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 import tensorwire as tw
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.testing.patience import patient
 from tests.torch.graph.recording import Graph, Recorder
 
 # Dynamo looks at the gradients of what crosses a graph break, and torch warns of that.
@@ -172,7 +173,7 @@ def test_dynamo_may_be_the_first_to_look_at_the_block() -> None:
         "torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2))\n"
         "assert seen == [{'tensorwire.host': 'worker:1'}], seen"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(240))
 
 
 # Modules

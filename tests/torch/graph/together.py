@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from tensorwire.device import Channel, Device, LoopbackDevice
 from tensorwire.errors import PlanMismatch, WaitTimeout
 from tensorwire.graph.party import Party
+from tensorwire.testing.patience import patient
 
 T = TypeVar("T")
-TIMEOUT = 20.0
+TIMEOUT = patient(20.0)
 
 
 class Book:

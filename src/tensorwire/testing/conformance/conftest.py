@@ -12,7 +12,7 @@ from tensorwire.testing.fixtures import pair as pair
 from tensorwire.testing.fixtures import warm as warm
 from tensorwire.testing.plugin import specs
 
-_TEST_SECONDS = 120
+_TEST_SECONDS = 300
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

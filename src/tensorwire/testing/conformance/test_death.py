@@ -109,7 +109,7 @@ def test_other_channels_outlive_a_death(far: FarPair) -> None:
         channel.signal(remote.view(), 7).wait(SECONDS)
         assert other.call("content", remote.key, 0, 8) == b"\x07" + bytes(7)
         with pytest.raises(PeerLost):
-            far.device.connect(far.peer.address, timeout=5.0)
+            far.device.connect(far.peer.address, timeout=SECONDS)
 
 
 def test_a_forked_child_does_not_hide_a_death(far: FarPair) -> None:

@@ -1,0 +1,134 @@
+"""What the plugin brings to a run of pytest: scaled time limits, and the reasons of skipped tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.errors import ArgumentError
+from tensorwire.testing.patience import PATIENCE, VARIABLE, patient, read_patience
+
+LIMITS = """
+import pytest
+
+@pytest.fixture
+def limit(request):
+    return request.node.get_closest_marker("timeout")
+
+def test_default(limit):
+    assert limit.args == (30.0,)
+
+@pytest.mark.timeout(2, method="thread")
+def test_own(limit):
+    assert (limit.args, limit.kwargs) == ((6.0,), {"method": "thread"})
+
+@pytest.mark.timeout(timeout=4)
+def test_own_by_name(limit):
+    assert (limit.args, limit.kwargs) == ((12.0,), {})
+"""
+SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_often(i):
+    pytest.skip("nobody is there")
+
+@pytest.mark.skipif(True, reason="the moon is full")
+def test_once():
+    pass
+"""
+FAILS = """
+from tensorwire.device import ShmDevice
+from tensorwire.testing.fixtures import nothing_left, warm
+
+def test_fails():
+    with ShmDevice() as device, device.allocate(8) as region:
+        raise ValueError("this alone is to be told")
+"""
+HANGS = """
+import threading
+
+def test_hangs():
+    threading.Event().wait()
+"""
+
+
+def run(folder: Path, test: str, *words: str, **environment: str) -> tuple[int, str]:
+    """pytest with the plugin, in a folder with one file of tests: its exit status, and what it says."""
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 10\n")
+    (folder / "test_it.py").write_text(test)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tensorwire.testing.plugin",
+        *words,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, VARIABLE: "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_every_limit_is_scaled(tmp_path: Path) -> None:
+    assert run(tmp_path, LIMITS, **{VARIABLE: "3"})[0] == 0
+
+
+def test_a_limit_of_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
+    test = "def test_it(request):\n    assert request.node.get_closest_marker('timeout') is None"
+    assert run(tmp_path, test, "--timeout", "50", **{VARIABLE: "3"})[0] == 0
+
+
+def test_a_limit_that_ran_out_is_told_with_what_to_do(tmp_path: Path) -> None:
+    status, said = run(tmp_path, HANGS, "--timeout", "0.1")
+    assert status == 1
+    assert said.count(f"on a slow or busy machine set {VARIABLE}=4") == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "slow", "1e9"])
+def test_a_patience_that_is_none_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{VARIABLE}={text}: give a number"):
+        read_patience({VARIABLE: text})
+
+
+def test_pytest_is_told_of_a_patience_that_is_none(tmp_path: Path) -> None:
+    status, said = run(tmp_path, SKIPS, **{VARIABLE: "slow"})
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert f"{VARIABLE}=slow: give a number" in said
+    assert "Traceback" not in said
+
+
+def test_patience_is_one_unless_it_is_set() -> None:
+    assert read_patience({}) == read_patience({VARIABLE: ""}) == 1.0
+    assert patient(60.0) == 60.0 * PATIENCE
+
+
+def test_skipped_tests_are_counted_by_reason(tmp_path: Path) -> None:
+    status, said = run(tmp_path, SKIPS)
+    assert status == 0
+    lines = said.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if "4 skipped, because" in line)
+    assert lines[at + 1 : at + 3] == ["    3  nobody is there", "    1  the moon is full"]
+
+
+def test_a_run_without_skipped_tests_says_nothing_of_them(tmp_path: Path) -> None:
+    assert "because" not in run(tmp_path, "def test_it(): pass")[1]
+
+
+def test_a_test_that_fails_is_not_told_for_what_its_frames_hold(tmp_path: Path) -> None:
+    status, said = run(tmp_path, FAILS)
+    assert status == 1
+    assert said.splitlines()[-1].startswith("1 failed in "), said
