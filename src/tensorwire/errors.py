@@ -5,6 +5,7 @@
     TensorwireError
     ├── ArgumentError (ValueError)      a wrong argument; nothing was changed
     ├── Unsupported (NotImplementedError)  asked for what this version or device cannot do
+    │   └── MissingPackage (ImportError)  a package that is not installed: one of an extra
     ├── OutOfMemory (MemoryError)       registered memory that cannot be had, or is above the limit
     ├── DeviceError
     │   ├── RemoteAccessError           the target refused: wrong key, out of range, read-only, closed
@@ -38,6 +39,7 @@ __all__ = [
     "GradientModified",
     "JobEnded",
     "LivesElsewhere",
+    "MissingPackage",
     "NonFiniteGradient",
     "OutOfMemory",
     "ParameterModified",
@@ -66,6 +68,10 @@ class ArgumentError(TensorwireError, ValueError):
 
 class Unsupported(TensorwireError, NotImplementedError):
     """Asked for what this version or this device cannot do."""
+
+
+class MissingPackage(Unsupported, ImportError):
+    """A package of an extra is not installed. The message says what to run."""
 
 
 class OutOfMemory(TensorwireError, MemoryError):

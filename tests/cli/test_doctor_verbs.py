@@ -63,7 +63,7 @@ def test_the_library_is_missing(sysfs: Sysfs, monkeypatch: pytest.MonkeyPatch) -
     sysfs.port("mlx5_0")
     library = findings(sysfs)["library"]
     assert (library.value, library.level) == ("no", "note")
-    assert "pip install ibverbs" in library.advice
+    assert "pip install '.[verbs]'" in library.advice
 
 
 def test_what_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

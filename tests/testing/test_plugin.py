@@ -98,6 +98,13 @@ def test_a_limit_that_ran_out_is_told_with_what_to_do(tmp_path: Path) -> None:
     assert said.count(f"on a slow or busy machine set {VARIABLE}=4") == 1
 
 
+def test_other_failures_say_nothing_of_limits(tmp_path: Path) -> None:
+    test = "import subprocess\ndef test_it(): subprocess.run(['false'], check=True)  # no TimeoutExpired"
+    status, said = run(tmp_path, test)
+    assert status == 1
+    assert VARIABLE not in said
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "slow", "1e9"])
 def test_a_patience_that_is_none_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ArgumentError, match=f"{VARIABLE}={text}: give a number"):

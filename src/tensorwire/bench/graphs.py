@@ -23,6 +23,7 @@ from tensorwire.bench.training import WARM, Course, parts
 from tensorwire.bench.workloads import MODELS
 from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ProgramFailed
+from tensorwire.extras import how_to_install
 
 MODES = ("zerocopy", "copy", "rpc")
 TRANSFORMERS = {"bert": "BERT-base", "llama": "Llama of GPT-2's size", "vit": "ViT-small"}
@@ -84,7 +85,7 @@ def measure(
 ) -> list[Record]:
     """Every workload over every device; adds to ``told``. ``made``: the rest of what `contest` takes."""
     if "rpc" in made["modes"] and find_spec("grpc") is None:
-        notes.skip("rpc needs grpcio: pip install 'tensorwire[rpc]'")
+        notes.skip(f"rpc needs grpcio: {how_to_install('rpc')}")
         made = {**made, "modes": [mode for mode in made["modes"] if mode != "rpc"]}
     found: list[Record] = []
     for workload in workloads:

@@ -13,6 +13,7 @@ from rich.table import Table
 from tensorwire.bench.records import Record, time_text
 from tensorwire.bench.workloads import MODELS, Model
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
 
 MIB = 2**20
@@ -114,7 +115,7 @@ def _matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise Unsupported("--report draws with matplotlib: pip install 'tensorwire[plot]'") from None
+        raise Unsupported(f"--report draws with matplotlib: {how_to_install('plot')}") from None
     return Figure
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorwire.errors import ArgumentError
+from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _report(
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ArgumentError("tensorwire plan needs PyTorch: pip install 'tensorwire[torch]'") from None
+        raise ArgumentError(f"tensorwire plan needs PyTorch: {how_to_install('torch')}") from None
     from tensorwire.cli.models import find_model
     from tensorwire.cli.plan_report import Report
     from tensorwire.torch.graph.draft import parameters, place, plans

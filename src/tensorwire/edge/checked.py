@@ -15,6 +15,7 @@ from tensorwire.device import Channel, Completion, RemoteView
 from tensorwire.edge.static import DEFAULT_TIMEOUT, TRAILER, Consumer, Producer, Word, check_spec
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, ContentMismatch, Unsupported
+from tensorwire.extras import how_to_install
 
 _TRAILER = struct.Struct("<8sQ")
 _MARK = b"twcheck1"
@@ -25,7 +26,7 @@ def _hasher() -> Callable[..., int]:
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError:
-        raise Unsupported("the content check needs the package xxhash: pip install 'tensorwire[check]'") from None
+        raise Unsupported(f"the content check needs the package xxhash: {how_to_install('check')}") from None
     return xxh3_64_intdigest
 
 

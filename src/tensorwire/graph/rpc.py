@@ -21,6 +21,7 @@ import numpy
 
 from tensorwire.control import Member
 from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
+from tensorwire.extras import how_to_install
 from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.inflow import mismatch, moved_on
 from tensorwire.graph.plan import AT, LAYOUT, STAMP, Plan
@@ -80,7 +81,7 @@ class Calls:
         try:
             import grpc
         except ImportError:
-            raise Unsupported("mode='rpc' needs grpcio: pip install 'tensorwire[rpc]'") from None
+            raise Unsupported(f"mode='rpc' needs grpcio: {how_to_install('rpc')}") from None
         self._grpc, self._member = grpc, member
         self._token = secrets.token_bytes(16)
         self._arrived: dict[tuple[int, int, int], bytes] = {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorwire.errors import ArgumentError
+from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
 from tensorwire.observe.intervals import common
 from tensorwire.observe.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
@@ -40,7 +41,7 @@ def check_picture(path: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ArgumentError("--plot needs matplotlib: pip install 'tensorwire[plot]'") from None
+        raise ArgumentError(f"--plot needs matplotlib: {how_to_install('plot')}") from None
 
 
 def median_step(steps: Sequence[Step]) -> int:

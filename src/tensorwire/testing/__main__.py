@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tensorwire.errors import TensorwireError
+from tensorwire.extras import how_to_install
 from tensorwire.testing.spec import Spec
 
 USAGE = """usage: python -m tensorwire.testing FACTORY [FACTORY...] [options of pytest]
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
         return 0 if {"-h", "--help"} & set(arguments) else 2
     missing = [name for name in ("pytest", "pytest_timeout", "hypothesis") if find_spec(name) is None]
     if missing:
-        print(f"the suite needs {', '.join(missing)}: pip install 'tensorwire[testing]'", file=sys.stderr)
+        print(f"the suite needs {', '.join(missing)}: {how_to_install('testing')}", file=sys.stderr)
         return 2
     try:
         for factory in factories:

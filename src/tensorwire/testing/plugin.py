@@ -56,11 +56,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section(f"{len(reports)} skipped, because", sep="-")
         for reason, count in reasons.most_common():
             terminalreporter.write_line(f"{count:5}  {reason}")
-    texts = [str(report.longrepr) for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
-    if any("from pytest-timeout" in text or "TimeoutExpired" in text for text in texts):
+    reports = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    if any(_ran_out(report) for report in reports):
         terminalreporter.write_line(
             f"A time limit ran out: on a slow or busy machine set {VARIABLE}=4 (it is {PATIENCE:g})."
         )
+
+
+def _ran_out(report: Any) -> bool:
+    """Whether a limit of the test, or of a program that it started, ran out."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = "" if crash is None else str(crash.message)
+    return "from pytest-timeout" in message or message.startswith("subprocess.TimeoutExpired")
 
 
 def _reason(report: Any) -> str:

@@ -1,5 +1,15 @@
 """Tensorwire for PyTorch."""
 
+from tensorwire.errors import MissingPackage
+from tensorwire.extras import how_to_install
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # PyTorch is here, and lacks something itself
+        raise
+    raise MissingPackage(f"tensorwire.torch needs PyTorch: {how_to_install('torch')}") from None
+
 from tensorwire.torch.graph.clip import clip_grad_norm_
 from tensorwire.torch.graph.placing import place, unplace
 from tensorwire.torch.optimizer import StoreOptimizer

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorwire.errors import VerbsUnavailable
+from tensorwire.extras import how_to_install
 
 DEVICES = Path("/sys/class/infiniband")
 _CHARACTER_DEVICES = Path("/dev/infiniband")
@@ -19,7 +20,7 @@ def load() -> Any:
     try:
         import ibverbs
     except ModuleNotFoundError:
-        raise VerbsUnavailable("the Python package ibverbs is missing: pip install ibverbs") from None
+        raise VerbsUnavailable(f"the Python package ibverbs is missing: {how_to_install('verbs')}") from None
     except ImportError as error:
         raise VerbsUnavailable(
             f"libibverbs cannot be loaded ({error}): install libibverbs1 and ibverbs-providers (Debian, Ubuntu) "
