@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tensorwire.bench import suite
 from tensorwire.bench.actors.lines import check, pattern
 from tensorwire.bench.compare import Samples, Settings, Workload, compare_all, records
 from tensorwire.bench.programs import Contender, Stage, pair
-from tensorwire.bench.records import MODES, Target, size_text, time_text
+from tensorwire.bench.records import COUNTED, MODES, Target, size_text, time_text
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ProgramFailed
 from tests.cli.test_cli import complaint
@@ -55,6 +58,30 @@ def test_medians_limits_and_targets() -> None:
     assert (mine.seconds, mine.low, mine.high, mine.rounds, mine.bytes_per_second) == (2.0, 1.0, 9.0, 3, 4.0)
     assert (mine.limit, mine.limit_value, mine.ratio, mine.met, mine.copies) == ("C b", 1.5, 0.75, True, 1)
     assert (made["C a"].ratio, made["C b"].ratio, made["other"].target) == (0.5, 1.0, None)
+
+
+@pytest.mark.parametrize("load", [0.1, 7.0])
+def test_on_a_busy_machine_times_are_not_judged(
+    load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    samples = {"tensorwire": Samples([2.0]), "C": Samples([1.0])}
+    workload = Workload("device", "shm", "a write", 8, "ping-pong", (), ("C",), Target(shares={"C": 0.9}))
+    timed = records(workload, samples, {"tensorwire": "tensorwire", "C": "C"})
+    counted = replace(timed[0], workload="a step", target=COUNTED, met=True)
+    file = tmp_path / "figures.json"
+    suite._report(suite.Options(json=str(file)), lambda *_: [*timed, counted])
+    ours, _, step = json.loads(file.read_text())
+    said = capsys.readouterr().out
+    busy = load > 1
+    assert (ours["met"], ours["ratio"]) == ((None, None) if busy else (False, 0.5))
+    assert (ours["seconds"], ours["limit_value"], ours["target"]) == (2.0, 1.0, ">= 0.90 of C")
+    assert step["met"] is True  # counts are what they are
+    assert ("MISSED" in said, "0.50 of C" in said, "this machine is busy: no ratios" in said) == (
+        not busy,
+        not busy,
+        busy,
+    )
 
 
 @pytest.mark.parametrize(

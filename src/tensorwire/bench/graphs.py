@@ -16,7 +16,7 @@ from typing import Any
 from tensorwire._native import available_bytes
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import Answer
-from tensorwire.bench.records import Record
+from tensorwire.bench.records import COUNTED, Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.bench.training import WARM, Course, parts
@@ -177,7 +177,7 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
     record = replace(record, details=details, bytes_per_second=None)  # of a step, bytes a second say nothing
     if record.peer != "zerocopy":
         return record
-    target, met = "0 copies, registrations, RPCs", not any(details[name] for name in NOTHING)
+    target, met = COUNTED, not any(details[name] for name in NOTHING)
     if aimed:
         target += f"; exposed <= {EXPOSED:.0%}"
         met = met and details["exposed"] <= EXPOSED * details["step"]

@@ -12,6 +12,7 @@ from tensorwire.errors import ArgumentError
 # keep them, one worker's backward took 166 ms instead of 245, with 0 page faults a step instead of 49,155 (FCN-5,
 # batch 64, one thread). MALLOC_MMAP_MAX_ alone changed nothing; MALLOC_TOP_PAD_ added nothing.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+_IDLE_LOAD = 0.5
 _MEMORY = Path("/sys/kernel/mm/transparent_hugepage")
 
 
@@ -66,9 +67,14 @@ def describe(cores: tuple[int, ...], *, shared: bool = False) -> list[str]:
     ]
     if len(set(cores)) == 1:
         lines.append("only one processor: all processes share it, and the figures are those of its scheduler")
-    elif os.getloadavg()[0] > 0.5:
-        lines.append("this machine is busy: compare only figures of this run with each other")
+    if is_busy():
+        lines.append("this machine is busy: no ratios and verdicts; compare only figures of this run with each other")
     return lines
+
+
+def is_busy() -> bool:
+    """Whether others use the processors, so that no time says much: the load of the last minute is above 0.5."""
+    return os.getloadavg()[0] > _IDLE_LOAD
 
 
 def cpu_has(flag: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+COUNTED = "0 copies, registrations, RPCs"  # a target of counts, which no load changes
 
 # The vocabulary of ``mode``; docs/benchmarks.md shows the same table.
 MODES = {
@@ -67,9 +69,10 @@ class Target:
 class Record:
     """One figure. ``seconds`` is the median over rounds, ``low`` and ``high`` the fastest and slowest round.
 
-    ``ratio`` is the share of the limit's speed, ``limit_value / seconds``. ``copies``, ``rpcs`` and ``registrations``
-    are counts an operation on both ends together; None where nobody counts them. ``details``: what else is told of a
-    step of training, such as its parts in seconds. ``how``: how a peer was run, where that is told.
+    ``ratio`` is the share of the limit's speed, ``limit_value / seconds``; it and ``met`` are None on a busy machine.
+    ``copies``, ``rpcs`` and ``registrations`` are counts an operation on both ends together; None where nobody counts
+    them. ``details``: what else is told of a step of training, such as its parts in seconds. ``how``: how a peer was
+    run, where that is told.
     """
 
     bench: str
@@ -93,6 +96,10 @@ class Record:
     met: bool | None
     details: Mapping[str, float] | None = None
     how: str | None = None
+
+    def unjudged(self) -> Record:
+        """The same without ratio and verdict, as on a busy machine; a verdict on counts stays."""
+        return replace(self, ratio=None, met=self.met if self.target == COUNTED else None)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

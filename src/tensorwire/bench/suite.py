@@ -108,12 +108,14 @@ def _report(
     )
     if options.json is not None:
         check_file(options.json, option="--json")
-    described = machine.describe(settings.cores, shared=shared)  # before we make load of our own
+    described, busy = machine.describe(settings.cores, shared=shared), machine.is_busy()  # before our own load
     try:
         with show.notes() as notes:
             records = measure(options, settings, notes)
     finally:
         end_all()
+    if busy:
+        records = [record.unjudged() for record in records]
     if options.json is not None:
         show.write_json(options.json, records, described)
     if options.markdown:
