@@ -59,7 +59,8 @@ class Received:
         """
         import numpy
 
-        return numpy.ndarray(self.spec.shape, _numpy_dtype(self.spec), self.memory)
+        array: numpy.ndarray[Any, Any] = numpy.ndarray(self.spec.shape, _numpy_dtype(self.spec), self.memory)
+        return array
 
     def __dlpack__(self, **options: Any) -> Any:
         """The tensor in this memory, which its consumer keeps; with ``copy=True`` a copy of it.
