@@ -23,7 +23,7 @@ test: setup
 	@$(if $(ARGS),,echo "All tests take 10 to 17 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
 	$(PYTEST) $(ARGS)
 
-# More models, cuts, hosts and devices of the tests of graphs: hours.
+# More models, cuts, hosts and devices of the tests of graphs, and a thousand random programs: hours.
 test-long: setup
 	TENSORWIRE_TEST_LONG=1 $(PYTEST) tests/torch/graph tests/graph $(ARGS)
 

@@ -42,13 +42,18 @@ def analyzed(
 
 
 def run(
-    together: Together, module: fx.GraphModule, analysis: Analysis, examples: Sequence[torch.Tensor], times: int = 3
+    together: Together,
+    module: fx.GraphModule,
+    analysis: Analysis,
+    examples: Sequence[torch.Tensor],
+    times: int = 3,
+    post: Callable[[Any], Post] = Post,
 ) -> list[list[Any]]:
     """What each host returns at last."""
 
     def work(party: Party) -> list[Any]:
         wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, Post(wires))
+        call = partition(module, analysis, party.me, post(wires))
         results: list[Any] = []
         for _ in range(times):
             wires.begin()

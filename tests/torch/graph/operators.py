@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ class Case:
         return self.op(*self.arguments(dtype))
 
 
+@functools.cache
 def _indices(*shape: int, below: int = 8) -> torch.Tensor:
     return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(1))
 

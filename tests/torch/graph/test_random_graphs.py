@@ -13,6 +13,7 @@ from torch import fx
 
 from tests.torch.graph.graphs import analyzed, captured, run
 from tests.torch.graph.together import Together
+from tests.torch.graph.watched import WatchedPost
 
 SHAPE = (4, 6)
 
@@ -20,7 +21,7 @@ SHAPE = (4, 6)
 def program(seed: int, length: int) -> tuple[list[torch.Tensor], object]:
     """A function of a few operators over earlier values, drawn by ``seed``, and its arguments."""
     draw = random.Random(seed)
-    steps = [(draw.randrange(11), draw.random(), draw.random()) for _ in range(length)]
+    steps = [(draw.randrange(15), draw.random(), draw.random()) for _ in range(length)]
     generator = torch.Generator().manual_seed(seed)
     examples = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
 
@@ -55,6 +56,14 @@ def _apply(kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.clone().mul_(b).add_(1)  # in place, on what it made itself
     if kind == 9:
         return torch.sort(a, 1)[0].t().reshape(SHAPE)
+    if kind == 10:
+        return torch.native_layer_norm(a.t().contiguous().t(), [6], None, None, 1e-5)[0]  # it has strides of its own
+    if kind == 11:
+        return (a.t() + b.t()).t()
+    if kind == 12:
+        return torch.cat([a, b], 1)[:, ::2] * 2  # with gaps
+    if kind == 13:
+        return (a.t() @ b.mean(1, keepdim=True).expand(SHAPE)).repeat(1, 1)[:4] / 8
     return torch.softmax(a * 0.5, 1) - b.mean()
 
 
@@ -75,7 +84,7 @@ def test_the_same_bits(copies: bool, seed: int, hosts: int, length: int) -> None
     analysis = analyzed(module, names, host_of, copies=copies)
     expected: Sequence[torch.Tensor] = module(*examples)
     with Together(hosts) as together:
-        results = run(together, module, analysis, examples)
+        results = run(together, module, analysis, examples, post=WatchedPost)
     for host in results:
         for value, right in zip(host, expected, strict=True):
             assert torch.equal(value, right)

@@ -1,0 +1,105 @@
+"""However a program is cut, its losses, outputs and gradients have the bits of one process that runs the same graph.
+
+Few programs here; ``TENSORWIRE_TEST_LONG=1`` (``make test-long``) has a thousand.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import tensorwire as tw
+from tensorwire.graph import Analysis
+from tensorwire.torch.graph.partition import partition
+from tensorwire.torch.graph.party import party_of
+from tensorwire.torch.graph.post import Post
+from tests.jobs import run_job
+from tests.torch.graph import cuts, watched
+from tests.torch.graph.graphs import analyzed, run
+from tests.torch.graph.together import Together
+
+LONG = os.environ.get("TENSORWIRE_TEST_LONG") == "1"
+BATCH = 10
+BATCHES = 100 if LONG else 3
+
+
+def cut(module: fx.GraphModule, seed: int, hosts: int, copies: bool) -> Analysis:
+    """Every operator on a host that is drawn, or where nobody says."""
+    draw, chosen = random.Random(seed), dict[str, str | None]()
+    names = tuple(f"worker:{i}" for i in range(hosts))
+    return analyzed(
+        module, names, lambda node: chosen.setdefault(node.name, draw.choice((*names, None))), copies=copies
+    )
+
+
+def differing(results: Sequence[Any], right: Sequence[Any]) -> list[int]:
+    """The numbers of the results with other bits or strides."""
+    pairs = enumerate(zip(results, right, strict=True))
+    return [i for i, (a, b) in pairs if not cuts.same_bits(a, b) or (a.numel() and a.stride() != b.stride())]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_programs(batch: int) -> None:
+    """A failure shows the seed and the program."""
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        function, examples = cuts.program(seed, 3 + seed % 9)
+        module = cuts.traced(cuts.with_gradients(function), examples)
+        analysis = cut(module, seed, hosts := 2 + seed % 2, copies=seed % 5 == 4)
+        right = module(*examples)
+        with Together(hosts) as together:
+            results = run(together, module, analysis, examples, post=watched.WatchedPost)
+        assert [differing(mine, right) for mine in results] == [[]] * hosts, f"seed {seed}:\n{module.code}"
+
+
+@pytest.mark.parametrize("layout", cuts.LAYOUTS)
+def test_every_operator_behind_every_layout(layout: str) -> None:
+    """Each on worker 0, what reads its outputs on worker 1."""
+    generator = torch.Generator().manual_seed(0)
+    examples = [torch.randn(4, 6, 8, generator=generator), torch.randn(2, 3, 12, 12, generator=generator)]
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = [cuts.apply(case, values, layout, seed) for seed, case in enumerate(cuts.USABLE)]
+        return tuple(torch.ops.aten.clone(one) for several in made for one in several)
+
+    module = cuts.traced(function, examples)
+    returned = {node.name for node in next(iter(reversed(module.graph.nodes))).args[0]}
+    names = ("worker:0", "worker:1")
+    analysis = analyzed(module, names, lambda node: names[node.name in returned])
+    watched.seen.clear()
+    with Together(2) as together:
+        results = run(together, module, analysis, examples, post=watched.WatchedPost)
+    right = module(*examples)
+    assert [differing(mine, right) for mine in results] == [[], []]
+    assert watched.seen["births"] >= 100
+
+
+def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
+    """The programs of these seeds, in real processes."""
+    party, wrong = party_of(job), []
+    for seed in seeds:
+        function, examples = cuts.program(seed, 3 + seed % 9)
+        module = cuts.traced(cuts.with_gradients(function), examples)
+        analysis = cut(module, seed, job.num_workers, copies=False)
+        right = module(*examples)
+        wires = party.connect(analysis.plan)
+        call = partition(module, analysis, party.me, Post(wires))
+        for step in range(3):
+            wires.begin()
+            results = call(list(examples))
+            wires.end()
+            if found := differing(results, right):
+                wrong.append(f"seed {seed}, step {step}: {found}")
+    return wrong
+
+
+@pytest.mark.parametrize(("device", "workers"), [("shm", 2), ("tcp", 3)])
+def test_random_programs_in_processes(device: str, workers: int) -> None:
+    seeds = list(range(2000, 2040 if LONG else 2006))
+    assert run_job(processes, seeds, workers=workers, servers=0, device=device).ok() == [[]] * workers

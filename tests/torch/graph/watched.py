@@ -1,0 +1,48 @@
+"""The functions that send, each of them watched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from tensorwire.graph.kinds import BOUNDED, STATIC
+from tensorwire.graph.plan import PREFIX
+from tensorwire.torch.graph.post import Function, Post
+from tests.torch.graph.cuts import same_bits
+
+seen: Counter[str] = Counter()  # "births": those that were looked at; "turned": with other strides than traced
+
+
+class WatchedPost(Post):
+    """What is sent stays what it was. What the plan says is born lies where it says, from the second run on."""
+
+    def sender(self, index: int) -> Function:
+        send, edge = super().sender(index), self._edges[index]
+
+        def watched(value: Any) -> None:
+            if not isinstance(value, torch.Tensor):
+                send(value)
+                return
+            if edge.birthplace and edge.kind in (STATIC, BOUNDED) and self._wires.run > 1:
+                self._check_birth(index, value)
+            before, strides = value.clone(), value.stride()
+            send(value)
+            assert value.stride() == strides
+            assert same_bits(value, before), f"{edge} was changed by sending it"
+
+        return watched
+
+    def _check_birth(self, index: int, value: torch.Tensor) -> None:
+        edge, held = self._edges[index], self._wires.held
+        assert held is not None
+        assert edge.slot is not None
+        assert edge.spec is not None
+        place = held.ctypes.data + edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+        assert value.untyped_storage().data_ptr() == place, f"{edge}: it was born elsewhere"
+        assert (tuple(value.shape), str(value.dtype)) == (edge.spec.shape, f"torch.{edge.spec.dtype}")
+        seen["births"] += 1
+        turned = value.stride() != edge.spec.stride
+        seen["turned"] += turned
+        assert turned or value.data_ptr() == place + edge.offset, f"{edge}: it begins elsewhere"
