@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tensorwire.errors import ArgumentError
+from tensorwire.graph import Output, analyze
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
+from tensorwire.graph.kinds import BOUNDED, SMALL
 from tests.graph.sketch import Sketch
 
 
@@ -303,3 +305,25 @@ def test_what_nobody_has_is_refused() -> None:
     s.op("y", "x", on="b")
     with pytest.raises(ArgumentError, match=r"x \(saved\) is needed on b; nobody has it"):
         cross(s)
+
+
+def test_what_crosses_only_while_it_is_small_is_held_for_sure_only_where_it_was_made() -> None:
+    s = Sketch("abc")
+    s.op("x", on="a")
+    s.op("y", "x", on="b")
+    s.outputs.append(Output("y", ("a", "b", "c"), True, if_small=True))
+    found = cross(s)
+    assert found.sent == {"x": ("a", ("b",)), "y": ("b", ("a", "c"))}
+    assert (found.if_small, found.holds["y"]) == (hosts("y"), hosts("b"))
+    edge = analyze(s.graph()).plan.edges[1]
+    assert (edge.name, edge.if_small, edge.kind, edge.nbytes, edge.birthplace) == ("y", True, BOUNDED, SMALL, "")
+
+
+def test_what_crosses_anyway_goes_to_all_who_want_it() -> None:
+    s = Sketch("abc")
+    s.op("y", on="b")
+    s.op("z", "y", on="a")
+    s.outputs.append(Output("y", ("a", "b", "c"), True, if_small=True))
+    found = cross(s)
+    assert found.sent == {"y": ("b", ("a", "c"))}
+    assert (found.if_small, found.holds["y"]) == (frozenset(), hosts("abc"))

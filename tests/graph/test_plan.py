@@ -115,6 +115,7 @@ def test_json_holds_all_of_it() -> None:
         "slot": 0,
         "offset": 0,
         "lent": False,
+        "if_small": False,
         "layout": 320,
     }
     assert written["edges"][4]["spec"]["shape"] == [{"text": "s0", "most": 100}, 4]

@@ -58,9 +58,12 @@ def births(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[str, Bir
             why = f"{operator.op} does not allocate it"
         if not why and (root.name, source) in given:
             why = "the caller gets it"
+        if not why and name in crossing.if_small:
+            why = "it crosses only while it is small"
         if not why and written.get(root.name, -1) > graph.place[name]:
             why = "it is changed in place after it was sent"
         lent = root.kind == PARAMETER and root.name == name and root.name not in written
+        lent = lent and name not in crossing.if_small
         found[name] = _birth(root, operator, graph.node(name).spec, why, lent)
     return found
 

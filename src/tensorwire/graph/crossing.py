@@ -15,11 +15,13 @@ from tensorwire.graph.writes import Hosts, check_writes, writers
 @dataclass(frozen=True)
 class Crossings:
     """``runs``: where each operator runs. ``holds``: where each value is once the graph has run. ``sent``: from where
-    and to whom each value that crosses is sent, in the graph's order. All by name."""
+    and to whom each value that crosses is sent, in the graph's order. ``if_small``: what is sent only in runs in which
+    it is small; its targets do not hold it for sure. All by name."""
 
     runs: dict[str, Hosts]
     holds: dict[str, Hosts]
     sent: dict[str, tuple[str, tuple[str, ...]]]
+    if_small: frozenset[str] = frozenset()
 
 
 def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None) -> Crossings:
@@ -27,20 +29,28 @@ def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None
     one that would be read elsewhere after it was changed in place."""
     aliases = aliases or Aliases(graph)
     need: dict[str, set[str]] = defaultdict(set)
+    wished: dict[str, set[str]] = defaultdict(set)  # if it is small
     for output in graph.outputs:
-        need[output.name].update(output.to)
+        need[output.name].update(() if output.if_small else output.to)
+        wished[output.name].update(output.to if output.if_small else ())
     kept = set(need)
     runs = _runs(graph, home, aliases, need)
     check_writes(graph, runs, aliases)
     holds: dict[str, Hosts] = {}
     sent: dict[str, tuple[str, tuple[str, ...]]] = {}
+    if_small = set()
     for node in graph.nodes:
         at = runs[node.name] if node.name in runs else _given(graph, node, need[node.name], node.name in kept)
         missing = Hosts() if node.tuple_ else Hosts(need[node.name]) - at
-        if missing:
-            sent[node.name] = (_source(graph, node, home, at, missing), _ordered(graph, missing))
+        others = Hosts(wished[node.name]) - at if node.name in wished else Hosts()
+        if missing:  # it crosses anyway: then to all
+            missing |= others
+        elif others:
+            if_small.add(node.name)
+        if missing or others:
+            sent[node.name] = (_source(graph, node, home, at, missing or others), _ordered(graph, missing or others))
         holds[node.name] = at | missing
-    return Crossings(runs, holds, sent)
+    return Crossings(runs, holds, sent, frozenset(if_small))
 
 
 def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Hosts]:

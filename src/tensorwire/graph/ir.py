@@ -143,12 +143,14 @@ class Output:
     """A value that outlives the graph.
 
     ``to``: the hosts that get it, and no others; empty: who has it anyway. ``caller``: it is given to the user, who may
-    do with it what he likes; else it is kept for the backward graph.
+    do with it what he likes; else it is kept for the backward graph. ``if_small``: its size is known only when the
+    graph runs, and ``to`` get it in the runs in which it is small, else its shape.
     """
 
     name: str
     to: tuple[str, ...] = ()
     caller: bool = False
+    if_small: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ BOUNDED = "bounded"  # it varies, and cannot be more than some size
 DYNAMIC = "dynamic"  # only the rank is known
 VALUE = "value"  # a number, or a tensor so small that it travels by value, with its signal
 BY_VALUE = 64  # bytes; up to here a tensor is as cheap as its address
+SMALL = 64 * 2**10  # bytes; outputs of a graph up to here reach every worker
+MOST_DIMENSIONS = 8  # of a tensor whose shape varies, as its shape is sent in front of it
 
 
 def kind_of(spec: TensorSpec | None) -> str:

@@ -17,7 +17,7 @@ from tensorwire.graph.birth import Birth, births, callers
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
-from tensorwire.graph.kinds import BY_VALUE, DYNAMIC, STATIC, VALUE, kind_of
+from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import PAGE, layout
 
 PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
@@ -34,9 +34,9 @@ class Edge:
     ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
     the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
-    parameter, which lives in registered memory of its own, and is only read during a run. ``layout``: where in the
-    outbox the source describes a tensor that does not lie as ``spec`` and ``offset`` say; None where ``spec`` is not
-    relied on.
+    parameter, which lives in registered memory of its own, and is only read during a run. ``if_small``: of a tensor
+    that has more than ``nbytes`` in a run only the shape is sent. ``layout``: where in the outbox the source describes
+    a tensor that does not lie as ``spec`` and ``offset`` say; None where ``spec`` is not relied on.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Edge:
     slot: int | None
     offset: int
     lent: bool = False
+    if_small: bool = False
     layout: int | None = None
 
     def __str__(self) -> str:
@@ -63,6 +64,8 @@ class Edge:
             origin = "by value"
         elif self.lent:
             origin = "lent"
+        elif self.if_small:
+            size = f"if it has up to {size}"
         where = "" if self.slot is None else f", at {self.slot}+{self.offset}"
         return f"{self.name}: {self.source} -> {', '.join(self.targets)}: {what}, {self.kind}, {size}{where}, {origin}"
 
@@ -224,7 +227,12 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
     source, targets = crossing.sent[name]
     born = birth.operator or ""
     kind, offset = kind_of(spec), birth.offset
-    return Edge(name, source, targets, kind, spec, nbytes, born, birth.index, birth.why, None, offset, birth.lent)
+    if_small = name in crossing.if_small
+    if if_small:
+        kind, nbytes = BOUNDED, SMALL
+    return Edge(
+        name, source, targets, kind, spec, nbytes, born, birth.index, birth.why, None, offset, birth.lent, if_small
+    )
 
 
 def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edge, ...], dict[str, int]]:

@@ -118,7 +118,8 @@ def _last_uses(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[tupl
             for name in node.inputs:
                 last[aliases.root(name).name, host] = place
     for output in graph.outputs:
-        for host in crossing.holds[output.name]:
+        wishing = crossing.sent[output.name][1] if output.name in crossing.if_small else ()
+        for host in (*crossing.holds[output.name], *wishing):
             last[aliases.root(output.name).name, host] = FOREVER
     return last
 

@@ -18,10 +18,10 @@ from torch import fx
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.capture import Boxed, boxed, compiled, own_errors
-from tensorwire.torch.graph.elsewhere import elsewhere
+from tensorwire.torch.graph.elsewhere import elsewhere, here_now
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.part import HOME, Backward, Forward
+from tensorwire.torch.graph.part import HERE, HOME, Backward, Forward
 
 # In 2.10 the hosts capture different graphs of what takes an output of another graph; 2.9 traces no block of a host.
 _OLDEST = "2.11"
@@ -98,16 +98,20 @@ def _marked(results: Any, part: Forward) -> Any:
     """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
     if part.analysis is None:  # nobody said a host: all have everything
         return results
-    holds, hosts, me = part.analysis.crossing.holds, part.party.hosts, part.party.me
+    crossing, hosts, me = part.analysis.crossing, part.party.hosts, part.party.me
     skip = part.metadata.num_mutated_inp_runtime_indices
     for value, node in zip(results, part.returned[skip:], strict=False):
         if not isinstance(value, torch.Tensor) or not isinstance(node, fx.Node):
             continue
-        having = [host for host in hosts if host in holds[node.name]]
+        having = [host for host in hosts if host in crossing.holds[node.name]]
         if len(having) == len(hosts):
             continue
-        if me in having:
+        here = node.name in crossing.if_small and node.name not in part.stayed
+        if here or me in having:
             setattr(value, HOME, having[0])
+            setattr(value, HERE, here)
+            if me not in having:
+                here_now(value)
         else:
             elsewhere(value, f"output {node.name!r}", having[0], advice=_ADVICE)
     return results

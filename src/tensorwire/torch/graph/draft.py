@@ -16,7 +16,7 @@ from tensorwire.graph.repeat import Layer, find_layer, repeat, with_present
 from tensorwire.torch.graph.capture import given, returned
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.part import is_small
+from tensorwire.torch.graph.part import output
 from tensorwire.torch.graph.paths import host_of, module_path, placed
 from tensorwire.torch.graph.placement import host_at
 from tensorwire.torch.graph.survey import Survey, Traced
@@ -153,8 +153,7 @@ class _Planner:
         found = []
         for index, value in enumerate(returned(self.traced.forward)):
             if isinstance(value, fx.Node):
-                caller = index < self.traced.returns
-                found.append(Output(value.name, self.hosts if caller and is_small(value) else (), caller))
+                found.append(output(value, self.hosts, caller=index < self.traced.returns))
         return found
 
     def _labels(self, module: fx.GraphModule) -> dict[str, str]:

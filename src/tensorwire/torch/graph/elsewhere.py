@@ -50,9 +50,12 @@ class Lives:
 
 
 class _Stand:
-    """What both classes below are: a tensor that may be asked for everything but its elements."""
+    """What both classes below are: a tensor that may be asked for everything but its elements.
 
-    _tensorwire: Lives
+    ``_tensorwire`` is None for one that is here after all, see `here_now`: it is like any other.
+    """
+
+    _tensorwire: Lives | None
     _checked: Callable[..., Any]  # `_unread`, which dynamo leaves alone with all that it calls
 
     @classmethod
@@ -67,13 +70,19 @@ class _Stand:
         return cls._checked(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self._tensorwire, "copy or pickle")
+        if self._tensorwire is not None:
+            raise _refusal(self._tensorwire, "copy or pickle")
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self._tensorwire, "deepcopy")
+        if self._tensorwire is not None:
+            raise _refusal(self._tensorwire, "deepcopy")
+        return _plain(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **options: Any) -> str:
         tensor, lives = cast(torch.Tensor, self), self._tensorwire
+        if lives is None:
+            return _plain(self).__repr__(**options)  # type: ignore[no-untyped-call, no-any-return]
         return f"<{lives.name} on {lives.host}: {tuple(tensor.shape)}, {tensor.dtype}>"
 
 
@@ -128,6 +137,22 @@ def _lock(tensor: torch.Tensor, lives: Lives) -> None:
         guard(tensor)
 
 
+def here_now(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes ``tensor``, which is here now, of the kind that it is in other runs, in which it lives elsewhere.
+
+    Dynamo compiles again for another class of tensor, and all processes must do so in the same runs, or in none.
+    """
+    _plain_to_dynamo()
+    tensor.__class__ = Elsewhere
+    cast(Any, tensor)._tensorwire = None
+    return tensor
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(torch.Tensor, tensor).as_subclass(torch.Tensor)
+
+
 def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> None:
     """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``host`` from now on."""
     tensor.grad = None
@@ -158,7 +183,12 @@ class _Unread(TorchDispatchMode):
 
 
 def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    found = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, _Stand))
+    stands = (a for a in tree_leaves((args, kwargs)) if isinstance(a, _Stand))
+    found = next((stand for stand in stands if stand._tensorwire is not None), None)
+    if found is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    assert found._tensorwire is not None
     name = getattr(func, "__name__", "")
     if name in _BYPASSES and not _dynamo_looks(name):
         raise _refusal(found._tensorwire, name)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tensorwire.errors import Unsupported
+from tensorwire.graph.kinds import MOST_DIMENSIONS
 from tensorwire.graph.plan import AT, PREFIX
 
 _NUMBER = struct.Struct("<qd")
-MOST_DIMENSIONS = 8
 _SHAPES = struct.Struct(f"<{2 * MOST_DIMENSIONS}q")
 assert _SHAPES.size == PREFIX
 

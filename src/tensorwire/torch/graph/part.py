@@ -10,13 +10,14 @@ from torch import fx
 from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
 from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
+from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
 from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
 from tensorwire.torch.graph.capture import Boxed, given, returned
 from tensorwire.torch.graph.elsewhere import lives
 from tensorwire.torch.graph.hosting import Scope
-from tensorwire.torch.graph.importer import Origin, import_graph
+from tensorwire.torch.graph.importer import Origin, import_graph, spec_of
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.partition import partition
 from tensorwire.torch.graph.party import party_of
@@ -25,8 +26,8 @@ from tensorwire.torch.graph.placement import owner_of
 from tensorwire.torch.graph.post import Post
 from tensorwire.torch.graph.replica import gradients, replica, slots_of_inputs
 
-SMALL = 64 * 2**10  # bytes; outputs up to here reach every host
-HOME = "_tensorwire_home"  # attribute of a tensor that only this host has: its name and host
+HOME = "_tensorwire_home"  # attribute of an output that not every host has in every run: the host that always has it
+HERE = "_tensorwire_here"  # attribute of such an output that all have in this run
 
 
 class Part:
@@ -41,8 +42,10 @@ class Part:
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
         self._wires: Wires | RpcWires | None = None
+        self._post: Post | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
+        self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every host
 
     def __call__(self, args: list[Any]) -> Any:
         """Runs this host's part. An error here is one of the whole job: the others wait for what will not come.
@@ -57,10 +60,12 @@ class Part:
             if self._run is None:
                 self._run = self._prepare(args)
             assert self._wires is not None
+            assert self._post is not None
             self.enter(args)
             self._wires.begin()
             results = self._run(args)
             self._wires.end()
+            self.stayed = self._post.take_stayed()
             return results
         except TensorwireError as error:
             explained = self.job.member.explain(error)
@@ -95,7 +100,7 @@ class Part:
         self.analysis = analyze(graph, copies=mode != "zerocopy")
         plan = self.analysis.plan
         wires = self._wires = self.party.connect(plan, self.borrowed(), rpc=mode == "rpc")
-        post = Post(wires)
+        post = self._post = Post(wires)
         places = {node.name: place for place, node in enumerate(self.given)}
         for index, edge in enumerate(plan.edges):
             if edge.lent and edge.source == self.party.me:
@@ -153,10 +158,11 @@ class Forward(Part):
         for place, origin in enumerate(self.homes):
             if place not in self._static and isinstance(args[place], torch.Tensor):
                 now = home_of(args[place])
-                if now != (origin.present[0] if origin.present else None):
+                planned = origin.present[0] if origin.present else None
+                if now not in (None, planned) and not getattr(args[place], HERE, False):
                     raise ArgumentError(
                         f"argument {place} of graph {self.what} is on {now or 'every host'} now; when the graph was "
-                        f"planned it was on {origin.present[0] if origin.present else 'every host'}"
+                        f"planned it was on {planned or 'every host'}"
                     )
 
     def origins(self, args: list[Any]) -> list[Origin]:
@@ -174,13 +180,10 @@ class Forward(Part):
     def outputs(self) -> list[Output]:
         seen = self.metadata.num_forward_returns
         return [
-            Output(value.name, self.party.hosts if place < seen and self._for_all(value) else (), place < seen)
+            output(value, self.party.hosts, caller=place < seen, everything=self.options.outputs == "all")
             for place, value in enumerate(self.returned)
             if isinstance(value, fx.Node)
         ]
-
-    def _for_all(self, node: fx.Node) -> bool:
-        return self.options.outputs == "all" or is_small(node)
 
 
 class Backward(Part):
@@ -235,13 +238,23 @@ class Backward(Part):
         return self._planned().plan.loans
 
 
-def is_small(node: fx.Node) -> bool:
-    """Whether an output reaches every host unasked: a number, or a tensor that is known to be small."""
+def output(node: fx.Node, hosts: tuple[str, ...], *, caller: bool, everything: bool = False) -> Output:
+    """Which of ``hosts`` get a result of a graph. With ``everything`` all get each that is the ``caller``'s.
+
+    Else all get numbers and tensors that are small. Whether a tensor is whose size varies, each run decides.
+    """
+    if not caller:
+        return Output(node.name)
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return True
-    nbytes = value.numel() * value.element_size()
-    return isinstance(nbytes, int) and nbytes <= SMALL
+    if everything or not isinstance(value, torch.Tensor):
+        return Output(node.name, hosts, True)
+    elements = spec_of(value).elements
+    if elements is not None and elements * value.element_size() <= SMALL:
+        return Output(node.name, hosts, True)
+    varies = elements is None or not isinstance(value.numel(), int)
+    if varies and value.dim() <= MOST_DIMENSIONS:
+        return Output(node.name, hosts, True, if_small=True)
+    return Output(node.name, (), True)
 
 
 def home_of(value: torch.Tensor) -> str | None:

@@ -28,6 +28,7 @@ class Post:
         self._wires = wires
         self._edges = wires.plan.edges
         self._leases: dict[int, Lease] = {}  # of dynamic edges, from birth to sending
+        self._stayed: set[str] = set()  # of what crosses only while it is small, what did not in this run
 
     def sender(self, index: int) -> Function:
         """``send(value)`` for edge ``index``."""
@@ -36,6 +37,8 @@ class Post:
             send = sending.number(wires, index, edge)
         elif edge.lent:
             send = sending.lent(wires, index, edge)
+        elif edge.if_small:
+            send = sending.if_small(wires, index, edge, self._stayed)
         else:
             self._check(edge)
             kinds = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded}
@@ -51,6 +54,8 @@ class Post:
         at = edge.slot or 0
         if edge.spec is None or dtype is None:
             receive = receiving.number(wires, index, at)
+        elif edge.if_small:
+            return _named(receiving.if_small(wires, index, edge, dtype, self._stayed), f"receive_{edge.name}")
         elif edge.kind == VALUE:
             receive = receiving.small(wires, index, edge, at, dtype)
         elif edge.kind == DYNAMIC:
@@ -63,6 +68,12 @@ class Post:
         if own and edge.kind != VALUE:
             receive = receiving.own(receive)
         return _named(receive, f"receive_{edge.name}")
+
+    def take_stayed(self) -> frozenset[str]:
+        """The values that were too large to cross in this run, by name; the next run begins with none."""
+        stayed = frozenset(self._stayed)
+        self._stayed.clear()
+        return stayed
 
     def _check(self, edge: Edge) -> None:
         if edge.kind == DYNAMIC and not isinstance(self._wires, Wires):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensorwire.graph.bank import Held
 from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
+from tensorwire.torch.graph.elsewhere import hollow
 from tensorwire.torch.graph.memory import fill, read_layout, read_number, read_shape
 from tensorwire.torch.graph.place import over
 from tensorwire.torch.graph.sending import AnyWires, layout
@@ -65,6 +67,24 @@ def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype
     return receive
 
 
+def if_small(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
+    """A copy of a tensor, with its shape in front. Of one that is too large there is only the shape: the result has no
+    memory then, and its name is added to ``stayed``."""
+    assert edge.spec is not None
+    assert edge.nbytes is not None
+    rank, at, most = len(edge.spec.shape), edge.slot or 0, edge.nbytes
+
+    def receive() -> torch.Tensor:
+        held = wires.receive(index)
+        shape, strides = read_shape(held.data[at:], rank)
+        if math.prod(shape) * dtype.itemsize > most:
+            stayed.add(edge.name)
+            return hollow(shape, strides, dtype)
+        return _copied(over(held, dtype=dtype, shape=shape, strides=strides, offset=at + PREFIX))
+
+    return receive
+
+
 def dynamic(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor of any size, with its shape in front. It keeps its memory."""
     assert isinstance(wires, Wires)
@@ -84,9 +104,11 @@ def own(receive: Receive) -> Receive:
 
     def receive_own() -> Any:
         value = receive()
-        if isinstance(value, torch.Tensor):
-            counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
-            return fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
-        return value
+        return _copied(value) if isinstance(value, torch.Tensor) else value
 
     return receive_own
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
+    return fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)

@@ -102,6 +102,28 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
+def if_small(wires: AnyWires, index: int, edge: Edge, stayed: set[str]) -> Send:
+    """A tensor of varying shape, with its shape in front. One that is too large adds its name to ``stayed``, and only
+    its shape is sent."""
+    at, most = _slot(edge), _nbytes(edge)
+
+    def send(value: torch.Tensor) -> None:
+        _check(edge, value)
+        if value.numel() * value.element_size() > most:
+            stayed.add(edge.name)
+            write_shape(_bank(wires)[at:], value)
+            wires.send(index, PREFIX)
+            return
+        strides = next(fitting(value, most))  # of one with gaps that are too large, others
+        there = over(wires.held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + PREFIX)
+        if value.numel():
+            _copy(wires, index, value, there)
+        write_shape(_bank(wires)[at:], there)
+        wires.send(index, PREFIX + extent_bytes(there))
+
+    return send
+
+
 def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> Send:
     """A tensor of any size, with its shape in front. ``born``: by edge, the memory that it may have been born in."""
     assert isinstance(wires, Wires)
