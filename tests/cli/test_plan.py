@@ -152,6 +152,8 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
     broken.write_text("def model():\n    raise ValueError('no weights')\n\ndef inputs():\n    return ()\n")
     empty = folder / "empty.py"
     empty.write_text("")
+    garbage = folder / "garbage.py"
+    garbage.write_bytes(bytes(range(256)))
     wrong = folder / "wrong.py"
     wrong.write_text("def model(:\n")
     fixed = folder / "fixed.py"
@@ -179,6 +181,14 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "repeat nothing": ([net, "--repeat", "blocks.0=3"], "'blocks.0' is no module of the model"),
         "repeat one of many": ([net, "--repeat", "layers.1=0"], "--repeat is the path of a numbered layer"),
         "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
+        "large batch": (["fcn5", "--batch", str(2**30)], "--batch 1073741824: its inputs take 3,"),
+        "larger batch": (
+            ["fcn5", "--batch", "9" * 14],
+            "'--batch': 99999999999999 is not in the range 1<=x<=1073741824",
+        ),
+        "tokens": (["llama-70b", "--batch", str(2**30)], "--batch 1073741824: its inputs take 16,384.0 GiB"),
+        "no script": (["/etc/passwd"], "/etc/passwd is no Python file: its name must end with .py"),
+        "bytes": ([str(garbage)], "garbage.py: "),
         "drawing": ([net, "--svg", "plan.png"], "--svg plan.png: a drawing's name ends with .svg"),
         "no folder": ([net, "--json", "no/plan.json"], "--json no/plan.json: there is no folder "),
         "cannot run": ([str(narrow)], "Net cannot be traced: a and b must have same reduction dim"),
@@ -199,7 +209,7 @@ MISTAKES = [
         "no host",
     ),
     *("no place", "no path", "part of a name", "repeat what", "repeat nothing", "repeat one of many", "hosts"),
-    *("drawing", "no folder", "cannot run"),
+    *("drawing", "no folder", "cannot run", "large batch", "larger batch", "tokens", "no script", "bytes"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -45,19 +46,38 @@ def find_model(what: str, batch: int | None, times: tuple[str, int] | None) -> M
     if what in NAMES:
         known = MODELS[what]
         size = batch or known.size
-        return Model(
-            what, lambda: known.build(1), lambda: known.inputs(size, torch.Generator().manual_seed(0)), repeated
-        )
+
+        def known_inputs() -> Sequence[Any]:
+            _check_size(known.inputs(1, torch.Generator()), size)
+            return known.inputs(size, torch.Generator().manual_seed(0))
+
+        return Model(what, lambda: known.build(1), known_inputs, repeated)
     if what == "llama-70b":
-        return Model(
-            what, llama.one_layer, lambda: llama.tokens(batch or 1), repeated or Repeated(llama.LAYER, llama.LAYERS)
-        )
+
+        def tokens() -> Sequence[Any]:
+            _check_size(llama.tokens(1), batch or 1)
+            return llama.tokens(batch or 1)
+
+        return Model(what, llama.one_layer, tokens, repeated or Repeated(llama.LAYER, llama.LAYERS))
     path = Path(what)
     if path.suffix != ".py" and not path.exists():
         raise ArgumentError(f"there is no model {what!r}: it is {', '.join(NAMES)}, llama-70b, or a Python file")
     if not path.is_file():
         raise ArgumentError(f"there is no script {what}")
+    if path.suffix != ".py":
+        raise ArgumentError(f"{what} is no Python file: its name must end with .py")
     return _of_script(path, batch, repeated)
+
+
+def _check_size(one: Sequence[torch.Tensor], batch: int) -> None:
+    """Inputs are really made: a mistyped batch must not take the machine's memory. ``one``: those of one sample."""
+    need = batch * sum(tensor.nbytes for tensor in one)
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if need > most:
+        raise ArgumentError(
+            f"--batch {batch}: its inputs take {need / 2**30:,.1f} GiB; at most half of this machine's memory, "
+            f"{most / 2**30:,.1f} GiB, is taken for them"
+        )
 
 
 def _of_script(path: Path, batch: int | None, repeated: Repeated | None) -> Model:
@@ -104,7 +124,8 @@ class _Script:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
             line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
             what = str(error).strip().partition("\n")[0]
-            raise ArgumentError(f"{self.path}, line {line}: {type(error).__name__}: {what}") from error
+            place = f"{self.path}, line {line}" if line else f"{self.path}"
+            raise ArgumentError(f"{place}: {type(error).__name__}: {what}") from error
 
     def module(self, make: Callable[[], Any]) -> nn.Module:
         made = self.run(make)

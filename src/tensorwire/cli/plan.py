@@ -30,7 +30,7 @@ _PATIENCE = 2.0  # seconds, after which a word is said of what takes so long
 @click.option(
     "--place", "places", multiple=True, metavar="PATH=HOST", help="Where a module runs, such as net.3=worker:1."
 )
-@click.option("--batch", type=click.IntRange(1), metavar="N", help="Samples a step; else what the model says.")
+@click.option("--batch", type=click.IntRange(1, 2**30), metavar="N", help="Samples a step; else what the model says.")
 @click.option("--inference", is_flag=True, help="No gradients.")
 @click.option("--repeat", metavar="PATH=N", help="The one layer PATH, such as model.layers.0, stands for N.")
 @click.option("--json", "json_file", metavar="FILE", help="Write all of it for programs.")
