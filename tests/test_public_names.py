@@ -46,13 +46,14 @@ PUBLIC = {
         "TcpDevice",
         "VerbsDevice",
         "View",
+        "connect_peer",
     },
     "tensorwire.graph": {"Analysis", "Edge", "Graph", "Node", "Output", "Plan", "TensorSpec", "Unknown", "analyze"},
     "tensorwire.edge": {
         *("STRIPED_FROM", "TRAILER", "CheckedConsumer", "CheckedProducer", "Consumer", "Producer", "Spec"),
         *("StripedConsumer", "StripedProducer", "Word", "stripes"),
         *("BoundedConsumer", "BoundedProducer", "DynamicConsumer", "DynamicProducer", "Lease", "Pool", "Received"),
-        *("NO_VALUE", "Ring", "Value"),
+        *("NO_VALUE", "Ring", "Value", "ConsumerEnd", "ProducerEnd", "connect_edge"),
     },
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
 }

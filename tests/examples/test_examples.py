@@ -53,6 +53,22 @@ def test_minimal_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_edges_moves_the_tensors(device: str, tmp_path: Path) -> None:
+    said = run([*PYTHON, str(ROOT / "examples" / "edges.py"), device], tmp_path)
+    sums = ((1, 3200), (2, 6400), (3, 9600))
+    assert said == "".join(f"{device}, step {step}: float32[32, 100], sum {total}\n" for step, total in sums)
+
+
+def test_the_page_about_edges_shows_the_example() -> None:
+    shown = (ROOT / "docs" / "edges.md").read_text()
+    shown = shown[shown.index("SPEC = Spec(") : shown.index("```", shown.index("SPEC = Spec("))]
+    program = (ROOT / "examples" / "edges.py").read_text()
+    program = "\n".join(line for line in program.splitlines() if line.strip())
+    for part in re.split(r"^(?=def )", shown, flags=re.M):
+        assert "\n".join(line for line in part.splitlines() if line.strip()) in program
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     said = run([*PYTHON, str(ROOT / "examples" / "devices.py"), device], tmp_path)
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"

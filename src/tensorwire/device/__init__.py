@@ -2,6 +2,7 @@
 
 from tensorwire.device.contract import Capabilities, Channel, Completion, Device
 from tensorwire.device.loopback import LoopbackDevice
+from tensorwire.device.meeting import connect_peer
 from tensorwire.device.region import Region, RemoteRegion, RemoteView, View
 from tensorwire.device.shm import ShmDevice
 from tensorwire.device.tcp import TcpDevice
@@ -20,4 +21,5 @@ __all__ = [
     "TcpDevice",
     "VerbsDevice",
     "View",
+    "connect_peer",
 ]

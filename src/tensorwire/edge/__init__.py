@@ -2,7 +2,9 @@
 
 from tensorwire.edge.bounded import BoundedConsumer, BoundedProducer
 from tensorwire.edge.checked import CheckedConsumer, CheckedProducer
+from tensorwire.edge.connect import connect_edge
 from tensorwire.edge.dynamic import DynamicConsumer, DynamicProducer
+from tensorwire.edge.ends import ConsumerEnd, ProducerEnd
 from tensorwire.edge.header import NO_VALUE, Value
 from tensorwire.edge.pool import Lease, Pool
 from tensorwire.edge.received import Received
@@ -20,11 +22,13 @@ __all__ = [
     "CheckedConsumer",
     "CheckedProducer",
     "Consumer",
+    "ConsumerEnd",
     "DynamicConsumer",
     "DynamicProducer",
     "Lease",
     "Pool",
     "Producer",
+    "ProducerEnd",
     "Received",
     "Ring",
     "Spec",
@@ -32,5 +36,6 @@ __all__ = [
     "StripedProducer",
     "Value",
     "Word",
+    "connect_edge",
     "stripes",
 ]

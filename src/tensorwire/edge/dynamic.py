@@ -146,6 +146,10 @@ class DynamicProducer:
         """Returns when every header is in the consumer's memory, or raises what became of it."""
         self._ring.flush(timeout)
 
+    def drain(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Returns when the consumer has let go of everything that was sent. Raises `PeerLost` or `WaitTimeout`."""
+        self._ring.wait_until(lambda: not self._ring.in_flight, timeout)
+
 
 @dataclass(slots=True)
 class _Reading:
