@@ -209,7 +209,7 @@ def test_the_table_of_sizes() -> None:
 
 def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(Unsupported, match=r"pip install 'tensorwire\[plot\]'"):
+    with pytest.raises(Unsupported, match=r"pip install '\.\[plot\]'"):
         report.check_chart(str(tmp_path / "steps.png"))
 
 

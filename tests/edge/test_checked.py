@@ -123,5 +123,5 @@ def test_steps_still_grow(pair: Pair) -> None:
 
 def test_without_the_package_it_says_what_to_install(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(Unsupported, match=r"pip install 'tensorwire\[check\]'"):
+    with pytest.raises(Unsupported, match=r"pip install '\.\[check\]'"):
         make_edge(pair, 1, 64, checked=True)

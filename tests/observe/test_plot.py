@@ -54,6 +54,6 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path: Path, monkeypatch
     with pytest.raises(ArgumentError, match="no whole step"):
         plot.plot_steps(tmp_path / "empty.png", {"worker-0": record("worker-0", [])})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'tensorwire\[plot\]'"):
+    with pytest.raises(ArgumentError, match=r"pip install '\.\[plot\]'"):
         plot.check_picture(tmp_path / "picture.png")
     assert list(tmp_path.iterdir()) == []
