@@ -15,7 +15,7 @@ from typing import Any
 from tensorwire.control import Cause, Coordinator
 from tensorwire.testing.patience import patient
 
-JOIN_SECONDS = patient(90.0)
+JOIN_SECONDS = patient(200.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])

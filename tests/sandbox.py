@@ -23,7 +23,9 @@ MARK = "TENSORWIRE_TEST_MARK"
 WAITS = "job.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
-HANG_SECONDS = patient(60.0)  # only a guard: nothing here is ever timed
+# What a command says after two seconds, of which a busy machine has many.
+PROGRESS = re.compile(r"^tensorwire: .* \.\.\.\n", re.M)
+HANG_SECONDS = patient(200.0)  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves.
 _FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
@@ -88,7 +90,8 @@ class Program:
         """Waits for its end."""
         out, _ = self.process.communicate(timeout=HANG_SECONDS)
         text = "\n".join([*self.lines, NAMES.sub("", out)])
-        return Result(self.process.returncode, text, NAMES.sub("", self._errors.read_text()), out)
+        errors = PROGRESS.sub("", self._errors.read_text())
+        return Result(self.process.returncode, text, NAMES.sub("", errors), out)
 
 
 class Sandbox:

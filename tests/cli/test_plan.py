@@ -33,6 +33,8 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         logging.root.manager, "disable", logging.CRITICAL
     )  # torch writes a line for everything it traces
 
+    monkeypatch.setattr("tensorwire.progress.PATIENCE", 1e9)  # no line of progress, however slow this machine is
+
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["tensorwire", "plan", *arguments])
         with pytest.raises(SystemExit) as ended:

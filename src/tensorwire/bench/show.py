@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tensorwire.bench.records import Record, time_text
 from tensorwire.observe.files import save_file
+from tensorwire.progress import progress
 
 HEAD = ("what", "mode", "who", "median", "fastest - slowest", "rate", "of the limit", "target", "")
 
@@ -43,7 +44,7 @@ class Notes:
 
 @contextlib.contextmanager
 def notes() -> Iterator[Notes]:
-    """On a terminal a spinner with the latest progress; else a line for each workload."""
+    """On a terminal a spinner with the latest progress; else a line for each workload, and one if it starts slowly."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status("starting") as status:
@@ -52,12 +53,15 @@ def notes() -> Iterator[Notes]:
     seen: set[str] = set()
 
     def update(text: str) -> None:
+        starting.close()
         workload = text.partition(":")[0]
         if workload not in seen:
             seen.add(workload)
             print(f"measuring {workload}", file=sys.stderr, flush=True)
 
-    yield Notes(update, lambda text: print(text, file=sys.stderr, flush=True))
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(progress("starting what is measured"))
+        yield Notes(update, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def row(record: Record) -> tuple[str, ...]:

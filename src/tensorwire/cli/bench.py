@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from tensorwire.cli.interrupts import interruptible
 from tensorwire.errors import ArgumentError
+from tensorwire.progress import progress
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _DEVICES = ("shm", "tcp", "verbs")
@@ -303,10 +305,11 @@ def graph(**options: Any) -> None:
 
 
 def _run(name: str, **options: Any) -> None:
-    from tensorwire.bench import suite
-
     if sys.platform != "linux":
         raise ArgumentError("tensorwire bench runs on Linux only")
     # Ends as Ctrl-C does: with no process and no network namespace left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    getattr(suite, name)(suite.Options(**options))
+    with interruptible():
+        with progress("loading the benchmark"):
+            from tensorwire.bench import suite
+        getattr(suite, name)(suite.Options(**options))

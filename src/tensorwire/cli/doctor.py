@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tensorwire.cli.interrupts import interruptible
 from tensorwire.errors import ArgumentError
+from tensorwire.progress import progress
 
 if TYPE_CHECKING:
     from tensorwire.doctor import Finding, Section
@@ -29,9 +31,10 @@ def doctor(between: tuple[int, int] | None, peer: str | None, as_json: bool) -> 
     """
     if between is not None and between[0] == between[1]:
         raise ArgumentError("--between needs two processes")
-    from tensorwire.doctor import examine
+    with interruptible(), progress("looking at this machine") as tell:
+        from tensorwire.doctor import examine
 
-    sections = examine(pids=between, address=peer)
+        sections = examine(pids=between, address=peer, tell=tell)
     stops = [finding for section in sections for finding in section.findings if finding.level == "stops"]
     if as_json:
         _print_json(sections, sound=not stops)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from tensorwire.cli.interrupts import interruptible
 from tensorwire.errors import ArgumentError
 from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
+from tensorwire.progress import Tell, progress
 
 if TYPE_CHECKING:
     from tensorwire.cli.plan_report import Report
-
-_PATIENCE = 2.0  # seconds, after which a word is said of what takes so long
 
 
 @click.command(short_help="Say what a model would send between hosts.")
@@ -70,7 +67,8 @@ def plan(
     placement = dict(_pair("--place", place, "PATH=HOST") for place in places)
     times = None if repeat is None else _times(repeat)
     _check_files(json_file, svg_file)
-    report = _report(what, names, placement, batch, times, inference=inference)
+    with interruptible(), progress("loading PyTorch") as tell:
+        report = _report(what, names, placement, batch, times, inference=inference, tell=tell)
     report.show()
     if json_file is not None:
         save_file(json_file, report.json().encode(), option="--json")
@@ -86,6 +84,7 @@ def _report(
     times: tuple[str, int] | None,
     *,
     inference: bool,
+    tell: Tell,
 ) -> Report:
     try:
         import torch  # noqa: F401
@@ -96,13 +95,15 @@ def _report(
     from tensorwire.torch.graph.draft import parameters, place, plans
     from tensorwire.torch.graph.survey import survey
 
+    tell(f"making {what}")
     model = find_model(what, batch, times)
     said = placement or model.hosts
     wrong = sorted(set((said or {}).values()) - set(names))
     if wrong:
         raise ArgumentError(f"{wrong[0]!r} is none of the hosts, {', '.join(names)} (see --hosts)")
-    with _patience(f"tracing {model.name}"):
-        found = survey(model.make, model.inputs, inference=inference)
+    tell(f"tracing {model.name}")
+    found = survey(model.make, model.inputs, inference=inference)
+    tell(f"planning what crosses between {len(names)} hosts")
     start = time.perf_counter()
     chosen = said or place(found, names, model.repeated)
     with warnings.catch_warnings(record=True) as warned:  # of tied parameters
@@ -135,22 +136,3 @@ def _check_files(json_file: str | None, svg_file: str | None) -> None:
             check_file(file, option=option)
     if svg_file is not None and Path(svg_file).suffix.lower() != ".svg":
         raise ArgumentError(f"--svg {svg_file}: a drawing's name ends with .svg")
-
-
-@contextmanager
-def _patience(what: str) -> Iterator[None]:
-    """Says what takes so long, on a terminal, once it takes long."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    status = Console(stderr=True).status(f"{what} ...")
-    timer = threading.Timer(_PATIENCE, status.start)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()

@@ -9,22 +9,37 @@ from tensorwire.control.member import DEVICES
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.memory import memory
+from tensorwire.doctor.software import software
 from tensorwire.doctor.system import interfaces, kernel, sockets
 from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host
 from tensorwire.launch.secret import file_secret
+from tensorwire.progress import Tell
 
 
-def examine(*, pids: tuple[int, int] | None = None, address: str | None = None) -> list[Section]:
-    """Looks at everything; opens devices, starts nothing that stays. Raises `ArgumentError` for processes or an
-    address that cannot be asked about."""
+def examine(
+    *, pids: tuple[int, int] | None = None, address: str | None = None, tell: Tell = lambda doing: None
+) -> list[Section]:
+    """Looks at everything; opens devices, starts nothing that stays.
+
+    Args:
+        pids: Two processes, of which is said which device they would get.
+        address: ``HOST:PORT``, to which a connection is tried.
+        tell: Is told what is looked at from now on.
+
+    Raises:
+        ArgumentError: Processes or an address that cannot be asked about.
+    """
     pair = between(*pids) if pids is not None else between()
-    sections = [memory(), kernel(), sockets(), interfaces(), settings(os.environ)]
+    sections = [memory(), kernel(), sockets(), interfaces(), software(), settings(os.environ)]
+    tell("looking for RDMA")
     if (rdma := verbs(os.environ)) is not None:
         sections.append(rdma)
+    tell("opening each device")
     sections += [devices(os.environ), pair]
     if address is not None:
+        tell(f"connecting to {address}")
         sections.append(peer(address))
     return sections
 

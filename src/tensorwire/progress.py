@@ -1,0 +1,74 @@
+"""What a command is doing, for whoever waits: a spinner on a terminal at once, else a plain line after two seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+Tell = Callable[[str], None]
+
+PATIENCE = 2.0  # seconds that something takes before a line says what it is, where there is no terminal
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[Tell]:
+    """Tells people on standard error what is being done, until the block ends.
+
+    Args:
+        doing: What begins now, such as ``loading PyTorch``.
+
+    Yields:
+        ``tell(doing)``: what is being done from then on. Of the steps between two looks, two seconds apart, a plain
+        line names the last one only.
+    """
+    if sys.stderr.isatty():
+        with _spinner(doing) as tell:
+            yield tell
+    else:
+        lines = _Lines(doing)
+        try:
+            yield lines.tell
+        finally:
+            lines.end()
+
+
+@contextlib.contextmanager
+def _spinner(doing: str) -> Iterator[Tell]:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    spinner = Spinner("dots", Text(doing))
+    # Standard output stays where it was: it may be a file.
+    with Live(spinner, console=Console(stderr=True), transient=True, redirect_stdout=False):
+        yield lambda doing: spinner.update(text=Text(doing))
+
+
+class _Lines:
+    """A thread that says what is being done whenever that has lasted."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tensorwire-progress", daemon=True)
+        self._thread.start()
+
+    def tell(self, doing: str) -> None:
+        """From now on this is being done."""
+        self._doing = doing
+
+    def end(self) -> None:
+        """Says nothing more."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        said = ""
+        while not self._over.wait(PATIENCE):
+            if (doing := self._doing) != said:
+                said = doing
+                with contextlib.suppress(OSError):  # nobody reads it
+                    print(f"tensorwire: {doing} ...", file=sys.stderr, flush=True)
