@@ -74,5 +74,8 @@ def run(no_prefix: bool, **options: Any) -> int:
       TENSORWIRE_GRACE       that a process may take to leave by itself after the job failed (5)
     """
     from tensorwire.launch.run import Run, RunOptions
+    from tensorwire.launch.scarce import as_out_of_memory
 
-    return Run(RunOptions(prefix=not no_prefix, **options))()
+    asked = RunOptions(prefix=not no_prefix, **options)
+    with as_out_of_memory():
+        return Run(asked)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import socket
@@ -63,6 +64,9 @@ def connect(address: str, patience: float, timeout: float = 60.0) -> socket.sock
             why = "nobody listens there"
         except OSError as error:
             why = error.strerror or str(error)
+            here = host.startswith(("127.", "localhost", "::1"))
+            if here and error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+                raise PeerLost(f"no process of this machine reaches {host} ({why}): ip link set lo up") from None
         if time.monotonic() >= end:
             raise PeerLost(f"no coordinator answers at {address} ({why}): is the job running there?")
         time.sleep(_AGAIN)

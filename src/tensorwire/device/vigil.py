@@ -14,7 +14,7 @@ import socket
 import struct
 
 from tensorwire._native import Deathwatch, Life, Monitor, close_on_fork, forget_fd
-from tensorwire.errors import ArgumentError, PeerLost, ProtocolError
+from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError
 
 _HELLO = struct.Struct("<II")  # the word for this peer in our page (0: no page comes), milliseconds between beats
 
@@ -31,13 +31,17 @@ def milliseconds(heartbeat: float) -> int:
 
 
 class Watchers:
-    """The native threads of one device, which watch all its peers."""
+    """The native threads of one device, which watch all its peers. Raises `OutOfMemory`."""
 
     def __init__(self, heartbeat: float, lost_after: float) -> None:
         check_heartbeat(heartbeat, lost_after)
         self.heartbeat = heartbeat
         self.monitor = Monitor()
-        self.deathwatch = Deathwatch(heartbeat, lost_after)
+        try:
+            self.deathwatch = Deathwatch(heartbeat, lost_after)
+        except OSError as error:
+            self.monitor.close()
+            raise OutOfMemory(f"no page of memory to share with peers can be made: {error.args[1]}") from None
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""

@@ -12,6 +12,7 @@ from tensorwire.control.names import GONE
 from tensorwire.errors import TensorwireError
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import heartbeat
+from tensorwire.launch.scarce import as_out_of_memory
 
 # Members that do not leave after the end lose the connection, and end by that.
 LEAVE_SECONDS = 15.0
@@ -24,9 +25,10 @@ def main(arguments: list[str]) -> int:
     secret = os.environ.pop("TENSORWIRE_SECRET").encode()
     try:
         beat, lost_after = heartbeat(os.environ)
-        coordinator = Coordinator(
-            secret, workers=workers, servers=servers, host=host, port=port, beat=beat, lost_after=lost_after
-        )
+        with as_out_of_memory():
+            coordinator = Coordinator(
+                secret, workers=workers, servers=servers, host=host, port=port, beat=beat, lost_after=lost_after
+            )
     except TensorwireError as error:
         print(error, flush=True)
         return 1

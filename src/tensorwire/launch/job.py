@@ -32,6 +32,7 @@ from tensorwire.launch.place import (
     server_threads,
 )
 from tensorwire.launch.process_group import ProcessGroup
+from tensorwire.launch.scarce import as_out_of_memory
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.observe.scalars import scalars
@@ -450,8 +451,8 @@ def init(
     ``tensorboard``: the folder in which each worker writes what `Job.report` is told, by default that of ``tensorwire
     run --tensorboard``; it needs the package tensorboard.
 
-    Raises `ArgumentError` (also without that package), `AuthenticationError`, `ProtocolError`, `JobEnded`, or
-    `PeerLost` and `WaitTimeout` where the other ranks do not come.
+    Raises `ArgumentError` (also without that package), `AuthenticationError`, `ProtocolError`, `JobEnded`, `OutOfMemory`
+    (also of descriptors and threads), or `PeerLost` and `WaitTimeout` where the other ranks do not come.
     """
     global _current, _jobs_before
     if _current is not None:
@@ -465,10 +466,11 @@ def init(
     meeting: Rendezvous | None = None
     hook = _Hook(place)
     try:
-        meeting = _meet(place, children)
-        scalars.clear()
-        job = _join(place, meeting, children, hook)
-        job._events = _event_file(tensorboard, place.rank)
+        with as_out_of_memory():
+            meeting = _meet(place, children)
+            scalars.clear()
+            job = _join(place, meeting, children, hook)
+            job._events = _event_file(tensorboard, place.rank)
         if place.starter in ("torchrun", "ranks") and not place.several_hosts:
             job.member.client.barrier("joined", place.workers, JOIN_SECONDS)
     except BaseException as error:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tensorwire.control import Cause, Client, Coordinator
-from tensorwire.control.address import await_name, split_address
+from tensorwire.control.address import await_name, connect, split_address
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count
 from tensorwire.device.verbs.choice import choose
@@ -26,6 +26,7 @@ from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups, signal_groups
 from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
+from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
 from tensorwire.launch.watch import Watch, job_members
 from tensorwire.store.client import step_timeout
@@ -86,6 +87,8 @@ class Run:
     def __init__(self, options: RunOptions) -> None:
         options.check()
         self._options = options
+        others = (options.workers + options.servers) * (options.nodes - 1) if options.node == 0 else 0
+        check_limits(workers=options.workers, servers=options.servers, others=others)
         self._beat, self._lost_after = heartbeat(os.environ)
         server_threads(os.environ)
         step_timeout(os.environ)
@@ -159,6 +162,7 @@ class Run:
                 who="the launcher",
             )
             self._view.attend(self._coordinator)
+            connect(self._coordinator.address, 0.0).close()  # what stops us would stop every process
             return self._coordinator.address, secret
         assert o.rendezvous is not None
         self._client = Client(
@@ -195,6 +199,8 @@ class Run:
                         [*o.command], env=environment, stdout=out, stderr=err, start_new_session=True
                     )
                 except OSError as error:
+                    if scarcity(error):
+                        raise
                     raise ArgumentError(f"cannot start {o.command[0]!r}: {error.strerror}") from None
             self._adopt("worker", rank, process)
 

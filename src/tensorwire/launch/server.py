@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,6 +18,7 @@ from tensorwire.control import Cause, Member
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host, server_threads
+from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
 
@@ -36,9 +38,8 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         torch.set_num_threads(server_threads(os.environ))
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
-        asks = threading.Thread(target=answer_asks, args=(server,), name=f"{name} asks", daemon=True)
-        asks.start()
         try:
+            asks = _started(f"{name} asks", answer_asks, server)
             server.run()
         finally:
             server.close()
@@ -52,9 +53,19 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     except TensorwireError as error:
         member.fail(f"stopped: {error}")
     except Exception as error:
-        member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+        if why := scarcity(error):
+            member.fail(f"stopped: {why}")
+        else:
+            member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
     if asks is not None:
         asks.join()  # with the job: it must not be the last to hold memory when the interpreter ends
+
+
+def _started(name: str, call: Callable[..., None], *arguments: object) -> threading.Thread:
+    """A thread that runs ``call(*arguments)``."""
+    thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _load_framework(member: Member) -> None:
@@ -82,9 +93,10 @@ def serve(member: Member) -> None:
                     break
                 except WaitTimeout:
                     continue
-            thread = threading.Thread(target=_serve, args=(member, name, spec), name=name, daemon=True)
-            thread.start()
-            threads.append(thread)
+            try:
+                threads.append(_started(name, _serve, member, name, spec))
+            except RuntimeError as error:
+                member.fail(f"stopped: {scarcity(error) or error}")
     except JobEnded:
         for thread in threads:
             thread.join(10.0)
@@ -107,7 +119,8 @@ def main() -> int:
         server_threads(os.environ)
         _, lost_after = heartbeat(os.environ)
         device = device_choice(os.environ)
-        member = Member(address, secret, "server", index, device=device, host=host, timeout=lost_after)
+        with as_out_of_memory():
+            member = Member(address, secret, "server", index, device=device, host=host, timeout=lost_after)
     except JobEnded:
         return 0  # meanwhile; how, others say
     except PeerLost:
