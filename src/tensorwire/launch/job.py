@@ -33,6 +33,7 @@ from tensorwire.launch.place import (
 )
 from tensorwire.launch.process_group import ProcessGroup
 from tensorwire.launch.scarce import as_out_of_memory
+from tensorwire.launch.threads import warn_if_crowded
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.observe.scalars import scalars
@@ -76,6 +77,7 @@ class Job:
         self._closers: list[Callable[[], None]] = []
         self._pausing: list[Pausing] = []
         self._stores = 0
+        self._counted = False  # whether too many threads would have been told
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
         self._process_group = ProcessGroup(place.rank, place.workers, member.host, self.broadcast)
@@ -222,12 +224,16 @@ class Job:
 
     def next_store(self) -> str:
         """The name of this worker's next store: all workers make theirs in the same order."""
+        self._count_threads()  # by now the framework has been imported
         self._stores += 1
         return f"store/{self._stores - 1}"
 
     def drop_store(self) -> None:
         """Gives the last name back: the workers did not agree on that store, and servers know nothing of it."""
         self._stores -= 1
+
+    def _count_threads(self) -> None:
+        self._counted = self._counted or warn_if_crowded(self._place, os.environ)
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Calls ``call()`` before this worker leaves in good order."""
@@ -451,8 +457,8 @@ def init(
     ``tensorboard``: the folder in which each worker writes what `Job.report` is told, by default that of ``tensorwire
     run --tensorboard``; it needs the package tensorboard.
 
-    Raises `ArgumentError` (also without that package), `AuthenticationError`, `ProtocolError`, `JobEnded`, `OutOfMemory`
-    (also of descriptors and threads), or `PeerLost` and `WaitTimeout` where the other ranks do not come.
+    Raises `ArgumentError` (also without that package), `AuthenticationError`, `ProtocolError`, `JobEnded`,
+    `OutOfMemory` (also of descriptors and threads), or `PeerLost` and `WaitTimeout` where the other ranks do not come.
     """
     global _current, _jobs_before
     if _current is not None:
@@ -470,6 +476,7 @@ def init(
             meeting = _meet(place, children)
             scalars.clear()
             job = _join(place, meeting, children, hook)
+            job._count_threads()
             job._events = _event_file(tensorboard, place.rank)
         if place.starter in ("torchrun", "ranks") and not place.several_hosts:
             job.member.client.barrier("joined", place.workers, JOIN_SECONDS)

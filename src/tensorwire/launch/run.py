@@ -28,6 +28,7 @@ from tensorwire.launch.groups import Guard, end_groups, signal_groups
 from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
 from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
+from tensorwire.launch.threads import shared_cores
 from tensorwire.launch.watch import Watch, job_members
 from tensorwire.store.client import step_timeout
 
@@ -191,8 +192,9 @@ class Run:
                 server = start_server(index, address, secret, common, stdout=out, stderr=err, own=True)
             self._servers.append(server)
             self._adopt("server", index, server.process)
+        threads = shared_cores(os.environ, o.workers)
         for rank in range(o.node * o.workers, (o.node + 1) * o.workers):
-            environment = worker_environment(common, coordinator=address, secret=secret, rank=rank)
+            environment = worker_environment({**common, **threads}, coordinator=address, secret=secret, rank=rank)
             with self._streams("worker", rank) as (out, err):
                 try:
                     process = subprocess.Popen(
