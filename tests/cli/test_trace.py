@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -13,6 +16,8 @@ from tensorwire.observe.chrome import write_chrome
 from tensorwire.observe.parts import Record
 from tensorwire.observe.spans import Clock, Span
 from tests.observe.traces import job, record
+
+trace = importlib.import_module("tensorwire.cli.trace")  # the package has a command of that name
 
 
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[str, str]:
@@ -38,6 +43,26 @@ def test_a_table_of_the_parts(
     assert rows[1] == ["worker", "0", "3", *times, "1,000.00", "ms", "10%", "2,000.00", "ms", "20%"]
     assert rows[3][:2] == ["all", "6"]
     assert len(rows) == 4
+
+
+@pytest.mark.parametrize(("names", "told"), [(["a"], "a"), (["a", "b"], "a, b"), (list("abcde"), "a, b, c and 2 more")])
+def test_a_pictures_title_names_the_files_and_their_date(tmp_path: Path, names: list[str], told: str) -> None:
+    files = [tmp_path / name for name in names]
+    for number, file in enumerate(files):
+        file.touch()
+        moment = datetime(2026, 3, 4, 5, 6 + number).timestamp()
+        os.utime(file, (moment, moment))
+    assert trace._recorded([str(file) for file in files]) == f"{told} · 2026-03-04 05:{5 + len(names):02}"
+
+
+def test_a_picture_of_a_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    write_chrome(tmp_path / "run.json", job())
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        call(capsys, monkeypatch, tmp_path / "run.json", "--plot", tmp_path / "run.svg")
+    assert "run.json · 20" in (tmp_path / "run.svg").read_text()
 
 
 def test_files_of_several_machines_are_one_job(

@@ -29,8 +29,9 @@ def test_the_picture_shows_every_process_and_part(tmp_path: Path) -> None:
 
     path = tmp_path / "picture.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        plot.plot_steps(path, job())
+        plot.plot_steps(path, job(), of="run_$1_$2.json · today")
     text = path.read_text()
+    assert "run_$1_$2.json · today · 2 workers, 1 server<" in text
     for words in ("worker 0", "worker 1", "server 0", "compute", "update", "exposed", "idle", "hidden", "round"):
         assert words in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from tensorwire.errors import ArgumentError
 if TYPE_CHECKING:
     from tensorwire.observe.parts import Parts, Record
 
+_MOST_NAMES = 3  # of files in a title
 _COLUMNS = ("step", "compute", "update", "exposed", "idle", "hidden")
 
 
@@ -52,7 +54,15 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     if plot is not None:
         from tensorwire.observe.plot import plot_steps
 
-        plot_steps(plot, records)
+        plot_steps(plot, records, of=_recorded(files))
+
+
+def _recorded(files: Sequence[str]) -> str:
+    """Which files, and when the last of them was written: at the end of its job."""
+    names = ", ".join(Path(file).resolve().name for file in files[:_MOST_NAMES])
+    more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
+    latest = max(Path(file).stat().st_mtime for file in files)
+    return f"{names}{more} · {datetime.fromtimestamp(latest):%Y-%m-%d %H:%M}"
 
 
 def _read(files: Sequence[str]) -> dict[str, Record]:

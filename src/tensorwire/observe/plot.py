@@ -56,8 +56,17 @@ def median_step(steps: Sequence[Step]) -> int:
     return sorted(kept, key=lambda n: statistics.fmean(seconds[n]))[len(kept) // 2]
 
 
-def plot_steps(path: str | Path, trace: Mapping[str, Record]) -> None:
-    """Draws the picture. Raises `ArgumentError` if it cannot, or if the trace holds no whole step."""
+def plot_steps(path: str | Path, trace: Mapping[str, Record], *, of: str = "") -> None:
+    """Draws the picture.
+
+    Args:
+        path: The picture; its suffix says its format.
+        trace: What each process did, by its name.
+        of: Which trace this is and when it was recorded; stands above the picture, with the number of processes.
+
+    Raises:
+        ArgumentError: It cannot be drawn, or the trace holds no whole step.
+    """
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,12 +78,21 @@ def plot_steps(path: str | Path, trace: Mapping[str, Record]) -> None:
     rows = len({s.worker for s in chosen}) + len(servers)
     figure = Figure(figsize=(10, 2.6 + 0.42 * rows + 0.36 * len({s.worker for s in steps})), layout="constrained")
     FigureCanvasAgg(figure)
+    counts = [_count(len({s.worker for s in steps}), "worker"), _count(len(servers), "server")]
+    # Dollars would be formulas.
+    figure.suptitle(
+        " · ".join([*filter(None, [of]), ", ".join(counts)]), ha="left", x=0.01, fontsize=11, parse_math=False
+    )
     above, below = figure.subplots(2, 1, height_ratios=[rows + 1, len({s.worker for s in steps}) + 1])
     _draw_step(above, chosen, {name: trace[name] for name in servers}, number)
     _draw_parts(below, [s.parts() for s in steps])
     picture = io.BytesIO()
     figure.savefig(picture, format=Path(path).suffix.lower().removeprefix("."), dpi=150)
     save_file(path, picture.getvalue(), option="--plot")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, Record], number: int) -> None:
