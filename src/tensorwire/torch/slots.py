@@ -51,8 +51,8 @@ class GradientSlot:
         return self._living() is not None
 
     def holds(self, row: torch.Tensor) -> bool:
-        """Whether ``row``, all of a gradient, is this memory."""
-        return row.data_ptr() == self._place.address
+        """Whether ``row``, all of a gradient, is this memory: one that only begins here may show it in another way."""
+        return row.data_ptr() == self._place.address and row.is_contiguous()
 
     def clear(self) -> None:
         """Who lives here moves out: one copy, counted. For what is pushed and was not born here."""

@@ -206,6 +206,34 @@ def test_gradients_of_users_are_added_to_and_copied(device: str, servers: int) -
     assert ours == stock
 
 
+def altered(run: Run) -> None:
+    """A gradient that begins where its slot does, and shows one element of it many times."""
+    for number in range(3):
+        with run.step():
+            run.optimizer.zero_grad()
+            run.loss(number).backward()
+            bias = run.net.get_parameter("first.bias")
+            assert bias.grad is not None
+            bias.grad = bias.grad[:1].expand(64)
+
+
+def test_a_gradient_that_shows_its_slot_in_another_way_is_copied() -> None:
+    check(altered, "shm", 1)
+
+
+def negated(job: tw.Job) -> list[float]:
+    p = torch.nn.Parameter(torch.zeros(8))
+    optimizer = Optimizer([("p", p)], torch.optim.SGD, lr=1.0)
+    p.grad = torch._neg_view(torch.ones(8))
+    optimizer.step()
+    found: list[float] = p.tolist()
+    return found
+
+
+def test_a_gradient_that_is_negated_when_it_is_read() -> None:
+    assert run_job(negated, workers=1).ok() == [[1.0] * 8]
+
+
 def retained(run: Run) -> None:
     for number in range(3):
         with run.step():
