@@ -17,7 +17,9 @@ def following(graph: Graph, home: dict[str, str]) -> set[str]:
     """
     views = {node.name: node for node in graph.nodes if node.alias is not None and not (node.writes or node.random)}
     bases = _bases(graph, views)
-    found = {name for name, node in views.items() if _is_wide(node, bases[name])}
+    found: set[str] = set()
+    # With those on the way: `as_strided` may show more than the view that it was given, and counts from the base.
+    _add_chains(found, views, [name for name, node in views.items() if _is_wide(node, bases[name])])
     narrow: dict[tuple[str, str], list[str]] = defaultdict(list)
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:

@@ -189,6 +189,16 @@ def test_memory_with_gaps_that_were_not_traced(device: Callable[[], Device]) -> 
     assert results[0].is_contiguous()
 
 
+def test_a_view_of_more_than_it_was_given() -> None:
+    """It counts from the memory that the narrow one is a part of: both are made of all of it."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        part = lie(x, STRAIGHT, STRAIGHT, 0)[1:2]
+        return part.as_strided((3, 6, 8), (48, 8, 1), 48).neg(), part.exp()
+
+    check(function, [X], STATIC, 0)
+
+
 @pytest.mark.parametrize("shape", [[4, 8, 6], [192]])
 def test_a_shape_that_was_not_traced_is_refused(shape: list[int]) -> None:
     with pytest.raises(Unsupported, match=r"mislead is float32\[4, 6, 8\] now, and was traced as float32"):
