@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 
+from tensorwire.launch import tensorboard
 from tests.launch.test_watch import WAITS_FOR_A_FILE, scraped, told_address
 from tests.sandbox import Sandbox
 
@@ -93,3 +96,22 @@ def test_what_cannot_be_written_is_said_at_once(sandbox: Sandbox, hide: str, fol
     assert why in result.message()
     assert "began" not in result.out
     sandbox.nothing_left()
+
+
+def test_a_full_disk_ends_the_file_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    events = tensorboard.EventFile(str(tmp_path), 0)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(*_: object, **__: object) -> None:
+        raise full
+
+    monkeypatch.setattr(events._writer, "add_scalar", fails)
+    with caplog.at_level(logging.WARNING, "tensorwire"):
+        events.add(1, {"loss": 1.0})
+        events.close()
+        events.close()
+    assert [record.getMessage() for record in caplog.records] == [f"TensorBoard's file ends here: {full}"]
+    assert not events._thread.is_alive()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -46,7 +48,8 @@ class EventFile:
         if not self._over.is_set():
             self._over.set()
             self._thread.join()
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
     def _work(self) -> None:
         over = False
@@ -54,7 +57,8 @@ class EventFile:
             over = self._over.wait(WRITE_SECONDS)
             try:
                 self._write()
-            except OSError:  # a full disk ends the file, not the training
+            except OSError as error:  # a full disk ends the file, not the training
+                logging.getLogger("tensorwire").warning("TensorBoard's file ends here: %s", error)
                 return
 
     def _write(self) -> None:
