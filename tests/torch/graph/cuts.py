@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
 
 from tests.torch.graph.operators import CASES, Case
 from tests.torch.graph.rooms import listed
@@ -134,3 +135,28 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(one, other) or torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5)))
+
+
+class Net(torch.nn.Module):
+    """A program as modules to be placed: `body.submod_0` and so on, each some operators of it one after another."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        super().__init__()
+        function, examples = program(seed, steps)
+        module = traced(function, examples)
+        order = {node: place for place, node in enumerate(module.graph.nodes)}
+        size = 1 + len(order) // (2 * steps)
+        self.body = split_module(module, module, lambda node: order[node] // size, keep_original_order=True)
+        generator = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(one.shape, generator=generator) for one in examples]
+        self.weights = torch.nn.ParameterList(weights)
+
+    def forward(self, *inputs: torch.Tensor) -> Values:
+        results: Values = self.body(*(one * weight for one, weight in zip(inputs, self.weights, strict=True)))
+        return results
+
+    def hosts(self, seed: int, count: int) -> dict[str, str]:
+        """A host for each module."""
+        draw = random.Random(seed)
+        paths = (f"body.{name}" for name, _ in self.body.named_children())
+        return {"": "worker:0", **{path: f"worker:{draw.randrange(count)}" for path in paths}}

@@ -5,6 +5,7 @@ Few programs here; ``TENSORWIRE_TEST_LONG=1`` (``make test-long``) has a thousan
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from tests.torch.graph.together import Together
 LONG = os.environ.get("TENSORWIRE_TEST_LONG") == "1"
 BATCH = 10
 BATCHES = 100 if LONG else 3
+JOBS = 10 if LONG else 1  # of each kind
 
 
 def cut(module: fx.GraphModule, seed: int, hosts: int, copies: bool) -> Analysis:
@@ -99,7 +101,38 @@ def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("number", range(JOBS))
 @pytest.mark.parametrize(("device", "workers"), [("shm", 2), ("tcp", 3)])
-def test_random_programs_in_processes(device: str, workers: int) -> None:
-    seeds = list(range(2000, 2040 if LONG else 2006))
+def test_random_programs_in_processes(device: str, workers: int, number: int) -> None:
+    seeds = list(range(2000 + 6 * number, 2006 + 6 * number))
     assert run_job(processes, seeds, workers=workers, servers=0, device=device).ok() == [[]] * workers
+
+
+def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
+    """The programs of these seeds as models in training: backward passes also send what forward passes kept."""
+    wrong = []
+    for seed in seeds:
+        torch.compiler.reset()
+        net = cuts.Net(seed, 3 + seed % 6)
+        alone = copy.deepcopy(net)
+        options = {"hosts": net.hosts(seed, job.num_workers), "outputs": "all"}
+        mine = torch.compile(net, backend="tensorwire", options=options)
+        reference = torch.compile(alone, backend="aot_eager")
+        for step in range(3):
+            examples = cuts.program(100 + step, 1)[1]
+            results, right = mine(*examples), reference(*examples)
+            results[0].backward()
+            right[0].backward()
+            wrong += [f"seed {seed}, step {step}: output {i}" for i in differing(results, right)]
+            for (name, p), its in zip(net.named_parameters(), alone.parameters(), strict=True):
+                if p.grad is not None and (its.grad is None or not cuts.same_bits(p.grad, its.grad)):
+                    wrong.append(f"seed {seed}, step {step}: gradient of {name}")
+            net.zero_grad()
+            alone.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("number", range(JOBS))
+@pytest.mark.parametrize(("device", "workers"), [("shm", 2), ("tcp", 3)])
+def test_random_programs_that_are_compiled(device: str, workers: int, number: int) -> None:
+    assert run_job(compiled, [workers + number], workers=workers, servers=0, device=device).ok() == [[]] * workers

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import tensorwire as tw
+from tensorwire.observe import counters
 from tests.jobs import run_job
+from tests.torch.graph.lying import lie
 
 NORM = {"": "worker:0", "norm": "worker:1"}
 
@@ -127,3 +129,40 @@ def swin(job: tw.Job) -> list[str]:
 
 def test_swin() -> None:
     assert run_job(swin, workers=2, servers=0).ok() == [[], []]
+
+
+class Varying(nn.Module):
+    """What crosses has other strides than traced, and a length that is known only when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(lie(self.a(x), [0, 1], [1, 0], 0))
+
+
+def varying(job: tw.Job, most: int | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Varying()
+    options = {"hosts": {"": "worker:0", "b": "worker:1"}}
+    compiled = torch.compile(model, backend="tensorwire", options=options)
+    reference = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    same, copies = [], []
+    with torch.no_grad():
+        for length in (5, 31, 2, 17, 8):
+            x = torch.randn(length, 16)
+            torch._dynamo.mark_dynamic(x, 0, **({"min": 2, "max": most} if most else {}))
+            before = counters.snapshot()
+            mine = compiled(x)
+            copies.append(counters.since(before).copies)
+            same.append(job.rank == 0 or torch.equal(mine, reference(x)))
+    return {"same": same, "copies": copies[2:] if job.rank == 0 else []}
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("most", [64, None])
+def test_lengths_that_vary(most: int | None, device: str) -> None:
+    zero, one = run_job(varying, most, workers=2, servers=0, device=device).ok()
+    assert zero["same"] == one["same"] == [True] * 5
+    assert zero["copies"] == [0] * 3  # all are born
