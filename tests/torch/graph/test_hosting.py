@@ -220,7 +220,7 @@ def test_hosts_that_fit_nothing_are_refused_and_change_nothing(hosts: Any, messa
 
 def test_a_model_is_placed_once() -> None:
     model = placed(Model(), {"layers.1": B})
-    with pytest.raises(ArgumentError, match=r"this model was placed before, as ''"):
+    with pytest.raises(ArgumentError, match=r"this model has its hosts already, from place\(\)"):
         tw.torch.place(model, {"layers.1": B}, host=B)
     with pytest.raises(ArgumentError, match=r"was placed before, as 'layers.0'"):
         tw.torch.place(model.layers[0], {"": B}, host=B)  # type: ignore[index]

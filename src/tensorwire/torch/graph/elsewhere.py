@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from tensorwire.errors import LivesElsewhere
 from tensorwire.torch.graph.allocator import allocator
+from tensorwire.torch.graph.hooks import only_with_gradient
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 # They reach the elements without any operator that torch could stop, or give the tensor other ones.
 _BYPASSES = {"numpy", "__array__", "tolist", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"}
 _BYPASSES |= {"share_memory_", "set_", "module_load"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 # Only the shape of their argument matters to them.
 _LIKES = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
 _NEWS = {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")}
@@ -157,6 +159,7 @@ def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> N
     """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``host`` from now on."""
     tensor.grad = None
     tensor.data = hollow(tensor.shape, tensor.stride(), tensor.dtype)
+    only_with_gradient(tensor)
     elsewhere(tensor, name, host, advice=advice)
 
 
@@ -197,6 +200,8 @@ def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
     with torch._C.DisableTorchFunctionSubclass(), _Unread(found._tensorwire):
         result = func(*args, **kwargs)
     where = found._tensorwire
+    if name in _HOOKS:
+        only_with_gradient(cast(torch.Tensor, found))
     for tensor in tree_leaves(result):  # views of it live there as well
         if type(tensor) is torch.Tensor and _same_memory(tensor, cast(torch.Tensor, found)):
             tensor.__class__ = Elsewhere

@@ -11,7 +11,17 @@ from torch.fx import Node, traceback
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.torch.graph import watching
-from tensorwire.torch.graph.placement import Hosts, Spot, check_host, checked, host_of_call, known, register, spot_of
+from tensorwire.torch.graph.placement import (
+    Hosts,
+    Spot,
+    check_host,
+    checked,
+    host_of_call,
+    is_placed,
+    known,
+    register,
+    spot_of,
+)
 
 HOST = "tensorwire.host"  # the key in node.meta["custom"]
 
@@ -72,12 +82,18 @@ class Scope:
     def enter(self) -> None:
         """Before each run of a forward or inference graph. Raises `Unsupported` if it runs for another module."""
         watching.graph_runs()
-        if self.spot is None:
+        if self.spot is None and not is_placed():
             return
         module = watching.running_module()
         spot = spot_of(module) if module is not None else None
         if spot is self.spot or spot is None:
             return
+        if self.spot is None:
+            raise Unsupported(
+                f"torch.compile runs for {spot.path or 'the model'!r} what it compiled before the model was placed, or "
+                "for another one: call place() before the first compiled call, or torch.compiler.reset() on every "
+                "worker after it"
+            )
         if (spot.host, spot.below()) != (self.spot.host, self.spot.below()):
             raise Unsupported(
                 f"torch.compile runs for {spot.path!r} on {spot.host} what it compiled for {self.spot.path!r} on "

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from tensorwire.errors import Unsupported
 from tensorwire.graph import Graph, Node, Output, TensorSpec, Unknown
 from tensorwire.graph.ir import CALL, GIVEN, INPUT, ITEM, PARAMETER, Dim
 from tensorwire.torch.graph.birth import is_new
+from tensorwire.torch.graph.paths import module_path
 
 HostOf = Callable[[fx.Node], str | None]
 
@@ -88,6 +90,7 @@ def _symbols(value: Any) -> set[Any]:
 
 def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
     value = node.meta.get("val")
+    _check_layout(node, value)
     spec = spec_of(value) if isinstance(value, torch.Tensor) else None
     if node.op == "placeholder":
         origin = next(given)
@@ -116,6 +119,25 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         random=torch.Tag.nondeterministic_seeded in tags,
         tuple_=_is_tuple(value),
     )
+
+
+def _check_layout(node: fx.Node, value: Any) -> None:
+    """Raises `Unsupported` for tensors that are sparse, or have no strides for another reason."""
+    layouts = [one.layout for one in (value if _is_tuple(value) else (value,)) if isinstance(one, torch.Tensor)]
+    layout = next((layout for layout in layouts if layout is not torch.strided), None)
+    if layout is None:
+        return
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    where = module_path(node) or "the model"
+    if stack:
+        kind = next(reversed(stack.values()))[1]
+        where += f" ({getattr(kind, '__name__', kind)})"
+    if "fwd_nn_module_stack" in node.meta and layout is torch.sparse_coo:
+        raise Unsupported(
+            f"{where} makes a sparse gradient, which is not supported in a model that is cut over workers: "
+            "use sparse=False"
+        )
+    raise Unsupported(f"{where}: {node.name} is {layout}, and a model that is cut over workers takes strided tensors")
 
 
 def spec_of(value: torch.Tensor) -> TensorSpec:

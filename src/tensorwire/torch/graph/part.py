@@ -16,13 +16,14 @@ from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
 from tensorwire.torch.graph.capture import Boxed, given, returned
 from tensorwire.torch.graph.elsewhere import lives
+from tensorwire.torch.graph.hooks import only_with_gradient
 from tensorwire.torch.graph.hosting import Scope
 from tensorwire.torch.graph.importer import Origin, import_graph, spec_of
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.partition import partition
 from tensorwire.torch.graph.party import party_of
 from tensorwire.torch.graph.paths import host_of
-from tensorwire.torch.graph.placement import owner_of
+from tensorwire.torch.graph.placement import note_alone, owner_of
 from tensorwire.torch.graph.post import Post
 from tensorwire.torch.graph.replica import gradients, replica, slots_of_inputs
 
@@ -54,6 +55,7 @@ class Part:
         """
         if self._run is None and self._replica is None and self.is_replica(args):
             self._replica = self.replica()
+            note_alone(value for value in args if isinstance(value, torch.Tensor))
         if self._replica is not None:
             return self._run_replica(self._replica, args)
         try:
@@ -155,15 +157,21 @@ class Forward(Part):
 
     def enter(self, args: list[Any]) -> None:
         self.scope.enter()
-        for place, origin in enumerate(self.homes):
-            if place not in self._static and isinstance(args[place], torch.Tensor):
-                now = home_of(args[place])
-                planned = origin.present[0] if origin.present else None
-                if now not in (None, planned) and not getattr(args[place], HERE, False):
-                    raise ArgumentError(
-                        f"argument {place} of graph {self.what} is on {now or 'every host'} now; when the graph was "
-                        f"planned it was on {planned or 'every host'}"
-                    )
+        for place, (value, origin) in enumerate(zip(args, self.homes, strict=False)):  # a replica has no homes
+            if not isinstance(value, torch.Tensor):
+                continue
+            if place not in self._static:
+                self._check_home(place, value, origin)
+            elif origin.present != (self.party.me,) and lives(value) is None:  # its model has its hosts from options
+                only_with_gradient(value)
+
+    def _check_home(self, place: int, value: torch.Tensor, origin: Origin) -> None:
+        now, planned = home_of(value), origin.present[0] if origin.present else None
+        if now not in (None, planned) and not getattr(value, HERE, False):
+            raise ArgumentError(
+                f"argument {place} of graph {self.what} is on {now} now; when the graph was planned it was on "
+                f"{planned or 'every host'}"
+            )
 
     def origins(self, args: list[Any]) -> list[Origin]:
         users = {node.name: next(filter(None, map(self.scope.host_of, node.users)), None) for node in self.given}

@@ -49,6 +49,7 @@ class Owner:
 
 _spots: dict[int, tuple[weakref.ref[torch.nn.Module], Spot]] = {}
 _owners = WeakIdKeyDictionary()  # Owner by tensor
+_alone = WeakIdKeyDictionary()  # tensors of modules that were compiled before somebody said a host
 
 
 def check_host(name: object) -> None:
@@ -104,6 +105,22 @@ def register(model: torch.nn.Module, hosts: Hosts) -> None:
     for tensor, owners in _tensors_of(model, hosts):
         _owners[tensor] = owners[0]
         _warn_of_ties(tensor, owners)
+
+
+def note_alone(tensors: Iterable[torch.Tensor]) -> None:
+    """Parameters and buffers of a graph that each process runs by itself."""
+    for tensor in tensors:
+        _alone[tensor] = True
+
+
+def was_alone(model: torch.nn.Module) -> bool:
+    """Whether any of ``model`` was compiled before it was placed."""
+    return any(tensor in _alone for tensor in (*model.parameters(), *model.buffers()))
+
+
+def is_placed() -> bool:
+    """Whether any model is placed."""
+    return bool(_spots)
 
 
 def forget(model: torch.nn.Module) -> None:

@@ -10,7 +10,16 @@ import torch
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.elsewhere import fill, lives, vacate
-from tensorwire.torch.graph.placement import Hosts, check_host, forget, known, owner_of, register, unwrapped
+from tensorwire.torch.graph.placement import (
+    Hosts,
+    check_host,
+    forget,
+    known,
+    owner_of,
+    register,
+    unwrapped,
+    was_alone,
+)
 from tensorwire.torch.graph.watching import unwatch, watch
 
 _ADVICE = (
@@ -25,7 +34,8 @@ def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
 
     ``hosts``: by dotted path, as in ``named_modules()``, covering all below it; ``""`` is the rest. What has no host is
     kept by all. ``host`` is this process's own, by default that of its place in the job. Call it in every process,
-    after loading and before ``torch.compile(model, backend="tensorwire")``; it returns ``model``.
+    after loading and before ``torch.compile(model, backend="tensorwire")``; it returns ``model``. If the model has run
+    compiled before, all that torch has compiled in this process is dropped, and compiled again in the next call.
 
     A parameter of another host keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
     read; optimizers pass it by, as it has no gradient. A tensor that several modules share lives with the first of
@@ -37,7 +47,14 @@ def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
     inner = unwrapped(model)
     mine = _own_host(host, hosts)
     _check_tensors(inner)
+    if known(inner) is not None:
+        raise ArgumentError(
+            "this model has its hosts already, from place() or from the options of torch.compile: place it once, "
+            "before the first compiled call, and without options={'hosts': ...}; unplace(model) takes them back"
+        )
     register(inner, hosts)
+    if was_alone(inner):  # what was compiled then would run on every worker
+        torch.compiler.reset()
     watch(inner)
     for tensor in (*inner.parameters(), *inner.buffers()):
         owner = owner_of(tensor)

@@ -1,0 +1,120 @@
+"""Placed models in jobs: when they are placed, hooks on their gradients, and layouts that are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorwire as tw
+from tests.jobs import run_job
+
+HOSTS = {"": "worker:0", "0": "worker:1"}
+OF_NOBODY = {"": "worker:0", "1": "worker:1"}  # worker 1 has no parameter
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+def late(job: tw.Job) -> list[Any]:
+    """Places models that ran compiled, each by itself, before."""
+    found: list[Any] = []
+    x = torch.ones(4, 8)
+    for hosts in (HOSTS, OF_NOBODY):
+        mine = model()
+        alone = copy.deepcopy(mine)
+        compiled = torch.compile(mine, backend="tensorwire")
+        right = alone(x)
+        right.sum().backward()
+        found.append(torch.equal(compiled(x), right))
+        tw.torch.place(mine, hosts)
+        for _ in range(2):
+            result = compiled(x)
+            result.sum().backward()
+            found.append(torch.equal(result, right))
+            pairs = zip(mine.parameters(), alone.parameters(), strict=True)
+            grads = [torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # type: ignore[arg-type]
+            found.append((all(grads), len(grads)))
+            mine.zero_grad()
+    return found
+
+
+def test_a_model_may_be_placed_after_it_ran_compiled() -> None:
+    for rank, found in enumerate(run_job(late, workers=2, servers=0).ok()):
+        (first, *halves), (second, *others) = found[:5], found[5:]
+        assert first
+        assert second
+        assert halves == [True, (True, 2)] * 2
+        assert others == [True, (True, (4, 0)[rank])] * 2
+
+
+def placed_twice(job: tw.Job) -> list[str]:
+    """Places a model that has its hosts from the options; and runs what another model was compiled for."""
+    mine, said = model(), []
+    torch.compile(mine, backend="tensorwire", options={"hosts": HOSTS})(torch.ones(4, 8))
+    with pytest.raises(tw.errors.ArgumentError) as refused:
+        tw.torch.place(mine, HOSTS)
+    said.append(str(refused.value))
+    return said
+
+
+def test_a_model_that_has_its_hosts_from_options_is_not_placed() -> None:
+    expected = "this model has its hosts already, from place() or from the options of torch.compile: place it once, "
+    for said in run_job(placed_twice, workers=2, servers=0).ok():
+        assert all(one.startswith(expected) for one in said)
+
+
+def hooked(job: tw.Job) -> list[Any]:
+    found: list[Any] = []
+    for how in ("before place", "after place", "options"):
+        mine, calls = model(), list[str]()
+        torch._dynamo.reset()
+
+        def register(mine: nn.Module = mine, calls: list[str] = calls) -> None:
+            def double(gradient: torch.Tensor) -> torch.Tensor:
+                calls.append("gradient")
+                return gradient * 2
+
+            for parameter in mine.parameters():
+                parameter.register_hook(double)
+                parameter.register_post_accumulate_grad_hook(lambda p: calls.append(f"{p.grad.dim()} dimensions"))
+
+        if how == "before place":
+            register()
+        if how != "options":
+            tw.torch.place(mine, HOSTS)
+        if how != "before place":
+            register()
+        options = {"hosts": HOSTS} if how == "options" else {}
+        torch.compile(mine, backend="tensorwire", options=options)(torch.ones(4, 8)).sum().backward()
+        alone = model()
+        alone(torch.ones(4, 8)).sum().backward()
+        pairs = zip(mine.parameters(), alone.parameters(), strict=True)
+        doubled = [torch.equal(a.grad, 2 * b.grad) for a, b in pairs if a.grad is not None]  # type: ignore[operator]
+        found.append((doubled, sorted(calls)))
+    return found
+
+
+def test_hooks_on_gradients_are_called_where_the_parameter_lives() -> None:
+    for found in run_job(hooked, workers=2, servers=0).ok():
+        assert found == [([True, True], ["1 dimensions", "2 dimensions", "gradient", "gradient"])] * 3
+
+
+def sparse(job: tw.Job, kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    mine = nn.Sequential(kind(10, 8, sparse=True), nn.Linear(8, 4))
+    tw.torch.place(mine, {"": "worker:0", "1": "worker:1"})
+    torch.compile(mine, backend="tensorwire")(torch.zeros(4, 8, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_the_name_of_the_module(kind: type[nn.Module]) -> None:
+    ended = run_job(sparse, kind, workers=2, servers=0)
+    said = f"Unsupported: 0 ({kind.__name__}) makes a sparse gradient, which is not supported"
+    assert any(said in error for error in ended.errors)
+    assert ended.cause is not None
