@@ -108,9 +108,9 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) 
     Raises `ArgumentError` (what cannot travel), `PlanMismatch` (which ends the job), `JobEnded`, or `WaitTimeout`
     where others do not come.
     """
-    encoded = spec.encoded()
-    text = f"{spec.versions}\nrule {spec.rule} {spec.groups}\n{plan.describe()}"
-    member.client.compare(name, plan.digest(encoded), text, workers)
+    spec.encoded()
+    rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.source}"
+    member.client.compare(name, spec.digest(plan), f"{spec.versions}\n{rule}\n{plan.describe()}", workers)
 
 
 class StoreClient:

@@ -191,9 +191,17 @@ class _Builder:
 
 
 def make_plan(
-    tensors: Sequence[TensorSpec], servers: int, *, bucket_bytes: int = BUCKET_BYTES, whole: bool = False
+    tensors: Sequence[TensorSpec],
+    servers: int,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    whole: bool = False,
+    together: bool = False,
 ) -> Plan:
-    """Lays ``tensors`` out over ``servers``. ``whole``: no tensor is cut, for rules that need whole ones.
+    """Lays ``tensors`` out over ``servers``.
+
+    ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are on the first server, for rules
+    that look at all of them.
 
     Raises `ArgumentError` for no servers, duplicate names or a bad bucket size; `Unsupported` for a dtype.
     """
@@ -207,7 +215,7 @@ def make_plan(
     placed: list[list[int]] = [[] for _ in range(servers)]
     split = set(big)
     for i in sorted((i for i in range(len(tensors)) if i not in split), key=lambda i: (-tensors[i].nbytes, i)):
-        server = min(range(servers), key=lambda s: (load[s], s))
+        server = 0 if together else min(range(servers), key=lambda s: (load[s], s))
         load[server] += tensors[i].nbytes
         placed[server].append(i)
     for server, mine in enumerate(placed):

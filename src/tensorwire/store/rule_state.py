@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.plan import Piece, TensorSpec
-from tensorwire.store.stream import Entry, Item
+from tensorwire.store.plan import DTYPES, Piece, TensorSpec
+from tensorwire.store.stream import NUMBER, Entry, Item
 
 # The float32 values that a half-precision parameter is rounded from.
 MASTER = "master"
@@ -51,8 +51,12 @@ def entries(held: Iterable[Held]) -> Iterator[Item]:
         if h.is_rounded and not torch.equal(h.rounded(h.master).float(), h.master):
             values[MASTER] = h.master
         for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                continue  # None: nothing there
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") not in DTYPES:
+                if h.piece.start == 0:
+                    yield number_item(h.piece.tensor, key, value)
+                continue
             rows = not h.whole and value.shape == h.master.shape
             if not rows and h.piece.start > 0:
                 continue
@@ -63,13 +67,33 @@ def entries(held: Iterable[Held]) -> Iterator[Item]:
             yield entry, tensor_bytes(value)
 
 
+def number_item(tensor: int, key: str, value: object, kind: str = NUMBER) -> Item:
+    """A number of a tensor's state, or of its group; for what is none, only its type is said."""
+    try:
+        if not isinstance(value, (bool, int, float)):
+            raise TypeError
+        found = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    except (TypeError, OverflowError, RuntimeError):
+        found, kind = torch.zeros((), dtype=torch.uint8), type(value).__name__
+    return Entry(tensor, key, str(found.dtype).removeprefix("torch."), (), False, 0, 1, kind), tensor_bytes(found)
+
+
+def number_of(entry: Entry, data: memoryview) -> bool | int | float:
+    """What `number_item` was given."""
+    found: bool | int | float = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry.dtype))[0].item()
+    return found
+
+
 @dataclass
 class _New:
     held: Held
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
 
     def put(self, entry: Entry, data: memoryview) -> None:
         """Keeps the elements that belong to this piece."""
+        if entry.kind == NUMBER:
+            self.values[entry.key] = number_of(entry, data)
+            return
         begin = self.held.piece.start if entry.rows else 0
         if entry.key not in self.values:
             shape = self.held.master.shape if entry.rows else entry.shape
@@ -102,7 +126,7 @@ def _within(piece: Piece, entry: Entry) -> bool:
 
 
 @torch.no_grad()
-def _hold(held: Held, values: dict[str, torch.Tensor]) -> None:
+def _hold(held: Held, values: dict[str, Any]) -> None:
     master = values.pop(MASTER, None)
     if master is not None:
         # Loading an optimizer changes no parameter: a master counts where the parameter is what it rounds to.

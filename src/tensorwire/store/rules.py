@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
+from tensorwire.store.foreign import import_path, is_foreign, load_class
 from tensorwire.store.plan import Bucket, Piece, Plan
-from tensorwire.store.rule_state import Held, entries, load_entries
-from tensorwire.store.stream import Item
+from tensorwire.store.rule_state import Held, entries, load_entries, number_item, number_of
+from tensorwire.store.stream import GROUP, Item
 from tensorwire.store.wiring import StoreSpec
 
 # Update each element from its own history alone: a cut tensor gives the same bits (tested one by one).
@@ -34,21 +35,33 @@ def versions() -> str:
 
 
 def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
-    """The wire name of an optimizer class. Raises `ArgumentError` or `Unsupported` with the reason."""
+    """The wire name of an optimizer class: one of the lists above, or its import path.
+
+    Raises `ArgumentError` or `Unsupported` with the reason.
+    """
     if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"the optimizer is a class such as torch.optim.AdamW, not {optimizer!r:.100}")
     name = optimizer.__name__
-    if name == "LBFGS":
-        raise Unsupported("LBFGS evaluates the model several times a step; a server cannot")
-    if getattr(torch.optim, name, None) is not optimizer or name not in ELEMENTWISE + WHOLE:
-        known = ", ".join(ELEMENTWISE + WHOLE)
-        raise Unsupported(f"servers apply torch.optim's {known}; {optimizer.__module__}.{name} is none of them")
-    return name
+    if issubclass(optimizer, torch.optim.LBFGS):
+        raise Unsupported(f"{name} evaluates the model several times a step; a server cannot")
+    if issubclass(optimizer, torch.optim.SparseAdam):
+        raise Unsupported(f"{name} is for sparse gradients, which the store does not hold")
+    if getattr(torch.optim, name, None) is optimizer and name in ELEMENTWISE + WHOLE:
+        return name
+    return import_path(optimizer)
 
 
 def is_whole(rule: str) -> bool:
     """Whether the rule needs whole tensors."""
-    return rule in WHOLE
+    return rule in WHOLE or is_foreign(rule)
+
+
+def optimizer_class(spec: StoreSpec) -> type[torch.optim.Optimizer]:
+    """The class that a server applies. Raises `Unsupported` or `PlanMismatch`."""
+    if is_foreign(spec.rule):
+        return load_class(spec.rule, spec.folders, spec.source)
+    found: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
+    return found
 
 
 def with_implementation(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +98,7 @@ class Rule:
     """What a server does with its buckets. Round ``step`` leaves its result in plane ``step % planes``."""
 
     def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
+        self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
         size = plan.shard_bytes[server]
         self.spec, self.plan, self.workers = spec, plan, workers
         self._planes = [parameters[i * size : (i + 1) * size] for i in range(spec.planes)]
@@ -115,6 +129,9 @@ class Rule:
         """One update by what ``reduce`` found, times ``scale``."""
         self.carry(bucket, step)
 
+    def apply_all(self, step: int, scale: float = 1.0) -> None:
+        """One update of all buckets by what ``reduce`` found, times ``scale``."""
+
     def carry(self, bucket: int, step: int) -> None:
         """The values of the round before are those of round ``step``, too."""
         if len(self._bytes) > 1:
@@ -139,27 +156,54 @@ class OptimizerRule(Rule):
 
     def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
         super().__init__(spec, plan, server, parameters, workers)
-        self._class: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
         self._options: tuple[float, ...] = ()
         self._buckets = [_BucketRule(self, bucket, self._planes) for bucket in plan.buckets[server]]
+        self._optimizers = self._build_all() if self._buckets else []
         # One for all buckets: sums that are used at once stay in the processor's cache.
         sums = torch.empty(max((b.sum_bytes for b in self._buckets), default=0), dtype=torch.uint8)
         for each in self._buckets:
             each.share(sums)
 
-    def build(self, by_group: dict[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer of one bucket."""
+    def _build_all(self) -> list[tuple[list[int], torch.optim.Optimizer]]:
+        """One optimizer a bucket, or one for all, each with the groups that it has."""
+        sharing = [self._buckets] if self.together else [[bucket] for bucket in self._buckets]
+        built = []
+        for buckets in sharing:
+            by_group: dict[int, list[torch.nn.Parameter]] = {}
+            for bucket in buckets:
+                for group, masters in bucket.by_group.items():
+                    by_group.setdefault(group, []).extend(masters)
+            if not by_group:
+                continue
+            optimizer = self._build(by_group)
+            built.append((sorted(by_group), optimizer))
+            for bucket in buckets:
+                bucket.optimizer = optimizer
+        return built
+
+    def _build(self, by_group: dict[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        cls = optimizer_class(self.spec)
         groups = [{**self.spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
+        if is_foreign(self.spec.rule):
+            return cls(groups, **{k: _tuples(v) for k, v in self.spec.arguments.items()})
         # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
-        known = inspect.signature(self._class).parameters
-        return self._class(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
+        known = inspect.signature(cls).parameters
+        return cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
 
     def set_options(self, values: tuple[float, ...]) -> None:
+        """Only what has changed: some optimizers count and adapt in their groups themselves."""
         if values == self._options:
             return
+        before = self._options or [None] * len(values)
+        changed = [
+            (place, value) for place, value, old in zip(self.spec.numeric, values, before, strict=False) if value != old
+        ]
         self._options = values
-        for bucket in self._buckets:
-            bucket.set_options(self.spec, values)
+        for numbers, optimizer in self._optimizers:
+            groups = dict(zip(numbers, optimizer.param_groups, strict=False))
+            for (group, option, index), value in changed:
+                if group in groups:
+                    _set_option(groups[group], self.spec.groups[group][option], option, index, value)
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
@@ -175,11 +219,47 @@ class OptimizerRule(Rule):
         self.carry(bucket, step)
         self._buckets[bucket].apply(step, scale)
 
+    @torch.no_grad()
+    def apply_all(self, step: int, scale: float = 1.0) -> None:
+        for index, bucket in enumerate(self._buckets):
+            self.carry(index, step)
+            bucket.prepare(step, scale)
+        for _, optimizer in self._optimizers:
+            optimizer.step()
+        for bucket in self._buckets:
+            bucket.round(step)
+
     def state(self) -> Iterator[Item]:
-        return entries(h for bucket in self._buckets for h in bucket.held())
+        yield from entries(h for bucket in self._buckets for h in bucket.held())
+        if self.together:
+            yield from self._numbers()
+
+    def _numbers(self) -> Iterator[Item]:
+        """What a foreign optimizer keeps in its groups: some count their steps there."""
+        for numbers, optimizer in self._optimizers:
+            for number, group in zip(numbers, optimizer.param_groups, strict=False):
+                first = next(i for i, t in enumerate(self.plan.tensors) if t.group == number)
+                for key, value in group.items():
+                    if isinstance(value, (bool, int, float)):
+                        yield number_item(first, key, value, GROUP)
 
     def load_state(self, items: Iterable[Item]) -> None:
-        load_entries([h for bucket in self._buckets for h in bucket.held()], items)
+        found: list[tuple[int, str, bool | int | float]] = []
+        load_entries([h for bucket in self._buckets for h in bucket.held()], self._apart(items, found))
+        for numbers, optimizer in self._optimizers:
+            groups = dict(zip(numbers, optimizer.param_groups, strict=False))
+            for group, key, value in found:
+                if group in groups:
+                    groups[group][key] = value
+        self._options = ()  # all that the workers say counts anew
+
+    def _apart(self, items: Iterable[Item], found: list[tuple[int, str, bool | int | float]]) -> Iterator[Item]:
+        """Takes the numbers of groups out of ``items``."""
+        for entry, data in items:
+            if entry.kind == GROUP:
+                found.append((self.plan.tensors[entry.tensor].group, entry.key, number_of(entry, data)))
+            else:
+                yield entry, data
 
 
 class _BucketRule:
@@ -194,12 +274,11 @@ class _BucketRule:
         self._shared: list[torch.Tensor | None] = []
         self._kept: list[torch.Tensor | None] = []
         self._views: dict[int, list[torch.Tensor]] = {}
-        by_group: dict[int, list[torch.nn.Parameter]] = {}
+        self.by_group: dict[int, list[torch.nn.Parameter]] = {}
         for piece, master in zip(bucket.pieces, self._masters, strict=True):
             if master is not None:
-                by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
-        self._groups = sorted(by_group)
-        self._optimizer = rule.build(by_group) if by_group else None
+                self.by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
+        self.optimizer: torch.optim.Optimizer | None = None  # of its pieces; None where none is updated
 
     def _piece(self, memory: memoryview, start: int, piece: Piece) -> torch.Tensor:
         """A piece where the bucket begins at ``start``: flat, or for a rule that needs whole tensors in its shape."""
@@ -239,21 +318,6 @@ class _BucketRule:
             self._views[worker] = [self._piece(memory, 0, piece) for piece in self._bucket.pieces]
         return self._views[worker]
 
-    def set_options(self, spec: StoreSpec, values: tuple[float, ...]) -> None:
-        if self._optimizer is None:
-            return
-        groups = dict(zip(self._groups, self._optimizer.param_groups, strict=False))
-        for (group, option, index), value in zip(spec.numeric, values, strict=False):
-            if group not in groups:
-                continue
-            template = spec.groups[group][option]
-            if index < 0:
-                groups[group][option] = _like(template, value)
-            else:
-                parts = list(groups[group][option])
-                parts[index] = _like(template[index], value)
-                groups[group][option] = tuple(parts)
-
     @torch.no_grad()
     def assigned(self, step: int) -> None:
         """The parameters of the plane of ``step`` have new values."""
@@ -281,8 +345,14 @@ class _BucketRule:
 
     @torch.no_grad()
     def apply(self, step: int, scale: float) -> None:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
+        self.prepare(step, scale)
+        self._step(self.optimizer)
+        self.round(step)
+
+    def prepare(self, step: int, scale: float) -> None:
+        """What the optimizer updates is the plane of ``step``, by gradients times ``scale``."""
         new = self._own[step % len(self._own)]
         for own, master in zip(new, self._masters, strict=True):
             if master is None:
@@ -291,8 +361,10 @@ class _BucketRule:
                 master.data = own
             if master.grad is not None and scale != 1.0:
                 master.grad.mul_(scale)
-        self._step(self._optimizer)
-        for own, master in zip(new, self._masters, strict=True):
+
+    def round(self, step: int) -> None:
+        """Half-precision parameters become their masters, rounded."""
+        for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
             if master is not None and _is_half(own):
                 own.copy_(master)
 
@@ -318,8 +390,8 @@ class _BucketRule:
     def held(self) -> Iterator[Held]:
         """The pieces that are updated here."""
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
-            if master is not None and self._optimizer is not None:
-                yield Held(piece, self._tensors[piece.tensor], master, self._optimizer, self._whole)
+            if master is not None and self.optimizer is not None:
+                yield Held(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
 
 
 def _padded(tensor: torch.Tensor) -> int:
@@ -348,6 +420,20 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: int) -
     if divisor & (divisor - 1) == 0:
         return total if divisor == 1 else total.mul_(1 / divisor)  # the same bits, and faster
     return total.div_(divisor)
+
+
+def _set_option(group: dict[str, Any], template: Any, option: str, index: int, value: float) -> None:
+    if index < 0:
+        group[option] = _like(template, value)
+        return
+    parts = list(group[option])
+    parts[index] = _like(template[index], value)
+    group[option] = tuple(parts)
+
+
+def _tuples(value: Any) -> Any:
+    """A list that was a tuple before it travelled."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def _like(template: Any, value: float) -> Any:

@@ -195,24 +195,38 @@ class StoreServer:
 
     def _update(self, head: Head) -> None:
         self.rule.set_options(head.options)
-        clipped: list[int] = []
+        later = head.max_norm > 0 or self.rule.together
+        kept: list[int] = []
         for bucket in self._arriving():
             ready = clock()
             slots = [w.slots[bucket] for w in self.workers]
-            self.rule.reduce(bucket, slots, self._present(bucket), keep=head.max_norm > 0)
-            if head.max_norm:
+            self.rule.reduce(bucket, slots, self._present(bucket), keep=later)
+            if later:
                 spans.add("update", self.step, ready, clock())
-                clipped.append(bucket)
+                kept.append(bucket)
                 continue
             self._apply(bucket, ready)
-        if head.max_norm:
-            total = self._norm2()
-            for bucket in clipped:
-                if total == LEFT_OUT:
-                    self.rule.carry(bucket, self.step)
-                    self._publish(bucket)
-                else:
-                    self._apply(bucket, clock(), clipping(math.sqrt(total), head.max_norm))
+        if later:
+            self._update_kept(kept, head.max_norm)
+
+    def _update_kept(self, buckets: list[int], max_norm: float) -> None:
+        """All gradients are there, and the norm of all is known: one update."""
+        total = self._norm2() if max_norm else 0.0
+        if total == LEFT_OUT:
+            for bucket in buckets:
+                self.rule.carry(bucket, self.step)
+                self._publish(bucket)
+            return
+        scale = clipping(math.sqrt(total), max_norm) if max_norm else 1.0
+        if not self.rule.together:
+            for bucket in buckets:
+                self._apply(bucket, clock(), scale)
+            return
+        start = clock()
+        self.rule.apply_all(self.step, scale)
+        spans.add("update", self.step, start, clock())
+        for bucket in buckets:
+            self._publish(bucket)
 
     def _apply(self, bucket: int, start: float, scale: float = 1.0) -> None:
         self.rule.apply(bucket, self.step, scale)

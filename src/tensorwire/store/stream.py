@@ -34,6 +34,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Elements ``start`` to ``stop`` of what an optimizer keeps under ``key`` for tensor ``tensor`` of the plan.
 
     ``shape`` is that of the whole value. ``rows``: it has an element for each of the tensor's, and is cut with it.
+    ``kind``: empty for a tensor, `NUMBER`, `GROUP` (a number of the tensor's parameter group), or the type of a value
+    that cannot be sent.
     """
 
     tensor: int
@@ -43,6 +45,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     rows: bool
     start: int
     stop: int
+    kind: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +53,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return (self.stop - self.start) * DTYPES[self.dtype]
 
 
+NUMBER, GROUP = "number", "group"
 Item = tuple[Entry, memoryview]  # the memory holds these elements and nothing else
 _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in the part
 

@@ -21,8 +21,10 @@ WORD = 64  # bytes between signal words: each has its cache line
 class StoreSpec(msgspec.Struct, frozen=True):
     """All a server needs to know of a store; published by worker 0.
 
-    ``versions`` says which software made it. ``rule`` names a torch optimizer; ``groups`` holds each parameter group's
-    options; ``numeric`` lists ``(group, option, index)``, in the order of the option block (index -1: a plain number).
+    ``versions`` says which software made it. ``rule`` names a torch optimizer, or is the import path of another one:
+    its constructor takes ``arguments``, its files have the hash ``source``, and ``folders`` is where worker 0 found it.
+    ``groups`` holds each parameter group's options; ``numeric`` lists ``(group, option, index)``, in the order of the
+    option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``planes``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes plane ``n % planes``. With 2 an update may go on while workers
     still read the version before it.
@@ -37,10 +39,20 @@ class StoreSpec(msgspec.Struct, frozen=True):
     whole: bool
     reduce: str = "mean"
     planes: int = 1
+    arguments: dict[str, Any] = {}
+    source: str = ""
+    folders: list[str] = []
+    together: bool = False
 
     def plan(self, servers: int) -> Plan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
-        return make_plan(self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole)
+        return make_plan(
+            self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole, together=self.together
+        )
+
+    def digest(self, plan: Plan) -> bytes:
+        """What workers have to agree on: all but where each found the optimizer's files."""
+        return plan.digest(msgspec.structs.replace(self, folders=[]).encoded())
 
     def encoded(self) -> bytes:
         """As servers get it. Raises `ArgumentError` for what cannot travel: refused here, no server waits for it."""

@@ -16,6 +16,7 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch import Job, current
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.foreign import folders_of, is_foreign, source_of
 from tensorwire.store.plan import BUCKET_BYTES, Plan
 from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name
@@ -24,7 +25,7 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.describe import describe
 from tensorwire.torch.loading import watch_loading
-from tensorwire.torch.origin import find_origin
+from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
 from tensorwire.torch.state import SavedState
@@ -78,12 +79,12 @@ class StoreOptimizer(torch.optim.Optimizer):
         largest_norm(max_grad_norm)
         origin = find_origin(named_parameters, optimizer, options)
         self._class = origin.optimizer_class
-        self._settings = Settings(rule_name(self._class), bucket_bytes, reduce, overlap)
+        self._settings = _settings(origin, bucket_bytes, reduce, overlap)
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
         self.grad_norm: float | None = None
         self._parts: list[Part] = []
-        self._saved = SavedState(self, self._class)
+        self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
         super().__init__(origin.groups, origin.defaults)
         if origin.state is not None:
             self._saved.check(origin.state)
@@ -319,7 +320,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             try:
                 self.wait()
                 with self._saved.shown([part.share for part in self._parts]):
-                    return super().state_dict()
+                    return self._saved.complete(super().state_dict())
             except TensorwireError as error:
                 raise self._job.member.explain(error) from None
 
@@ -343,6 +344,13 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
         if any(part.is_open for part in self._parts):
             raise ArgumentError("state is saved and loaded between two steps: gradients are on their way")
+
+
+def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool) -> Settings:
+    rule, cls = rule_name(origin.optimizer_class), origin.optimizer_class
+    if not is_foreign(rule):
+        return Settings(rule, bucket_bytes, reduce, overlap)
+    return Settings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls))
 
 
 def _refuse(closure: object, scaled: bool) -> None:

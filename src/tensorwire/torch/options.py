@@ -12,7 +12,7 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.store.rules import IMPLEMENTATION
 
 # Group entries that are not options of the optimizer.
-_NOT_OPTIONS = ("params", "param_names")
+NOT_OPTIONS = ("params", "param_names")
 
 
 def defaults(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def known(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -
 
 def plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups' options as they can travel without pickle. Raises `Unsupported`."""
-    return [{k: _plain(k, v) for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups]
+    return [{k: _plain(k, v) for k, v in group.items() if k not in NOT_OPTIONS} for group in groups]
 
 
 def numeric(groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, int]]:
@@ -46,9 +46,9 @@ def numeric(groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, int]]:
         for key in sorted(group):
             if key in IMPLEMENTATION:
                 continue
-            if _is_number(group[key]):
+            if is_number(group[key]):
                 found.append((g, key, -1))
-            elif _is_numbers(group[key]):
+            elif is_numbers(group[key]):
                 found.extend((g, key, i) for i in range(len(group[key])))
     return found
 
@@ -59,7 +59,7 @@ def check(groups: Sequence[dict[str, Any]], fixed: Sequence[dict[str, Any]]) -> 
         for key, was in before.items():
             if key not in group:
                 raise ArgumentError(f"option {key!r} was deleted from a parameter group: set it to what it should be")
-            if not _is_number(was) and not _is_numbers(was) and _plain(key, group[key]) != was:
+            if not is_number(was) and not is_numbers(was) and _plain(key, group[key]) != was:
                 raise Unsupported(f"option {key!r} was {was!r} at construction and cannot become {group[key]!r}")
 
 
@@ -70,7 +70,7 @@ def values(groups: Sequence[dict[str, Any]], places: Sequence[tuple[int, str, in
         value = groups[g][key]
         if index >= 0:
             value = value[index] if isinstance(value, (tuple, list)) and index < len(value) else None
-        if not _is_number(value):
+        if not is_number(value):
             raise Unsupported(f"option {key!r} must stay a plain number or as many as it had, not {groups[g][key]!r}")
         try:
             found.append(float(value))
@@ -79,12 +79,19 @@ def values(groups: Sequence[dict[str, Any]], places: Sequence[tuple[int, str, in
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether an option is one number; True and False are, too."""
     return isinstance(value, (bool, int, float))
 
 
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) > 0 and all(_is_number(v) for v in value)
+def is_numbers(value: Any) -> bool:
+    """Whether an option is a sequence of numbers."""
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(is_number(v) for v in value)
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """One option as it can travel without pickle. Raises `Unsupported`."""
+    return _plain(key, value)
 
 
 def _plain(key: str, value: Any) -> Any:

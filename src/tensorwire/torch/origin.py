@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.store.foreign import is_foreign
 from tensorwire.store.rules import IMPLEMENTATION, rule_name, with_implementation
 from tensorwire.torch import options as options_
 from tensorwire.torch.arguments import Named, named_groups
@@ -16,12 +18,17 @@ from tensorwire.torch.arguments import Named, named_groups
 
 @dataclass(frozen=True)
 class Origin:
-    """The class, groups of (name, parameter) pairs, the class's defaults; ``state``: a ``state_dict`` to begin from."""
+    """The class, groups of (name, parameter) pairs, the class's defaults.
+
+    ``state``: a ``state_dict`` to begin from. ``arguments``: what the constructor takes of a class that is not on the
+    list of torch's own.
+    """
 
     optimizer_class: type[torch.optim.Optimizer]
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     state: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origin:
@@ -35,8 +42,9 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origi
         return _of_instance(given, None, options)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, given, options)
-    rule_name(optimizer)
-    groups = named_groups(given)
+    rule, groups = rule_name(optimizer), named_groups(given)
+    if is_foreign(rule):
+        return _of_foreign(optimizer, groups, dict(options))
     return Origin(optimizer, groups, options_.defaults(optimizer, with_implementation(optimizer, dict(options))))
 
 
@@ -50,13 +58,51 @@ def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[s
     if instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks:
         raise ArgumentError(f"the {kind} has step hooks: register them on the StoreOptimizer instead")
     names = None if given is None else _names(given)
-    chosen = _implementation(instance)
+    foreign = is_foreign(rule_name(type(instance)))
+    arguments = arguments_of(instance) if foreign else {}
+    chosen = {} if foreign else _implementation(instance)
     groups = [
         {**{k: v for k, v in g.items() if k != "param_names"}, **chosen, "params": _pairs(kind, g, names)}
         for g in instance.param_groups
     ]
     state = instance.state_dict() if any(instance.state.values()) else None
-    return Origin(type(instance), named_groups(groups), {**instance.defaults, **chosen}, state)
+    return Origin(type(instance), named_groups(groups), {**instance.defaults, **chosen}, state, arguments)
+
+
+def _of_foreign(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Origin:
+    """Its groups are what its own constructor makes of them."""
+    for key, value in options.items():
+        options_.plain_value(key, value)
+    bare = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+    try:
+        made = cls(bare, **options)
+    except Exception as error:
+        raise ArgumentError(f"{cls.__name__}: {type(error).__name__}: {error}") from None
+    names = {id(p): name for group in groups for name, p in group["params"]}
+    named = [{**g, "params": _pairs(cls.__name__, g, names)} for g in made.param_groups]
+    return Origin(cls, named, dict(made.defaults), None, options)
+
+
+def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
+    """What to construct another one from, for servers. Raises `Unsupported` where the optimizer does not tell."""
+    found: dict[str, Any] = {}
+    for cls in type(instance).__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        constructor: Any = vars(cls)["__init__"]
+        parameters = list(inspect.signature(constructor).parameters.values())[2:]  # without self and params
+        for p in parameters:
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                continue
+            if p.name not in instance.defaults:
+                raise Unsupported(
+                    f"the {type(instance).__name__} does not tell its {p.name!r}: pass the class and its options, "
+                    f"StoreOptimizer(model.named_parameters(), {type(instance).__name__}, {p.name}=...)"
+                )
+            found[p.name] = options_.plain_value(p.name, instance.defaults[p.name])
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found  # whatever else it takes, it takes none of its bases' options
+    return found
 
 
 def _names(given: Any) -> dict[int, str]:

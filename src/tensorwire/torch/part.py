@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.client import agree
+from tensorwire.store.foreign import is_foreign
 from tensorwire.store.plan import PAGE, Bucket, Plan
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import is_whole, tensor_over, versions
@@ -40,6 +41,9 @@ class Settings:
     bucket_bytes: int
     reduce: str
     overlap: bool
+    arguments: dict[str, Any] = field(default_factory=dict)  # of an optimizer that is not on the list of torch's own
+    source: str = ""
+    folders: list[str] = field(default_factory=list)
 
 
 class Part:
@@ -91,6 +95,10 @@ class Part:
             is_whole(settings.rule),
             settings.reduce,
             2 if settings.overlap else 1,
+            settings.arguments,
+            settings.source,
+            settings.folders,
+            is_foreign(settings.rule),
         )
         if not job.num_servers:
             raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")

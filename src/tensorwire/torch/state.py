@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from tensorwire.errors import Unsupported
 from tensorwire.store import StoreClient
-from tensorwire.store.rule_state import MASTER, tensor_bytes
+from tensorwire.store.foreign import is_foreign
+from tensorwire.store.rule_state import MASTER, number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
 from tensorwire.store.state import fetch_state
-from tensorwire.store.stream import Entry, Item
+from tensorwire.store.stream import GROUP, NUMBER, Entry, Item
+from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 from tensorwire.torch.options import plain
 
@@ -36,9 +39,12 @@ class Share:
 class SavedState:
     """What ``state_dict`` and ``load_state_dict`` of ``optimizer`` are made of."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, optimizer_class: OptimizerClass) -> None:
-        self._optimizer, self._class = optimizer, optimizer_class
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, optimizer_class: OptimizerClass, rule: str, arguments: Options
+    ) -> None:
+        self._optimizer, self._class, self._rule, self._arguments = optimizer, optimizer_class, rule, arguments
         self.pending = False  # whether ``optimizer.state`` is what the next step is to begin from
+        self._numbers: dict[int, dict[str, Any]] = {}  # by group: what servers keep there, of what waits or is shown
 
     @contextlib.contextmanager
     def shown(self, shares: Sequence[Share]) -> Iterator[None]:
@@ -48,15 +54,50 @@ class SavedState:
             return
         try:
             for share in shares:
-                self._optimizer.state.update(_fetched(share))
+                self._fetch(share)
             yield
         finally:
-            self._optimizer.state = defaultdict(dict)
+            self._optimizer.state, self._numbers = defaultdict(dict), {}
+
+    def _fetch(self, share: Share) -> None:
+        """Into ``optimizer.state``, in whole tensors."""
+        for entry, data in fetch_state(share.client):
+            spec = share.client.plan.tensors[entry.tensor]
+            if entry.kind == GROUP:
+                numbers = self._numbers.setdefault(self._index(share.groups[spec.group]), {})
+                numbers[entry.key] = number_of(entry, data)
+                continue
+            if entry.kind not in ("", NUMBER):
+                raise Unsupported(
+                    f"{self._class.__name__} keeps {entry.key!r} of {spec.name!r} as a {entry.kind}: servers save "
+                    "tensors and numbers only"
+                )
+            p = share.params[entry.tensor]
+            values: dict[str, Any] = self._optimizer.state[p]
+            if entry.kind == NUMBER:
+                values[entry.key] = number_of(entry, data)
+                continue
+            if entry.key not in values:
+                values[entry.key] = _room(entry, p)
+            values[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
+
+    def _index(self, group: Options) -> int:
+        return next(i for i, each in enumerate(self._optimizer.param_groups) if each is group)
+
+    def complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict``, with what the servers' optimizers keep in their groups themselves; inside of `shown`."""
+        for index, numbers in self._numbers.items():
+            state_dict["param_groups"][index].update(numbers)
+        return state_dict
+
+    def _checker(self, groups: Sequence[Options], fixed: Sequence[Options]) -> Checker:
+        kind = ForeignChecker if is_foreign(self._rule) else Checker
+        return kind(self._class, groups, fixed)
 
     def check(self, state_dict: dict[str, Any]) -> None:
         """Raises `ArgumentError` for a state that does not fit, before there is any store."""
         groups = self._optimizer.param_groups
-        Checker(self._class, groups, plain(groups)).checked(state_dict)
+        self._checker(groups, plain(groups)).checked(state_dict)
 
     @contextlib.contextmanager
     def taken(self, shares: Sequence[Share]) -> Iterator[None]:
@@ -65,7 +106,7 @@ class SavedState:
         It refuses by `ArgumentError`, before anything has changed. The dictionaries of ``param_groups`` stay the same.
         """
         optimizer, groups = self._optimizer, list(self._optimizer.param_groups)
-        checker = Checker(self._class, groups, [fixed for share in shares for fixed in share.fixed])
+        checker = self._checker(groups, [fixed for share in shares for fixed in share.fixed])
         found: dict[torch.Tensor, Values] = {}
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +120,7 @@ class SavedState:
                 old.update(new)
             optimizer.param_groups = groups
             optimizer.state, self.pending = defaultdict(dict, found), True
+            self._numbers = dict(enumerate(checker.numbers)) if isinstance(checker, ForeignChecker) else {}
 
         # After the user's hooks before loading, and before those after it.
         handles = [
@@ -95,6 +137,12 @@ class SavedState:
         """What ``server`` is to keep of the state that waits. What a tensor has once is sent once."""
         plan = share.client.plan
         rows = [self._rows(fixed, group) for fixed, group in zip(share.fixed, share.groups, strict=True)]
+        if not plan.buckets[server]:
+            return
+        for g, group in enumerate(share.groups):
+            for key, number in self._numbers.get(self._index(group), {}).items():
+                for first in [i for i, t in enumerate(plan.tensors) if t.group == g][:1]:
+                    yield number_item(first, key, number, GROUP)
         sent: set[tuple[int, str]] = set()
         for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
             for key, value in self._optimizer.state.get(share.params[piece.tensor], {}).items():
@@ -102,6 +150,9 @@ class SavedState:
                 if not cut and (piece.tensor, key) in sent:
                     continue
                 sent.add((piece.tensor, key))
+                if not isinstance(value, torch.Tensor):
+                    yield number_item(piece.tensor, key, value)
+                    continue
                 start, stop = (piece.start, piece.stop) if cut else (0, value.numel())
                 dtype = str(value.dtype).removeprefix("torch.")
                 entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
@@ -109,33 +160,28 @@ class SavedState:
 
     def _rows(self, *options: Options) -> set[str]:
         """The keys of values that are cut with their parameter."""
-        if is_whole(self._class.__name__):
+        if is_whole(self._rule):
             return set()
         kept = [layouts(self._class, o, (2,), torch.float32)[0] for o in options]
         return {MASTER, *(key for found in kept for key, layout in found.items() if layout.rows)}
 
     def loaded(self) -> None:
         """The servers have the state that waited."""
-        self._optimizer.state, self.pending = defaultdict(dict), False
+        self._optimizer.state, self._numbers, self.pending = defaultdict(dict), {}, False
 
     def copied(self, state_dict: dict[str, Any]) -> tuple[Any, ...]:
         """How to make a copy, for ``__reduce_ex__``: a store has one end in each worker, so that it is a stock one."""
+        if is_foreign(self._rule):
+            return _detached, (
+                self._class,
+                [dict(g) for g in self._optimizer.param_groups],
+                state_dict,
+                self._arguments,
+            )
         named = [
             {**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self._optimizer.param_groups
         ]
-        return _detached, (self._class, named, state_dict)
-
-
-def _fetched(share: Share) -> dict[torch.Tensor, Values]:
-    """In whole tensors."""
-    state: dict[torch.Tensor, Values] = {}
-    for entry, data in fetch_state(share.client):
-        p = share.params[entry.tensor]
-        values = state.setdefault(p, {})
-        if entry.key not in values:
-            values[entry.key] = _room(entry, p)
-        values[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
-    return state
+        return _detached, (self._class, named, state_dict, None)
 
 
 def _room(entry: Entry, p: torch.nn.Parameter) -> torch.Tensor:
@@ -145,9 +191,12 @@ def _room(entry: Entry, p: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _detached(
-    optimizer_class: OptimizerClass, groups: list[dict[str, Any]], state_dict: dict[str, Any]
+    optimizer_class: OptimizerClass,
+    groups: list[dict[str, Any]],
+    state_dict: dict[str, Any],
+    arguments: dict[str, Any] | None,
 ) -> torch.optim.Optimizer:
-    made = build(optimizer_class, groups)
+    made = build(optimizer_class, groups) if arguments is None else optimizer_class(groups, **arguments)
     stock = {i: {k: v for k, v in values.items() if k != MASTER} for i, values in state_dict["state"].items()}
     made.load_state_dict({**state_dict, "state": stock})
     return made
