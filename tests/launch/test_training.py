@@ -16,7 +16,7 @@ optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, l
 def steps(number):
     for _ in range(number):
         optimizer.zero_grad()
-        model(torch.ones(3, 4)).sum().backward()
+        model(torch.full((3, 4), 1.0 + job.rank)).sum().backward()
         optimizer.step()
 """
 

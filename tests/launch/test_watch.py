@@ -36,7 +36,7 @@ overlapping = tw.torch.StoreOptimizer(
 for _ in range(20):
     steps(1)
     overlapping.zero_grad()
-    other(torch.ones(8, 64)).sum().backward()
+    other(torch.full((8, 64), 1.0 + job.rank)).sum().backward()
     overlapping.step()
 """
 WAITS_FOR_A_FILE = "while not os.path.exists(sys.argv[1]): time.sleep(0.02)"

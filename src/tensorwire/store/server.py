@@ -19,6 +19,7 @@ from tensorwire.store.arrivals import Arrivals
 from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import LEFT_OUT, NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
+from tensorwire.store.sameness import Sameness
 from tensorwire.store.state import take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
@@ -111,6 +112,7 @@ class StoreServer:
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
         self._arrivals = Arrivals(self.plan.buckets[self.index], overlap=spec.planes > 1)
         self._active = list(self.workers)  # who takes part in rounds
+        self._sameness = Sameness(workers if self.index == 0 else 1)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
 
@@ -199,8 +201,10 @@ class StoreServer:
         kept: list[int] = []
         for bucket in self._arriving():
             ready = clock()
-            slots = [w.slots[bucket] for w in self.workers]
-            self.rule.reduce(bucket, slots, self._present(bucket), keep=later)
+            slots, present = [w.slots[bucket] for w in self.workers], self._present(bucket)
+            if self._sameness.looks:
+                self._sameness.look(slots, present)
+            self.rule.reduce(bucket, slots, present, keep=later)
             if later:
                 spans.add("update", self.step, ready, clock())
                 kept.append(bucket)
@@ -208,6 +212,8 @@ class StoreServer:
             self._apply(bucket, ready)
         if later:
             self._update_kept(kept, head.max_norm)
+        if self._sameness.looks and self._sameness.end_round():
+            self._sameness.tell()
 
     def _update_kept(self, buckets: list[int], max_norm: float) -> None:
         """All gradients are there, and the norm of all is known: one update."""

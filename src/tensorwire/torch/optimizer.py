@@ -23,6 +23,7 @@ from tensorwire.store.rules import rule_name
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
+from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
 from tensorwire.torch.loading import watch_loading
 from tensorwire.torch.origin import Origin, find_origin
@@ -92,6 +93,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             self._job.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
+        self._cautions = Cautions(self._job, [p for group in self.param_groups for p in group["params"]])
         self._add_part(self.param_groups)
         self._left = clock()
         if origin.state is not None:
@@ -135,6 +137,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._cautions.done:
+            self._cautions.step()
         start = clock()
         skip = self._unscale()
         try:

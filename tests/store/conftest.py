@@ -1,0 +1,3 @@
+"""Fixtures of the tests of the store."""
+
+from tests.fixtures import sandbox as sandbox
