@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,23 @@ def hundred_megabytes(job: tw.Job) -> int:
 
 def test_a_broadcast_of_a_hundred_megabytes() -> None:
     assert run_job(hundred_megabytes, servers=0, device="tcp").ok() == [100 << 17] * 2
+
+
+def mapped_after(job: tw.Job) -> list[str]:
+    job.broadcast(np.ones(LARGE) if job.rank == 0 else None)
+    job.all_reduce(np.ones(LARGE))
+    job.barrier()
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if "memfd" in line and end - start >= LARGE * 8:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_nothing_stays_mapped_after_a_large_value(device: str) -> None:
+    assert run_job(mapped_after, servers=0, device=device).ok() == [[], []]
 
 
 def beside_training(job: tw.Job) -> list[bytes]:

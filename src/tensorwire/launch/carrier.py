@@ -96,6 +96,12 @@ class Carrier:
             raise
         region.close()
 
+    def rest(self) -> None:
+        """Gives back what reading took: a channel keeps what it has mapped of its peer's memory."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+
     def close(self) -> None:
         """Closes the devices. Idempotent."""
         for device in self._devices.values():

@@ -160,6 +160,7 @@ class Collectives:
             self._inside = call
             yield
         finally:
+            self._carrier.rest()
             self._lock.release()
 
     def _meet(self, call: str, parcel: Parcel, timeout: float) -> list[Parcel]:
