@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -155,3 +156,66 @@ def test_a_port_of_another_service_is_told_apart() -> None:
         with pytest.raises(ProtocolError, match="does not speak Tensorwire"):
             Client(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, "worker", 0)
         thread.join()
+
+
+def test_whoever_has_greeted_stays(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member may be slow between two words; those that say nothing have to go before it."""
+    monkeypatch.setattr(doorman, "MOST_STRANGERS", 8)
+    coordinator = jobs.coordinator(workers=1)
+    with wire.connection(coordinator) as honest, contextlib.ExitStack() as stack:
+        nonce = os.urandom(handshake.NONCE)
+        honest.sendall(handshake.MAGIC + bytes([len(PURPOSE)]) + PURPOSE + nonce)
+        answer = handshake.receive_exactly(honest, 4 + handshake.NONCE + 32)
+        flood = [stack.enter_context(wire.connection(coordinator)) for _ in range(24)]
+        for sock in flood[:16]:
+            assert wire.ends(sock)
+        honest.sendall(handshake.proof(SECRET, b"initiate", PURPOSE, answer[4:36], nonce))
+        assert handshake.receive_exactly(honest, 1) == b"\x01"
+
+
+def test_members_come_through_loops_that_connect_without_a_pause(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator(workers=8)
+    host, _, port = coordinator.address.rpartition(":")
+    over = threading.Event()
+
+    def hammer() -> None:
+        held: list[socket.socket] = []
+        for _ in range(5000):
+            if over.is_set():
+                break
+            held.append(socket.create_connection((host, int(port)), 60.0))
+            if len(held) > 200:
+                held.pop(0).close()
+        for sock in held:
+            sock.close()
+
+    threads = [threading.Thread(target=hammer) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        members = [jobs.client(coordinator, index=i) for i in range(8)]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert len(coordinator.members) == len(members) == 8
+
+
+def test_a_member_that_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has been told to go too often; pauses are what nobody needs here."""
+    monkeypatch.setattr(handshake.time, "sleep", lambda _: None)
+    came = 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def turn_away() -> None:
+            nonlocal came
+            for _ in range(handshake.MOST_TRIES):
+                listener.accept()[0].close()
+                came += 1
+
+        thread = threading.Thread(target=turn_away)
+        thread.start()
+        with pytest.raises(PeerLost):
+            Client(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, "worker", 0)
+        thread.join()
+    assert came == handshake.MOST_TRIES

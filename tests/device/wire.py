@@ -43,7 +43,11 @@ def raw_connection(device: Device) -> socket.socket:
     assert isinstance(device, ShmDevice)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(SECONDS)
-    sock.connect(b"\0tensorwire-" + device._name.hex().encode())
+    try:
+        sock.connect(b"\0tensorwire-" + device._name.hex().encode())
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

@@ -52,9 +52,9 @@ class Client:
         self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._sock = connect(address, patience, timeout)
+        self._sock = handshake.persist(lambda left: _authenticated(address, secret, patience, left), timeout)
         try:
-            self.welcome = self._join(secret, role, index)
+            self.welcome = self._join(role, index)
         except BaseException:
             self._sock.close()
             raise
@@ -69,8 +69,7 @@ class Client:
             self._reporter = threading.Thread(target=self._report, name="tensorwire-stats", daemon=True)
             self._reporter.start()
 
-    def _join(self, secret: bytes, role: str, index: int) -> frames.Welcome:
-        handshake.initiate(self._sock, secret, PURPOSE)
+    def _join(self, role: str, index: int) -> frames.Welcome:
         join = frames.Join(frames.VERSION, role, index, os.getpid(), socket.gethostname())
         self._sock.sendall(frames.encode(join))
         welcome = self._receive()
@@ -285,6 +284,17 @@ class Client:
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(self.error())
+
+
+def _authenticated(address: str, secret: bytes, patience: float, timeout: float) -> socket.socket:
+    """A connection to a coordinator that holds ``secret``."""
+    sock = connect(address, patience, timeout)
+    try:
+        handshake.initiate(sock, secret, PURPOSE)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _stats() -> frames.Stats:

@@ -179,6 +179,7 @@ class Coordinator:
             task = self._loop.create_task(self._connected(sock))
             connections[task] = sock
             task.add_done_callback(lambda t: None if self._stop.is_set() else connections.pop(t, None))
+            await asyncio.sleep(0)  # a flood of connections must not keep those that are there from speaking
 
     async def _connected(self, sock: socket.socket) -> None:
         """One connection, from its first byte to its last. A stranger can end nothing but this connection."""

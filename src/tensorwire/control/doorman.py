@@ -13,8 +13,10 @@ from tensorwire.control.names import PURPOSE
 from tensorwire.device.handshake import MAGIC, NONCE, proof
 from tensorwire.errors import AuthenticationError, ProtocolError
 
-# How long a connection may take to say who it is, and how many may do so at a time; the oldest has to go first.
+# How long a connection may take to say who it is, how long where more than half of the places are taken, and how many
+# may do so at a time. The oldest that has said nothing has to go first.
 GREETING_SECONDS = 10.0
+PRESSED_SECONDS = 2.0
 MOST_STRANGERS = 128
 
 
@@ -23,15 +25,20 @@ class Doorman:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._strangers: dict[asyncio.StreamWriter, bool] = {}  # oldest first; whether each has greeted
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Raises `AuthenticationError`, `ProtocolError`, or what a connection that ends or stays silent raises."""
         if len(self._strangers) >= MOST_STRANGERS:
-            next(iter(self._strangers)).transport.abort()
-        self._strangers[writer] = None
+            silent = (stranger for stranger, spoke in self._strangers.items() if not spoke)
+            away = next(silent, None) or next(iter(self._strangers))
+            del self._strangers[away]
+            away.transport.abort()
+        pressed = len(self._strangers) > MOST_STRANGERS // 2
+        self._strangers[writer] = False
         try:
-            await asyncio.wait_for(self._greet(reader, writer), GREETING_SECONDS)
+            seconds = min(GREETING_SECONDS, PRESSED_SECONDS) if pressed else GREETING_SECONDS
+            await asyncio.wait_for(self._greet(reader, writer), seconds)
         finally:
             self._strangers.pop(writer, None)
 
@@ -40,6 +47,8 @@ class Doorman:
         if await reader.readexactly(len(greeting)) != greeting:
             raise ProtocolError("not a control connection")
         theirs = await reader.readexactly(NONCE)
+        if writer in self._strangers:
+            self._strangers[writer] = True
         mine = secrets.token_bytes(NONCE)
         writer.write(MAGIC + mine + proof(self._secret, b"accept", PURPOSE, theirs, mine))
         answer = await reader.readexactly(32)

@@ -9,15 +9,52 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import random
 import secrets
 import socket
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
 
 MAGIC = b"TWH1"
 NONCE = 32
 MOST_PURPOSE = 64
+
+
+# A process that was turned away asks again, after pauses that double up to the last: four seconds or so in all.
+MOST_TRIES = 10
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds
+
+T = TypeVar("T")
+
+
+class TurnedAway(PeerLost):
+    """The other side ended the connection before it knew who this is, such as because strangers flood it."""
+
+
+def persist(attempt: Callable[[float], T], timeout: float) -> T:
+    """Calls ``attempt(seconds)`` until the other side does not turn this process away.
+
+    Args:
+        attempt: Connects and authenticates within so many seconds.
+        timeout: Seconds for all attempts together.
+
+    Raises:
+        PeerLost: If it was turned away each time; and what else ``attempt`` raises.
+    """
+    end = time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    for tries in range(1, MOST_TRIES + 1):
+        try:
+            return attempt(max(1e-3, end - time.monotonic()))
+        except TurnedAway as error:
+            if tries == MOST_TRIES or end - time.monotonic() < pause:
+                raise PeerLost(str(error)) from None
+        time.sleep(random.uniform(pause / 2, pause))  # not all who were turned away come back at once
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
@@ -64,25 +101,32 @@ def proof(secret: bytes, side: bytes, purpose: bytes, first: bytes, second: byte
 
 
 def initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
-    """The connecting side. ``sock`` has a timeout. Raises `AuthenticationError`, `PeerLost` or `ProtocolError`."""
+    """The connecting side. ``sock`` has a timeout.
+
+    Raises `AuthenticationError`, `ProtocolError`, or `PeerLost`: as `TurnedAway` where one may try again.
+    """
+    try:
+        _initiate(sock, secret, purpose)
+    except TimeoutError as error:
+        raise PeerLost(str(error)) from None
+    except PeerLost as error:
+        raise TurnedAway(str(error)) from None
+
+
+def _initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
     mine = secrets.token_bytes(NONCE)
     _send(sock, MAGIC + bytes([len(purpose)]) + purpose + mine)
-    if receive_exactly(sock, len(MAGIC)) != MAGIC:
+    if _receive(sock, len(MAGIC)) != MAGIC:
         raise ProtocolError("the other side does not speak Tensorwire")
-    theirs = receive_exactly(sock, NONCE)
-    answer = receive_exactly(sock, 32)
+    theirs = _receive(sock, NONCE)
+    answer = _receive(sock, 32)
     if not hmac.compare_digest(answer, proof(secret, b"accept", purpose, mine, theirs)):
         with contextlib.suppress(PeerLost):
             _send(sock, bytes(32))  # no proof, so that the other side knows why, and learns nothing
         raise AuthenticationError("the other side does not hold this job's secret")
     _send(sock, proof(secret, b"initiate", purpose, theirs, mine))
-    try:
-        if _receive(sock, 1) != b"\x01":
-            raise ProtocolError("the other side does not speak Tensorwire")
-    except TimeoutError as error:
-        raise PeerLost(str(error)) from None
-    except PeerLost:
-        raise AuthenticationError("the other side refused this process's secret") from None
+    if _receive(sock, 1) != b"\x01":
+        raise ProtocolError("the other side does not speak Tensorwire")
 
 
 def accept(sock: socket.socket, secret: bytes) -> bytes:

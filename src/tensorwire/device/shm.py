@@ -49,7 +49,7 @@ class ShmDevice(Device):
         listener = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
         listener.listen(128)
-        self._acceptor = Acceptor(listener, self._greet, "tensorwire-shm")
+        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", look=_peer_of)
 
     @property
     def address(self) -> bytes:
@@ -59,6 +59,9 @@ class ShmDevice(Device):
         self._check_open()
         if len(address) != _NAME + _TOKEN:
             raise ArgumentError("not the address of a shm device")
+        return handshake.persist(lambda left: self._dial(address, left), timeout)
+
+    def _dial(self, address: bytes, timeout: float) -> Channel:
         sock = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             # Blocking: a Unix socket with Python's timeout does not wait for room in a full backlog.
@@ -94,9 +97,8 @@ class ShmDevice(Device):
             self._channels.add(channel)
         return channel
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket, _: bytes) -> None:
         pid = _peer_of(sock)
-        handshake.accept(sock, self._token)
         life = Life(self.life, _in_words(pid), inbound=True)
         vigil = Vigil(self._watchers, sock, life)
         try:

@@ -91,7 +91,7 @@ class TcpDevice(Device):
             self._engine.close()
             raise ArgumentError(f"tcp: cannot listen on {host}:{port}: {error.strerror}") from None
         self._address = Address(host, listener.getsockname()[1], self._token, milliseconds(heartbeat))
-        self._acceptor = Acceptor(listener, self._greet, "tensorwire-tcp")
+        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
     @property
     def address(self) -> bytes:
@@ -108,6 +108,9 @@ class TcpDevice(Device):
             where = msgspec.msgpack.decode(address, type=Address)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a tcp device") from None
+        return handshake.persist(lambda left: self._dial(where, left), timeout)
+
+    def _dial(self, where: Address, timeout: float) -> Channel:
         family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
@@ -137,8 +140,7 @@ class TcpDevice(Device):
             self._channels.add(channel)
         return channel
 
-    def _greet(self, sock: socket.socket) -> None:
-        purpose = handshake.accept(sock, self._token)
+    def _greet(self, sock: socket.socket, purpose: bytes) -> None:
         # One who announces no signs of life gets none, and is not watched.
         terms = purpose[len(_PURPOSE) :]
         device, beat = _TERMS.unpack(terms) if len(terms) == _TERMS.size else (0, 0)

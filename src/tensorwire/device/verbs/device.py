@@ -115,7 +115,7 @@ class VerbsDevice(Device):
             raise
         self._monitor = Monitor()
         self._address = Address(host, listener.getsockname()[1], self._token, "verbs")
-        self._acceptor = Acceptor(listener, self._greet, "tensorwire-verbs-setup")
+        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-verbs-setup")
 
     def _listen(self, host: str) -> socket.socket:
         listener = _socket(host)
@@ -138,6 +138,9 @@ class VerbsDevice(Device):
             where = msgspec.msgpack.decode(address, type=Address)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a verbs device") from None
+        return handshake.persist(lambda left: self._dial(where, left), timeout)
+
+    def _dial(self, where: Address, timeout: float) -> Channel:
         sock = _socket(where.host)
         try:
             sock.settimeout(timeout)
@@ -179,8 +182,7 @@ class VerbsDevice(Device):
                 self._monitor.forget(link.descriptor)
                 link.close()
 
-    def _greet(self, sock: socket.socket) -> None:
-        purpose = handshake.accept(sock, self._token)
+    def _greet(self, sock: socket.socket, purpose: bytes) -> None:
         (device,) = _TERMS.unpack(purpose[len(_PURPOSE) :])
         life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
         link = Link(self._nic, self._settings, sock, life, device, inbound=True)
