@@ -86,6 +86,16 @@ ARGUMENTS: list[Refusal] = [
     (errors.ArgumentError, "not None", lambda: tw.torch.StoreOptimizer([("a", parameter())], None)),  # type: ignore[arg-type]
     (errors.ArgumentError, "Unicode", lambda: optimizer([("a\udc80", parameter())])),
     (errors.ArgumentError, "cannot be sent", lambda: optimizer([{"params": [("a", parameter())], "note": "\udc80"}])),
+    (
+        errors.ArgumentError,
+        "group 0: Invalid learning",
+        lambda: optimizer([{"params": [("a", parameter())], "lr": -1.0}]),
+    ),
+    (
+        errors.ArgumentError,
+        "group 0: Muon only",
+        lambda: tw.torch.StoreOptimizer([("a", parameter())], torch.optim.Muon),
+    ),
     (errors.ArgumentError, "Nesterov", lambda: optimizer([("a", parameter())], nesterov=5)),
 ]
 

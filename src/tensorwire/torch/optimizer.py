@@ -26,6 +26,7 @@ from tensorwire.torch.arguments import Params, check_parameters, largest_norm, n
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
 from tensorwire.torch.loading import watch_loading
+from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, Settings
@@ -35,30 +36,36 @@ from tensorwire.torch.state import SavedState
 class StoreOptimizer(torch.optim.Optimizer):
     """Applies an optimizer on the job's servers to the mean of all workers' gradients.
 
-    ``named_parameters``: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs.
-    ``optimizer``: a class, whose options are ``options``; or an optimizer of the same parameters, whose class, groups,
-    options and state are taken over. One that was built from ``model.named_parameters()`` has the names, and is the
-    only argument. ``step()`` reads the options again from ``param_groups``, and worker 0's count.
-    ``reduce``: ``mean`` or ``sum`` of the gradients. ``max_grad_norm``: what the norm of the reduced gradient is
-    clipped to, by ``max_grad_norm / (norm + 1e-6)`` where that is below 1; ``norm`` is the root of the sum, in float64,
-    of the squares of all elements, bucket by bucket; the attribute ``grad_norm`` has it after a step. The attribute
-    ``max_grad_norm`` may be changed between steps; None: no clipping.
-
-    ``error_if_nonfinite``: where that norm is NaN or inf, with or without ``max_grad_norm``, ``step()`` raises
-    `NonFiniteGradient` on every worker, naming workers and parameters, and no parameter and no state changes.
-
-    ``overlap``: gradients are pushed while backward runs, and new values come while the next forward runs; ``wait()``
-    brings them at once. Gradients must then stay as backward leaves them: accumulate inside of ``no_sync()``, clip by
-    ``max_grad_norm``.
-
     After construction every worker's parameters have worker 0's values and live in the store: their memory shows the
     version that the last ``step()`` ended with, and changes in no other moment. Changing them in place or moving them
     (``.to()``, ``.half()``) raises `ParameterModified` in the next ``step()``; ``load_state_dict`` works, on every
     worker, and takes effect in the store with the next ``step()`` (worker 0's values win).
 
-    Raises `ArgumentError` (no ``init()``, names missing or doubled, parameters not on the CPU or in shared memory of
-    each other), `Unsupported` (an optimizer that servers cannot apply, a dtype), `PlanMismatch` or `JobEnded` (workers'
-    models differ).
+    Args:
+        named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or, as
+            the only argument, an optimizer that was built from ``model.named_parameters()``.
+        optimizer: A class, whose options are ``options``; or an optimizer of these parameters, whose class, groups,
+            options and state are taken over.
+        overlap: Gradients are pushed while backward runs, and new values come while the next forward runs; ``wait()``
+            brings them at once. Gradients must then stay as backward leaves them: accumulate inside of ``no_sync()``,
+            clip by ``max_grad_norm``.
+        max_grad_norm: What the norm of the reduced gradient is clipped to, by ``max_grad_norm / (norm + 1e-6)`` where
+            that is below 1; ``norm`` is the root of the sum, in float64, of the squares of all elements, bucket by
+            bucket. None: no clipping. The attribute may be changed between steps; ``grad_norm`` has the norm of the
+            last one.
+        error_if_nonfinite: Where that norm is NaN or inf, with or without ``max_grad_norm``, ``step()`` raises
+            `NonFiniteGradient` on every worker, naming workers and parameters, and no parameter and no state changes.
+        reduce: ``mean`` or ``sum`` of the workers' gradients.
+        bucket_bytes: The size of the store's buckets, a multiple of 4,096.
+        options: Those of the class. ``step()`` reads them again from ``param_groups``; worker 0's count.
+
+    Raises:
+        ArgumentError: No ``init()``; names missing or doubled; parameters that are not on the CPU, have no memory, or
+            share some; an option that is wrong. Nothing was changed.
+        Unsupported: An optimizer that servers cannot apply or import; a dtype or layout that the store does not hold.
+        PlanMismatch: Workers' models or options differ; also as JobEnded.
+        JobEnded: The job ended meanwhile.
+        WaitTimeout: Another worker did not come.
     """
 
     def __init__(
@@ -100,6 +107,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             self.load_state_dict(origin.state)
 
     def _add_part(self, groups: list[dict[str, Any]]) -> None:
+        if not is_foreign(self._settings.rule):
+            check_groups(self._class, groups)
         part = Part(self._job, groups, self._settings)
         self._parts.append(part)
         watch_loading(part.params, part.note_written)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.rules import IMPLEMENTATION
+from tensorwire.store.rules import IMPLEMENTATION, WHOLE
 
 # Group entries that are not options of the optimizer.
 NOT_OPTIONS = ("params", "param_names")
@@ -32,6 +32,20 @@ def known(optimizer_class: type[torch.optim.Optimizer], group: dict[str, Any]) -
     """Those of a group's entries that the class's constructor takes: some it derives itself, or schedulers add."""
     names = inspect.signature(optimizer_class).parameters
     return {k: v for k, v in group.items() if k in names and k != "params"}
+
+
+def check_groups(optimizer_class: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+    """Raises `ArgumentError` for groups of torch's own optimizers that servers could not build one from."""
+    for number, group in enumerate(groups):
+        # Those that look at whole tensors have something to say about their shapes, too.
+        whole = optimizer_class.__name__ in WHOLE
+        params = group["params"] if whole else [torch.nn.Parameter(torch.zeros(1))]
+        if not params:
+            continue
+        try:
+            optimizer_class(list(params), **known(optimizer_class, group))
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise ArgumentError(f"{optimizer_class.__name__}, parameter group {number}: {error}") from None
 
 
 def plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
