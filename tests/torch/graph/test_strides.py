@@ -229,3 +229,50 @@ def test_nothing_is_copied_onto_memory_that_it_lies_in() -> None:
             fill(there, value)
     assert torch.equal(fill(room[10:], torch.ones(10)), torch.ones(10))
     assert torch.equal(fill(room[:10], room[10:]), torch.ones(10))
+
+
+@devices
+@pytest.mark.parametrize("turn", ["moved", "moved and turned", "turned"])
+def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> None:
+    """Its borrower reads it with the strides that it had when the graph was planned."""
+    weight = torch.arange(256.0).view(16, 16)
+    module = captured(lambda w: (w.relu(),), [weight])
+    graph = import_graph(
+        module,
+        "test",
+        HOSTS,
+        [Origin("parameter", HOSTS[:1])],
+        [Output("relu", HOSTS[1:])],
+        lambda _: HOSTS[1],
+    )
+    analysis = analyze(graph)
+    assert [edge.lent for edge in analysis.plan.edges] == [True]
+    with Together(2, device) as together:
+
+        def once(party: Party) -> torch.Tensor | None:
+            wires = party.connect(analysis.plan)
+            post = Post(wires)
+            call = partition(module, analysis, party.me, post)
+            found = None
+            for step in range(2):
+                if party.me == HOSTS[0] and not step:
+                    post.house(0, weight)
+                elif party.me == HOSTS[0]:
+                    weight.data = {
+                        "moved": weight.clone(),
+                        "moved and turned": weight.t().contiguous().t(),
+                        "turned": weight.t(),
+                    }[turn]
+                wires.begin()
+                (found,) = call([weight])
+                found = None if found is None else found.clone()
+                wires.end()
+            return found
+
+        if turn == "turned":  # in the memory that it is lent from
+            with pytest.raises(Unsupported, match="onto memory that it lies in"):
+                together.each(once)
+            return
+        before = counters.snapshot()
+        assert torch.equal(together.each(once)[1], weight)  # type: ignore[arg-type]
+        assert counters.since(before).copies == 2  # one moved it into the memory that it is lent from
