@@ -149,6 +149,13 @@ def test_verbs_where_there_is_no_rdma_is_refused_before_anything_starts(sandbox:
     sandbox.nothing_left()
 
 
+def test_an_interface_that_is_not_there_is_told_once_and_before_anything_starts(sandbox: Sandbox) -> None:
+    result = sandbox.run(sandbox.script("print('started')"), TENSORWIRE_IFACE="nosuch0").finish()
+    assert (result.status, result.out) == (2, "")
+    assert result.one_line() == "tensorwire: TENSORWIRE_IFACE: no interface 'nosuch0' with an IPv4 address here"
+    sandbox.nothing_left()
+
+
 def test_a_script_that_never_joins(sandbox: Sandbox) -> None:
     result = sandbox.run(sandbox.script("print('hello')", init=False)).finish()
     assert result.status == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import tensorwire
+from tensorwire.launch.children import Child
 from tensorwire.launch.start import module_command
+from tensorwire.launch.stops import is_stopped
 from tests.sandbox import Sandbox
 
 TRAINS = """
@@ -67,3 +71,13 @@ def test_a_module_finds_its_arguments_and_no_folder_of_ours(tmp_path: Path, flag
 def test_no_program_is_started_by_a_way_that_imports_from_the_current_folder() -> None:
     programs = [p for p in Path(tensorwire.__file__).parent.rglob("*.py") if p.parent.name != "conformance"]
     assert [p.name for p in programs if re.search(r"sys\.executable,\s*\"-[mc]\"", p.read_text())] == []
+
+
+def test_a_stopped_child_is_not_waited_for() -> None:
+    """It cannot leave, and what remains of a job is not to stay for as long as one may take."""
+    child = Child("tensorwire.launch.guard", environment=os.environ)
+    os.kill(child.process.pid, signal.SIGSTOP)
+    while not is_stopped(child.process.pid):
+        pass
+    child.close(1e6)
+    assert child.process.returncode == -signal.SIGKILL

@@ -16,6 +16,7 @@ from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.errors import ControlError
 from tensorwire.launch.place import worker_environment
 from tensorwire.launch.start import module_command
+from tensorwire.launch.stops import is_stopped
 
 # What a child may take to leave after the job has ended.
 LEAVE_SECONDS = 20.0
@@ -45,9 +46,9 @@ class Child:
         close_on_fork(self.process.stdin.fileno())  # else a data loader would hold the leash when we are gone
 
     def close(self, seconds: float = LEAVE_SECONDS) -> None:
-        """Waits ``seconds`` for it to leave, then kills it. Idempotent."""
+        """Waits ``seconds`` for it to leave, then kills it; at once if it is stopped, and cannot. Idempotent."""
         try:
-            self.process.wait(seconds)
+            self.process.wait(0.0 if is_stopped(self.process.pid) else seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

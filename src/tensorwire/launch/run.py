@@ -25,7 +25,14 @@ from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
 from tensorwire.launch.groups import Guard, end_groups, signal_groups
-from tensorwire.launch.place import grace_seconds, heartbeat, is_loopback, server_threads, worker_environment
+from tensorwire.launch.place import (
+    grace_seconds,
+    heartbeat,
+    is_loopback,
+    listening_host,
+    server_threads,
+    worker_environment,
+)
 from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
 from tensorwire.launch.threads import shared_cores
@@ -118,6 +125,7 @@ class Run:
         cause: Cause | None = None
         try:
             address, secret = self._rendezvous()
+            listening_host(address, os.environ)  # refuse now what every process would
             self._patient = True
             self._start(address, secret)
             cause = self._watch()
