@@ -118,6 +118,8 @@ def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
     ]
     assert "backward: " in out
     assert "worker:0  all others" in out
+    assert [graph["copies"] for graph in json.loads(files[0].read_text())["graphs"]] == [[], []]
+    assert re.search(r"copies a step, in the steady state\n.*\nworker:0 +0 +0 +0\nworker:1 +0 +0 +0\n", out)
     root = ElementTree.parse(files[1]).getroot()
     words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "layers.1" in words

@@ -51,6 +51,7 @@ class Report:
         self._show_placement()
         for planned in self.planned:
             self._show_graph(planned)
+        self._show_copies()
         self._show_memory()
 
     def _histogram(self, sizes: Sequence[int]) -> list[tuple[str, str, str, str]]:
@@ -103,6 +104,19 @@ class Report:
             more = f", besides {one.unbounded} of any size" if one.unbounded else ""
             copies = f"{one.born} born, {one.lent} lent, {one.copied} copied, {one.values} by value"
             click.echo(f"{one.source} to {one.target}: {one.nbytes:,} bytes a step{more}: {copies}")
+
+    def _show_copies(self) -> None:
+        """What a step copies, of all graphs together."""
+        rows = []
+        for host in self.planned[0].graph.hosts:
+            ours = [one for planned in self.planned for one in planned.analysis.plan.copies if one.host == host]
+            sent, received, unbounded = (
+                sum(getattr(one, n) for one in ours) for n in ("sent", "received", "unbounded")
+            )
+            nbytes = f"{sum(one.nbytes for one in ours):,}" + (f", and {unbounded} of any size" if unbounded else "")
+            rows.append((host, f"{sent:,}", f"{received:,}", nbytes))
+        click.echo("\ncopies a step, in the steady state")
+        show(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
 
     def _show_memory(self) -> None:
         """What is registered: for all graphs together, since all stay."""

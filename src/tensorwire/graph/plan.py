@@ -14,6 +14,7 @@ import msgspec
 
 from tensorwire.graph.aliases import Aliases
 from tensorwire.graph.birth import Birth, births, callers
+from tensorwire.graph.copying import Copies, predicted
 from tensorwire.graph.crossing import Crossings, crossings
 from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
@@ -143,6 +144,11 @@ class Plan:
         both = ((source, target) for source in self.hosts for target in self.hosts)
         return tuple(_traffic(*pair, pairs[pair]) for pair in both if pair in pairs)
 
+    @cached_property
+    def copies(self) -> tuple[Copies, ...]:
+        """What each host copies in one run in the steady state."""
+        return predicted(self.hosts, self.edges, self.callers)
+
     @property
     def inboxes(self) -> dict[tuple[str, str], int]:
         """Bytes of registered memory, a bank, that the second host of a pair has for the first one's outbox, where it
@@ -170,6 +176,7 @@ class Plan:
             "hosts": list(self.hosts),
             "edges": msgspec.to_builtins(self.edges),
             "traffic": msgspec.to_builtins(self.traffic),
+            "copies": msgspec.to_builtins(self.copies),
             "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
             "inboxes": inboxes,
             "lent": [{"host": host, "nbytes": nbytes} for host, nbytes in self.lent.items()],

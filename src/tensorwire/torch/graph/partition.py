@@ -50,10 +50,12 @@ class _Builder:
         self.module, self.analysis, self.me, self.post = module, analysis, me, post
         self.shown, self.keeps, self.replays = shown, keeps, replays
         self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
+        self.inputs = {name for name, _ in analysis.plan.reads}  # which every host passes
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.received: set[str] = set()
         self.numbers: dict[Any, fx.Node] = {}  # of symbols that the graph is given
+        self.lengths: dict[Any, tuple[fx.Node, int]] = {}  # of symbols, a tensor here and its dimension of that length
         self.places = {edge.name: index for index, edge in enumerate(analysis.plan.edges)}
         self.born: dict[str, list[int]] = defaultdict(list)  # edges by their birthplace
         for index, edge in enumerate(analysis.plan.edges):
@@ -84,7 +86,14 @@ class _Builder:
 
     def _given(self, node: fx.Node) -> None:
         made = self.made[node.name] = self.graph.placeholder(node.name)
-        self._note_number(node, made)
+        if self._is_here(node.name):
+            self._note_number(node, made)
+
+    def _is_here(self, name: str) -> bool:
+        """Whether an argument has its right shape here. Something stands for what only another host has kept."""
+        crossing = self.analysis.crossing
+        received = name in crossing.sent and self.me in crossing.sent[name][1]
+        return name in self.inputs or (self.me in crossing.holds[name] and not received)
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The value of ``node`` here: made here, there from the beginning, or received now."""
@@ -93,7 +102,8 @@ class _Builder:
             self.received.add(node.name)
             dtype = getattr(node.meta["val"], "dtype", None)
             own = (node.name, self.me) in self.analysis.plan.callers
-            self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
+            made = self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
+            self._note_number(node, made)
         return self.made[node.name]
 
     def _run(self, node: fx.Node) -> None:
@@ -130,6 +140,9 @@ class _Builder:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
             self.numbers.setdefault(value.node.expr, made)
+        for dim, length in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(length, torch.SymInt) and length.node.expr.is_Symbol:
+                self.lengths.setdefault(length.node.expr, (made, dim))
 
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
@@ -142,8 +155,15 @@ class _Builder:
         return self._call(kept_elsewhere(traced)) if self.keeps else None
 
     def _length(self, length: Any) -> Any:
-        """A number, or the node that computes it from numbers that the graph is given."""
+        """A number, or the node that computes it from numbers that are here."""
         if isinstance(length, int):
             return length
-        symbols, evaluate = length_of(length, self.numbers, self.me)
-        return self._call(evaluate, *(self.numbers[symbol] for symbol in symbols))
+        symbols, evaluate = length_of(length, {*self.numbers, *self.lengths}, self.me)
+        return self._call(evaluate, *map(self._number, symbols))
+
+    def _number(self, symbol: Any) -> fx.Node:
+        """The value of a symbol: a number that is here, or the length of a tensor that is."""
+        if symbol not in self.numbers:
+            made, dim = self.lengths[symbol]
+            self.numbers[symbol] = self._call(torch.ops.aten.sym_size.int, made, dim)
+        return self.numbers[symbol]
