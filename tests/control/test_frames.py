@@ -26,6 +26,7 @@ MESSAGES: list[frames.Message] = [
     frames.Answer(5, b"value"),
     frames.Fail(Cause("worker 0", "raised ValueError: x", "Traceback ...", 0.5)),
     frames.Left("worker", 1, -9),
+    frames.Stopped("server", 1, 10.0),
     frames.Bye(),
     frames.Beat(),
     frames.Stats(3, {"bytes": 1 << 40, "rpcs": 0}, {"compute": 1.5}),

@@ -52,6 +52,22 @@ def test_a_failure_is_told_on_both_nodes(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+def test_a_worker_of_another_node_that_is_stopped_before_it_joined_is_named(sandbox: Sandbox) -> None:
+    """Only its own launcher sees it."""
+    body = """
+        if os.environ["TENSORWIRE_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        import tensorwire as tw
+        tw.init().barrier()
+    """
+    script, port, secret = sandbox.script(body, init=False), free_port(), secret_file(sandbox)
+    short = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": "1", "TENSORWIRE_SECRET_FILE": secret}
+    for result in finish([node(sandbox, number, port, script, **short) for number in (0, 1)]):
+        assert result.one_line() == "tensorwire: worker 1 was stopped before it joined the job, 1 s ago"
+        assert result.status == 1
+    sandbox.nothing_left()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_one_launcher_ends_the_other(sandbox: Sandbox, number: signal.Signals) -> None:
     zero, one = both(sandbox, f"job.barrier(); print('ready')\n{WAITS}")
