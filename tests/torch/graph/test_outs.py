@@ -69,6 +69,47 @@ def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None
             assert set(copies[case.name]) == {len(case.outputs)}, case.name
 
 
+def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator(sandbox: Sandbox) -> None:
+    """An ``out=`` variant that was believed for one layout is asked for others, too."""
+    script = sandbox.script(
+        """
+        import random
+        import torch
+        from tensorwire.torch.graph.birth import Birthplace, why_not
+        from tests.torch.graph import cuts
+        from tests.torch.graph.rooms import listed, nbytes, place
+
+        assert why_not() == "TENSORWIRE_BIRTH=off"
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(500, generator=generator), torch.randn(700, generator=generator)]
+
+        def arguments(case, layout):
+            draw = random.Random(1)
+
+            def operand(*shape):
+                made = cuts.laid(values[draw.randrange(2)], shape, layout, draw, int(case.name.startswith("flash")))
+                return made.clone() if "batch_norm" in case.name else made  # it changes some of them
+
+            return case.make(operand)
+
+        for case in (case for case in cuts.USABLE if not case.name.startswith("empty")):
+            birth = Birthplace(case.op, case.outputs)
+            for layout in cuts.LAYOUTS * 2:
+                plain = listed(case.op(*arguments(case, layout)))
+                places = [place(nbytes(plain[i])) for i in case.outputs]
+                result, _ = birth(places, arguments(case, layout))
+                for mine, right in zip(listed(result), plain, strict=True):
+                    if isinstance(right, torch.Tensor):
+                        assert cuts.same_bits(mine, right), (case.name, layout)
+                        assert mine.stride() == right.stride(), (case.name, layout)
+        print("end")
+        """,
+        init=False,
+    )
+    result = sandbox.python(script, TENSORWIRE_BIRTH="off", PYTHONPATH=str(ROOT)).finish()
+    assert (result.status, result.out.strip(), result.err) == (0, "end", "")
+
+
 def test_what_cannot_be_is_told_as_with_the_allocator(sandbox: Sandbox) -> None:
     script = sandbox.script(
         """
