@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.testing.patience import patient
+from tests.fixtures import allocator_built as allocator_built
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -27,6 +28,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 PAGES = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks(page, "python")]
 
 
+@pytest.mark.usefixtures("allocator_built")  # what says that it builds it is no output of the page
 @pytest.mark.parametrize("name", PAGES)
 def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) -> None:
     page = DOCS / f"{name}.md"
