@@ -310,6 +310,10 @@ class Job:
                     with contextlib.suppress(TensorwireError):
                         call()
                 self._hook.remove()
+                # Else whoever keeps the job would keep its stores, and the descriptors of their memory.
+                self._closers.clear()
+                self._pausing.clear()
+                self._hook.job = None
             if well and self._children:
                 self.member.client.bye()
                 self.member.client.ended.wait()
