@@ -145,9 +145,9 @@ void bind_mapped(nb::module_& m) {
                  new (self) Path(std::move(life), std::move(device), channel, std::move(done));
              }, "life"_a, "device"_a, "channel"_a, "done"_a)
         .def("remember", &Path::remember, "view"_a, "memory"_a, "writable"_a, "Where the region of a view lies, in this channel.")
-        .def("write", &Path::write_or_else, "local"_a, "remote"_a, "signal"_a.none() = nb::none(), nb::kw_only(), "fence"_a = false,
+        .def("write", &Path::write_or_else, "local"_a.none(), "remote"_a.none(), "signal"_a.none() = nb::none(), nb::kw_only(), "fence"_a = false,
              nb::sig("def write(self, local: View, remote: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
-        .def("signal", &Path::signal_or_else, "target"_a, "value"_a, nb::kw_only(), "fence"_a = false,
+        .def("signal", &Path::signal_or_else, "target"_a.none(), "value"_a.none(), nb::kw_only(), "fence"_a = false,
              nb::sig("def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
         .def("read", &Path::read, "target"_a, "source"_a, "False: nothing was done, take the long way.");
 }

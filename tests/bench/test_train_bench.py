@@ -128,7 +128,7 @@ def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     ("arguments", "message"),
     [
         (("--report", "steps.txt"), "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
-        (("--report", "/nowhere/steps.png"), "--report /nowhere/steps.png: there is no such folder"),
+        (("--report", "/nowhere/steps.png"), "--report /nowhere/steps.png: there is no folder /nowhere"),
         (("--link", "10gbit"), "--link measures tcp: give --device tcp"),
         (("--workload", "resnet"), "'resnet' is not one of alexnet, inception, vgg16"),
         (("--peers", "horovod"), "'horovod' is not one of"),

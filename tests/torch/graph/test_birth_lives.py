@@ -294,7 +294,7 @@ def test_the_interpreter_ends_with_born_tensors_alive(sandbox: Sandbox) -> None:
             never.wait()
 
         threading.Thread(target=work, daemon=True).start()
-        assert ready.wait(patient(60))
+        assert ready.wait(60)
         print("end")
         """,
         init=False,
