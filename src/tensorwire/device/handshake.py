@@ -80,7 +80,7 @@ def _receive(sock: socket.socket, nbytes: int) -> bytes:
             data += part
         sock.settimeout(timeout)
     except TimeoutError:
-        raise TimeoutError(f"the other side of a connection fell silent for {round(timeout, 1):g} s") from None
+        raise TimeoutError(f"the other side of a connection fell silent for {round(timeout or 0.0, 1):g} s") from None
     except PeerLost:
         raise
     except OSError as error:
