@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
@@ -167,8 +169,11 @@ def on_a_terminal(
     process = subprocess.Popen(argv, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
     os.close(slave)
     shown = b""
+    end = time.monotonic() + HANG_SECONDS
     try:
         while True:
+            if not select.select([master], [], [], max(0.0, end - time.monotonic()))[0] or time.monotonic() > end:
+                raise AssertionError(f"it did not end; the last that it showed: {shown[-4000:].decode()}")
             try:
                 shown += os.read(master, 1 << 16)
             except OSError:  # how a terminal tells that nobody has it any more
