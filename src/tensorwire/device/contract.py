@@ -7,6 +7,7 @@ reused and that the bytes are in the target's memory; only a signal tells the ta
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -389,9 +390,9 @@ def check_fillable(view: View) -> None:
 
 
 def check_value(*values: int) -> None:
-    """A signal or atomic word holds 0 to 2**64 - 1."""
+    """A signal or atomic word holds 0 to 2**64 - 1. Raises `TypeError` for what is no integer."""
     for value in values:
-        if not 0 <= value < 2**64:
+        if not 0 <= operator.index(value) < 2**64:
             raise ArgumentError(f"a word holds 0 to 2**64 - 1, not {value}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import secrets
 import socket
 import struct
@@ -377,7 +378,7 @@ class VerbsChannel(Channel):
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
         try:
             check_word(target)
-            return self._atomic(target, value % 2**64, None, timeout)
+            return self._atomic(target, operator.index(value) % 2**64, None, timeout)
         except (TypeError, AttributeError) as error:
             raise explain(error, "fetch_add", remote=target, values=(value,)) from None
 

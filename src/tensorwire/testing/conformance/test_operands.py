@@ -45,11 +45,13 @@ def test_operands_of_the_wrong_type_are_named(pair: Pair) -> None:
         (lambda: untyped.signal(remote, 1), "is a RemoteView, not RemoteRegion"),
         (lambda: untyped.signal(here, 1), "is a RemoteView, not View"),
         (lambda: untyped.signal(there, "1"), "a word holds an int, not str"),
+        (lambda: untyped.signal(there, 1.5), "a word holds an int, not float"),
     ]
     if pair.initiator.capabilities.atomics:
         wrong += [
             (lambda: untyped.fetch_add(here, 1), "is a RemoteView, not View"),
             (lambda: untyped.fetch_add(there, None), "a word holds an int, not NoneType"),
+            (lambda: untyped.fetch_add(there, 1.5), "a word holds an int, not float"),
             (lambda: untyped.compare_swap(remote, 0, 1), "is a RemoteView, not RemoteRegion"),
             (lambda: untyped.compare_swap(there, 0, 1.5), "a word holds an int, not float"),
         ]
