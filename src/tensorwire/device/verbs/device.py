@@ -436,7 +436,7 @@ def _place(region: RemoteRegion, offset: int, nbytes: int, access: Access = "wri
 def _word(view: RemoteView, value: int) -> tuple[int, int, int]:
     """Address, key and value of a signal. Raises `ArgumentError` as well."""
     offset = view.offset
-    if view.nbytes != 8 or offset % 8 or not 0 <= value < _END:
+    if view.nbytes != 8 or offset % 8 or not 0 <= operator.index(value) < _END:
         check_signal((view, value))
     address, key = _place(view.region, offset, 8)
     if address % 8:
