@@ -131,6 +131,16 @@ def is_loopback(address: str) -> bool:
     return host in LOOPBACK or host.startswith("127.")
 
 
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of an interface; None where it has none, or does not exist."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+        except OSError:
+            return None
+    return socket.inet_ntoa(packed[20:24])
+
+
 def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> str:
     """The address a device should listen on: the interface that routes to the rendezvous.
 
@@ -138,12 +148,10 @@ def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> st
     """
     name = environment.get("TENSORWIRE_IFACE")
     if name:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            try:
-                packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-            except OSError:
-                raise ArgumentError(f"TENSORWIRE_IFACE: no interface {name!r} with an IPv4 address here") from None
-        return socket.inet_ntoa(packed[20:24])
+        address = interface_address(name)
+        if address is None:
+            raise ArgumentError(f"TENSORWIRE_IFACE: no interface {name!r} with an IPv4 address here")
+        return address
     if rendezvous is None or is_loopback(rendezvous):
         return "127.0.0.1"
     host, port = split_address(rendezvous)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from tensorwire.control.address import split_address
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.launch.place import interface_address
 
 _OURS = ("rank", "world_size", "store", "init_method")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
-_SIOCGIFADDR = 0x8915
 _BACKLOG = 2048
 
 
@@ -82,15 +80,7 @@ class ProcessGroup:
 
 def interface_of(host: str) -> str | None:
     """The name of the interface with that IPv4 address; None where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without such an address
-                continue
-            if socket.inet_ntoa(packed[20:24]) == host:
-                return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if interface_address(name) == host), None)
 
 
 def _distributed() -> Any:
