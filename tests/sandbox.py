@@ -26,8 +26,20 @@ NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
 # What a command says after two seconds, of which a busy machine has many.
 PROGRESS = re.compile(r"^tensorwire: .* \.\.\.\n", re.M)
 HANG_SECONDS = patient(200.0)  # only a guard: nothing here is ever timed
-# What a launcher or a user may have set for the tests themselves.
-_FOREIGN = ("PYTHON", "TENSORWIRE_", "SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+# What a launcher or a user may have set for the tests themselves; readline sets the size of a terminal that it has not,
+# which the processes that pytest-xdist starts inherit.
+_FOREIGN = (
+    "PYTHON",
+    "TENSORWIRE_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "COLUMNS",
+    "LINES",
+)
 
 
 @dataclass
