@@ -6,7 +6,6 @@ import copy
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,16 +20,11 @@ from tensorwire.testing.patience import patient
 from tests.torch.graph.recording import Graph, Recorder
 
 # Dynamo looks at the gradients of what crosses a graph break, and torch warns of that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 A, B, C = "worker:0", "worker:1", "worker:2"
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def batch(*shape: int) -> torch.Tensor:
