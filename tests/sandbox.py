@@ -118,6 +118,7 @@ class Sandbox:
         self.environment |= {
             MARK: self.mark,
             "XDG_RUNTIME_DIR": str(self.runtime),
+            "PET_LOG_DIR": str(folder / "torchrun"),  # else torchrun leaves folders in /tmp
             "TENSORWIRE_GRACE": str(patient(0.7)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }

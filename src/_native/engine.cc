@@ -21,7 +21,13 @@ constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4;
 constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
 constexpr size_t most_recent = 4;
+constexpr double between_looks = 150e-9;  // each takes the socket's lock, for which the kernel waits when bytes arrive
 constexpr u64 turns_per_epoll = 4;
+
+// Until it is time for the next look.
+void rest(double from) {
+    while (now() < from + between_looks) relax();
+}
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after)
@@ -261,6 +267,7 @@ void Engine::run() {
             if (progress(0) == Turn::busy) last = now();
             else if (wanting_.load(std::memory_order_relaxed)) break;
             else if (t - last >= (midway() ? midway_spin_seconds : lingering_.seconds())) break;
+            else rest(now());
         }
     }
 }
@@ -300,7 +307,10 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
         if (turn == Turn::busy) last = t;
-        if (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) continue;
+        if (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) {
+            if (turn == Turn::idle) rest(t);
+            continue;
+        }
         sleeping_.store(true, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         Turn slept = Turn::busy;

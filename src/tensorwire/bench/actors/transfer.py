@@ -82,7 +82,7 @@ class End:
         self.there_word = there.view(self.word, 8)
         self.at = 0
         self.depth = DEPTHS.get(device.name, 2)
-        self.parts: dict[str, float] = {}  # of a write with its completion: seconds in each of the two calls
+        self.calling: float | None = None  # of a write with its completion, in seconds: the first of its two calls
 
     def fill(self, round: int) -> None:
         """Puts the round's bytes into the source."""
@@ -139,19 +139,18 @@ class End:
         self.at += count
 
     def warm_write(self, count: int) -> None:
-        """``write``, always awake; the second half of it is divided into its two calls."""
+        """``write``, always awake; in the second half of it the calls of ``write()`` are timed."""
         divided = count // 2
         for _ in range(count - divided):
             polled(self.step().wait)
-        calling = waiting = 0.0
+        calling = 0.0
         for _ in range(divided):
             start = time.perf_counter()
             completion = self.step()
-            called = time.perf_counter()
+            calling += time.perf_counter() - start
             completion.wait()
-            calling, waiting = calling + called - start, waiting + time.perf_counter() - called
         if divided:
-            self.parts = {"calling": calling / divided, "waiting": waiting / divided}
+            self.calling = calling / divided
 
     def copy(self, library: str, name: str) -> Callable[[int], None]:
         """What ``write`` does, by a copy and a flag in C."""
@@ -224,7 +223,9 @@ def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str =
                 seconds = timed(run, end.copy(library, run.word))
             else:
                 seconds = timed(run, repeat, warm)
-            counted = since(before) | {name: n - slept[name] for name, n in sleeps(device).items()} | end.parts
+            counted = since(before) | {name: n - slept[name] for name, n in sleeps(device).items()}
+            if end.calling is not None:
+                counted |= {"calling": end.calling, "waiting": max(0.0, seconds / run.count - end.calling)}
             if role == "target" or mode in ("ping-pong", "both-ways"):
                 end.wait(end.at)
                 check(end.payload, run.round)
