@@ -11,21 +11,25 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-long test-rdma bench-rdma check check-native setup format docs stubs clean
+.PHONY: demo test test-all test-long test-rdma bench-rdma check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
-# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs. TENSORWIRE_TEST_PATIENCE=4 make test: every
-# time limit four times as long.
+# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs. ARGS="-m 'slow or not slow' FILE": the slow
+# tests of a file, too. TENSORWIRE_TEST_PATIENCE=4 make test: every time limit four times as long.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
 test: setup
-	@$(if $(ARGS),,echo "All tests take 10 to 17 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
+	@$(if $(ARGS),,echo "The tests take about 10 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
 	$(PYTEST) $(ARGS)
 
-# More models, cuts, hosts and devices of the tests of graphs, and a thousand random programs: hours.
+# With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
+test-all: test
+	$(PYTEST) -m slow $(ARGS)
+
+# More models, cuts, hosts and devices of the tests of graphs, and a thousand random programs: about an hour.
 test-long: setup
-	TENSORWIRE_TEST_LONG=1 $(PYTEST) tests/torch/graph tests/graph $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.

@@ -73,6 +73,7 @@ def ours(records: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_device(sandbox: Sandbox) -> None:
     result, records = bench(sandbox, "device", "--sizes", "64,1MiB", "--peers", "zeromq", "--peer-python", "/bin/false")
     # On mapped memory a write is one copy; on tcp Tensorwire copies nothing. Neither asks nor registers anything.
@@ -99,6 +100,7 @@ def test_device(sandbox: Sandbox) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_edge(sandbox: Sandbox) -> None:
     result, records = bench(sandbox, "edge", "--sizes", "4KiB", "--peer-python", "/bin/false", "--markdown")
     for device, modes in (("shm", ("transfer-mapped", "whole-mapped")), ("tcp", ("transfer", "whole"))):
@@ -121,6 +123,7 @@ def test_edge(sandbox: Sandbox) -> None:
     assert {line.count("|") for line in table} == {10}
 
 
+@pytest.mark.slow
 def test_waiting(sandbox: Sandbox) -> None:
     _, records = bench(sandbox, "device", "--waiting", "--rounds", "1")
     assert [(r["device"], r["mode"], r["target"]) for r in records] == [
@@ -129,6 +132,7 @@ def test_waiting(sandbox: Sandbox) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_faults(sandbox: Sandbox) -> None:
     _, records = bench(sandbox, "faults", "--rounds", "1")
     assert [r["mode"] for r in records] == ["killed"] * 8 + ["stopped"] * 2
@@ -136,6 +140,7 @@ def test_faults(sandbox: Sandbox) -> None:
     assert "heartbeat 0.1 s, lost after 1 s" in records[-1]["workload"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_link")
 def test_link(sandbox: Sandbox) -> None:
     file = sandbox.folder / "figures.json"

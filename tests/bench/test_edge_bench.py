@@ -30,9 +30,16 @@ def find(name: str, device: str, nbytes: int, *, word: str = "transfer") -> Cont
     return contender
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("kind", ["tensorwire", "tensorwire, bounded", "tensorwire, dynamic"])
-@pytest.mark.parametrize("nbytes", [64, 300 * KIB])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "device"),
+    [
+        (300 * KIB, "tensorwire", "tcp"),
+        (64, "tensorwire, bounded", "shm"),
+        (64, "tensorwire, dynamic", "tcp"),
+        (300 * KIB, "tensorwire, dynamic", "shm"),
+    ],
+)
 def test_every_kind_of_edge(device: str, kind: str, nbytes: int) -> None:
     with nothing_kept(), Stage(find(kind, device, nbytes), CORES) as stage:
         for warm, count, word in ((1, 1, "transfer"), (2, 5, "whole"), (0, 4, "transfer"), (1, 2, "whole")):
@@ -41,6 +48,7 @@ def test_every_kind_of_edge(device: str, kind: str, nbytes: int) -> None:
         assert answers[1]["seconds"] > 0 == answers[0]["seconds"]
 
 
+@pytest.mark.slow
 def test_the_ends_alone_share_the_memory_of_the_static_edge() -> None:
     floor, ours = find("ends alone", "shm", 4 * KIB, word="whole"), find("tensorwire", "shm", 4 * KIB)
     assert (floor.commands, floor.word) == (ours.commands, "alone")
@@ -50,6 +58,7 @@ def test_the_ends_alone_share_the_memory_of_the_static_edge() -> None:
             assert seconds == [word == "alone", True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.name)
 def test_others_have_the_same_ends(other: object) -> None:
     name = getattr(other, "name")  # noqa: B009
@@ -60,6 +69,7 @@ def test_others_have_the_same_ends(other: object) -> None:
             assert stage.run(warm, count, word)[-1]["seconds"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "device"), [("C memcpy", "shm"), ("C flag", "shm"), ("C sockets", "tcp")])
 def test_streams_in_c(name: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

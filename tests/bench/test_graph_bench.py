@@ -40,6 +40,7 @@ def check_parts(details: dict[str, float]) -> None:
     assert total == pytest.approx(details["step"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
@@ -68,6 +69,7 @@ def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     assert ", ".join(["one process, zerocopy, copy", *calls]) in result.out
 
 
+@pytest.mark.slow
 def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
     result = bench(sandbox, "--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--markdown")
     assert result.status == 0, result.err
@@ -96,6 +98,7 @@ def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: 
 # ---- the trace that the parts come from
 
 
+@pytest.mark.slow
 def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
     with Team(Way("copy", "copy", "shm", actor="graph"), Cast("fcn5", 2, 0, TINY)) as team:
         team.run(1, 2)

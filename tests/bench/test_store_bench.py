@@ -35,6 +35,7 @@ def run(sandbox: Sandbox, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
     return result.err, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_store(sandbox: Sandbox) -> None:
     _, records = run(sandbox, "--device", "shm", "--peers", "none")
     modes = ["step-copied", "step-mapped", "exchange-copied", "exchange-mapped"]
@@ -48,6 +49,7 @@ def test_store(sandbox: Sandbox) -> None:
         assert "tiny" in record["workload"]
 
 
+@pytest.mark.slow
 def test_the_same_values_as_grpc() -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("needs grpcio, of which this process is to have no thread")
@@ -66,6 +68,7 @@ def test_the_same_values_as_grpc() -> None:
     assert values["tensorwire"] == values["grpc"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_link")
 def test_over_a_link(sandbox: Sandbox) -> None:
     said, records = run(sandbox, "--link", "1gbit")

@@ -79,6 +79,7 @@ def check_parts(details: dict[str, float]) -> None:
     assert min(details["update"], details["idle"]) >= 0
 
 
+@pytest.mark.slow
 def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
@@ -105,6 +106,7 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert "53,600,266" in result.out  # the table of sizes tells the whole models
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_link")
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     file = sandbox.folder / "figures.json"

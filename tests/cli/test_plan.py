@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tensorwire.cli import main
+from tests.levels import mostly_slow
 
 # As the papers' authors give them: MiB, variables, parameters, mean, median, largest, below 4 KiB, from 1 MiB on.
 PAPERS = {
@@ -46,7 +47,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", mostly_slow([*PAPERS], PAPERS.keys() - {"inception"}))
 def test_the_papers_figures(plan: Any, tmp_path: Path, name: str) -> None:
     file = tmp_path / "plan.json"
     status, out, _ = plan(name, "--inference", "--batch", "2", "--json", str(file))

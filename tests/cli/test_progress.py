@@ -84,6 +84,7 @@ def test_an_interrupt_is_one_line(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_an_interrupted_trace_is_one_line(sandbox: Sandbox) -> None:
     """In the user's own script, below layers of PyTorch."""
     model = sandbox.folder / "model.py"

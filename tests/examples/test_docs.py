@@ -15,6 +15,7 @@ import pytest
 
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
+from tests.levels import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +30,7 @@ PAGES = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks(page, "python
 
 
 @pytest.mark.usefixtures("allocator_built")  # what says that it builds it is no output of the page
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", mostly_slow(PAGES, {*PAGES} - {"torch", "graph", "from-ddp"}))
 def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) -> None:
     page = DOCS / f"{name}.md"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORWIRE_")}

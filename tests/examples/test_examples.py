@@ -42,7 +42,9 @@ def launchers() -> dict[str, tuple[list[str], int, int]]:
     return {"alone": ([], 1, 1), "run": (tensorwire, 2, 1), "torchrun": (torchrun, 2, 2)}
 
 
-@pytest.mark.parametrize("name", launchers())
+@pytest.mark.parametrize(
+    "name", ["run", pytest.param("alone", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_minimal_learns(name: str, tmp_path: Path) -> None:
     launcher, workers, servers = launchers()[name]
     said = NAMES.sub("", run([*launcher, *PYTHON, str(MINIMAL)], tmp_path))
@@ -74,8 +76,9 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("name", ["two_hosts", "experts"])
+@pytest.mark.parametrize(
+    ("name", "device"), [("two_hosts", "shm"), pytest.param("experts", "tcp", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("allocator_built")
 def test_models_over_two_hosts_learn(name: str, device: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / f"{name}.py")

@@ -84,8 +84,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         sandbox.close()
 
 
-@pytest.mark.parametrize("dies", ["step", "saving"])
-@pytest.mark.parametrize("resumed", [("--servers", "2"), ("--servers", "1", "--device", "tcp")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("dies", "resumed"),
+    [
+        ("saving", ("--servers", "1", "--device", "tcp")),
+        pytest.param("step", ("--servers", "2"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_training_goes_on_with_the_same_bits(
     sandbox: Sandbox, whole: dict[str, Any], dies: str, resumed: tuple[str, ...]
 ) -> None:
@@ -102,6 +107,7 @@ def test_a_killed_training_goes_on_with_the_same_bits(
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_all_workers_and_holds_when_resumed(sandbox: Sandbox, whole: dict[str, Any]) -> None:
     folder = sandbox.folder / "run"
     folder.mkdir()
@@ -126,6 +132,7 @@ def test_a_checkpoint_of_another_number_of_workers_is_refused(sandbox: Sandbox, 
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_it_runs_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLE), "--folder", str(tmp_path / "run"), "--epochs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -283,6 +283,7 @@ def test_ranks_by_hand_without_torch(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_under_torchrun(sandbox: Sandbox) -> None:
     result = torchrun(sandbox, 'print("met", job.broadcast("both"), job.all_reduce(1))').finish()
     assert result.status == 0, result.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.sandbox import Sandbox
 
 BODY = """
@@ -32,6 +34,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_closed_job_keeps_no_descriptors_of_its_memory(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script(BODY, init=False)).finish()
     assert (result.status, result.out.split()) == (0, ["kept", "0", "kept", "0"])

@@ -113,6 +113,7 @@ def test_the_group_ends_with_the_job() -> None:
     assert run_job(ends, servers=0).ok() == [False, False]
 
 
+@pytest.mark.slow
 def test_two_jobs_of_tensorwire_run_at_once(sandbox: Sandbox) -> None:
     script = sandbox.script(TOLD + REDUCES)
     for result in finish([sandbox.run(script, OMP_NUM_THREADS="1") for _ in range(2)]):
@@ -122,6 +123,7 @@ def test_two_jobs_of_tensorwire_run_at_once(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_torchrun_whose_agent_has_a_store_of_its_own(sandbox: Sandbox) -> None:
     body = TOLD + 'assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"\n' + REDUCES
     result = torchrun(sandbox, body).finish()
@@ -131,6 +133,7 @@ def test_torchrun_whose_agent_has_a_store_of_its_own(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_ranks_by_hand_and_slurm(sandbox: Sandbox) -> None:
     programs = by_hand(sandbox, TOLD + REDUCES)
     script = sandbox.script(TOLD + REDUCES)

@@ -198,7 +198,7 @@ def test_a_launcher_that_is_stopped_before_anybody_joined_is_named(sandbox: Sand
     sandbox.nothing_left()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
     body = """
         import torch

@@ -36,8 +36,11 @@ def trap(sandbox: Sandbox, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("safe_path", ["", "1"], ids=["", "PYTHONSAFEPATH"])
-@pytest.mark.parametrize("launcher", ["run", "alone"])
+@pytest.mark.parametrize(
+    ("launcher", "safe_path"),
+    [("run", ""), pytest.param("run", "1", marks=pytest.mark.slow), pytest.param("alone", "", marks=pytest.mark.slow)],
+    ids=["run", "run with PYTHONSAFEPATH", "alone"],
+)
 def test_no_process_of_a_job_imports_from_the_current_folder(sandbox: Sandbox, launcher: str, safe_path: str) -> None:
     folder = trap(sandbox, "msgspec", "numbers", "queue", "torch", "tensorwire")
     script = sandbox.script(TRAINS)

@@ -286,6 +286,7 @@ def test_torchrun(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_an_exception_under_torchrun(sandbox: Sandbox) -> None:
     result = torchrun(sandbox, RAISES).finish()
     assert result.status == 1
@@ -295,6 +296,7 @@ def test_an_exception_under_torchrun(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_an_interrupt_under_torchrun(sandbox: Sandbox) -> None:
     program = torchrun(sandbox, f"job.barrier(); print('ready', job.rank)\n{WAITS}")
     program.expect("ready 0", "ready 1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.sandbox import Sandbox
 
 TRAINS = """
@@ -21,6 +23,7 @@ def steps(number):
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_finishes_early_is_named_with_its_step(sandbox: Sandbox) -> None:
     result = sandbox.run(sandbox.script(TRAINS + "steps(3 if job.rank else 5)")).finish()
     assert result.one_line() == (

@@ -84,6 +84,7 @@ def hosts(sandbox: Sandbox) -> Iterator[Hosts]:
             _ip("netns", "del", name)
 
 
+@pytest.mark.slow
 def test_training_on_two_hosts(hosts: Hosts) -> None:
     script = hosts.sandbox.script(TRAIN)
     programs = [hosts.run(script, node) for node in (0, 1)]

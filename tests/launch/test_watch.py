@@ -130,6 +130,7 @@ def test_mistakes_are_refused_before_anything_starts(sandbox: Sandbox, options: 
     assert why in result.one_line()
 
 
+@pytest.mark.slow
 def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
     """Two stores take turns, one of them with overlap and clipping."""
     path, temporary = sandbox.folder / "trace.json", sandbox.folder / "temporary"

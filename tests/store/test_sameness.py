@@ -81,6 +81,7 @@ def test_a_job_whose_workers_read_the_same_says_so_once(sandbox: Sandbox) -> Non
     assert "DistributedSampler(dataset, num_replicas=job.num_workers, rank=job.rank)" in line
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_differ_says_nothing(sandbox: Sandbox) -> None:
     ended = sandbox.run(sandbox.script(TRAINS.format(what="(step + job.rank)"))).finish()
     assert (ended.status, ended.err) == (0, "")

@@ -84,6 +84,7 @@ def nothing() -> None:
     """A spawned worker has nothing of its parent's to misuse: a device cannot even be sent to it."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12: of a fork beside threads
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_beside_transfers(transfers: list[Transfer], context: str) -> None:

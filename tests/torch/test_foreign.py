@@ -180,7 +180,9 @@ def stock(module: Any, name: str, options: dict[str, Any], dtype: torch.dtype, w
     return {k: p.detach().to(dtype) for k, p in masters.items()}
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("shm", torch.float32), ("tcp", torch.float32), ("shm", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("tcp", torch.float32), pytest.param("shm", torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_they_have_the_bits_of_one_process(folder: str, device: str, dtype: torch.dtype) -> None:
     results = run_job(trained, folder, dtype, servers=2, device=device).ok()
     for at, (name, options) in enumerate(CASES):
@@ -328,6 +330,7 @@ def test_servers_that_have_another_file_say_so(folder: str) -> None:
     assert f"is not the {name_in(folder)} that workers have: install one everywhere" in str(ended.cause)
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_script_is_found_from_any_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     (sandbox.folder / "beside.py").write_text(MODULE)
     script = sandbox.script(

@@ -318,21 +318,25 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     return results("transformers", tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_lightnings_automatic_optimization(lightning: list[dict[str, Any]]) -> None:
     world, steps, rates = check(part(lightning, "lightning_automatic"))
     assert (world, steps, len(set(rates))) == (1, 8, 4)
 
 
+@pytest.mark.slow
 def test_lightnings_manual_optimization(lightning: list[dict[str, Any]]) -> None:
     world, steps, rates = check(part(lightning, "lightning_manual"))
     assert (world, steps, len(set(rates))) == (1, 8, 4)
 
 
+@pytest.mark.slow
 def test_lightning_goes_on_from_its_checkpoint(lightning: list[dict[str, Any]]) -> None:
     steps, rates = check(part(lightning, "lightning_resumed"))
     assert (steps, len(rates)) == (16, 8)
 
 
+@pytest.mark.slow
 def test_lightning_as_documented(lightning: list[dict[str, Any]]) -> None:
     check_recipe(lightning)
 
@@ -352,6 +356,7 @@ def test_accelerate_as_documented(accelerate: list[dict[str, Any]]) -> None:
     check_recipe(accelerate)
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None:
     world, history = check(part(transformers, "transformers_training"))
     assert world == 1
@@ -359,15 +364,18 @@ def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
 
 
+@pytest.mark.slow
 def test_the_trainer_goes_on_from_its_checkpoint(transformers: list[dict[str, Any]]) -> None:
     again, _ = check(part(transformers, "transformers_resumed"))
     assert again
 
 
+@pytest.mark.slow
 def test_transformers_as_documented(transformers: list[dict[str, Any]]) -> None:
     check_recipe(transformers)
 
 
+@pytest.mark.slow
 def test_accelerate_stays_alone_under_torchrun(sandbox: Sandbox) -> None:
     body = f"""
         import tensorwire as tw

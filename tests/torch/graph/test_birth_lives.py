@@ -265,6 +265,7 @@ def test_a_cycle_with_a_born_tensor_is_collected() -> None:
     assert alive() is None
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_born_tensors_alive(sandbox: Sandbox) -> None:
     script = sandbox.script(
         """

@@ -141,7 +141,14 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("t5", "shm"), ("clip", "shm"), ("mixtral", "tcp"), ("gpt2", "tcp"), ("experts", "shm")]
+    ("name", "device"),
+    [
+        ("experts", "shm"),
+        pytest.param("t5", "shm", marks=pytest.mark.slow),
+        pytest.param("clip", "shm", marks=pytest.mark.slow),
+        pytest.param("mixtral", "tcp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "tcp", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_makes_the_copies_that_its_plan_predicts(name: str, device: str) -> None:
     results = run_job(count, name, workers=2, servers=0, device=device).ok()

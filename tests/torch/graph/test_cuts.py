@@ -1,12 +1,11 @@
 """However a program is cut, its losses, outputs and gradients have the bits of one process that runs the same graph.
 
-Few programs here; ``TENSORWIRE_TEST_LONG=1`` (``make test-long``) has a thousand.
+Few programs; with those marked long (``make test-long``) they are a thousand.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +24,12 @@ from tests.torch.graph import cuts, watched
 from tests.torch.graph.graphs import analyzed, run
 from tests.torch.graph.together import Together
 
-LONG = os.environ.get("TENSORWIRE_TEST_LONG") == "1"
 BATCH = 10
-BATCHES = 100 if LONG else 3
-JOBS = 10 if LONG else 1  # of each kind
+
+
+def some(few: int, many: int) -> list[Any]:
+    """``many`` numbers, of which ``make test`` takes the first ``few``."""
+    return [*range(few), *(pytest.param(i, marks=pytest.mark.long) for i in range(few, many))]
 
 
 def cut(module: fx.GraphModule, seed: int, hosts: int, copies: bool) -> Analysis:
@@ -47,7 +48,7 @@ def differing(results: Sequence[Any], right: Sequence[Any]) -> list[int]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("batch", some(3, 100))
 def test_random_programs(batch: int) -> None:
     """A failure shows the seed and the program."""
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
@@ -101,7 +102,7 @@ def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("number", range(JOBS))
+@pytest.mark.parametrize("number", some(1, 10))
 @pytest.mark.parametrize(("device", "workers"), [("shm", 2), ("tcp", 3)])
 def test_random_programs_in_processes(device: str, workers: int, number: int) -> None:
     seeds = list(range(2000 + 6 * number, 2006 + 6 * number))
@@ -132,7 +133,7 @@ def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("number", range(JOBS))
+@pytest.mark.parametrize("number", some(1, 10))
 @pytest.mark.parametrize(("device", "workers"), [("shm", 2), ("tcp", 3)])
 def test_random_programs_that_are_compiled(device: str, workers: int, number: int) -> None:
     assert run_job(compiled, [workers + number], workers=workers, servers=0, device=device).ok() == [[]] * workers

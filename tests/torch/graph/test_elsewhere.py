@@ -20,6 +20,7 @@ from tensorwire.torch.graph import elsewhere as module
 from tensorwire.torch.graph.elsewhere import Elsewhere, elsewhere, hollow, lives, vacate
 from tensorwire.torch.graph.placement import owner_of
 from tests.jobs import run_job
+from tests.levels import mostly_slow
 from tests.torch.graph.recording import Recorder
 
 A, B = "worker:0", "worker:1"
@@ -340,7 +341,7 @@ MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow([*MODELS], MODELS.keys() - {"gpt2", "llama"}))
 def test_dynamo_captures_the_same_graphs_and_does_not_compile_again(name: str) -> None:
     here, there = both(*MODELS[name]())
     assert there.dynamo == here.dynamo
@@ -348,7 +349,7 @@ def test_dynamo_captures_the_same_graphs_and_does_not_compile_again(name: str) -
     assert len(here.graphs) == len({g.code for g in here.graphs}) > 0
 
 
-@pytest.mark.parametrize("name", ["net", "llama"])
+@pytest.mark.parametrize("name", ["net", pytest.param("llama", marks=pytest.mark.slow)])
 def test_without_torchs_private_name_the_operators_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.variables import builder
 

@@ -79,6 +79,7 @@ def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
     assert "output_graph.py" not in message
 
 
+@pytest.mark.slow
 def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
     message = run(sandbox, before='hosts["c"] = f"worker:{job.rank}"')
     first = message.splitlines()[0]
@@ -87,7 +88,7 @@ def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
     assert "addmm_2 = aten.addmm.default: worker:" in message
 
 
-@pytest.mark.parametrize("mode", ["zerocopy", "rpc"])
+@pytest.mark.parametrize("mode", ["zerocopy", pytest.param("rpc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "does"),
     [
@@ -104,7 +105,7 @@ def test_hosts_that_move_on(sandbox: Sandbox, fault: str, does: str, mode: str) 
     )
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> None:
     program = sandbox.run(sandbox.script(TRAIN.format(fault="pass", before="", mode="zerocopy")), "--servers", "0")
     program.expect("three 1", "three 0")
@@ -113,6 +114,7 @@ def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> Non
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_model_of_which_nothing_is_captured(sandbox: Sandbox) -> None:
     """It ran on every worker, and one of them says so."""
     script = sandbox.script(

@@ -1,20 +1,18 @@
 """Models that are cut over hosts give the bits of one process: losses, gradients and buffers, over several steps.
 
-One cut a model here; ``TENSORWIRE_TEST_LONG=1`` (``make test-long``) has more cuts, three hosts, and all devices.
+One cut a model; those marked long (``make test-long``) are more cuts, over three hosts too, and over all devices.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from tests.jobs import run_job
+from tests.levels import mostly_slow
 from tests.torch.graph import zoo
 from tests.torch.graph.training import gradients_of, train
-
-LONG = os.environ.get("TENSORWIRE_TEST_LONG") == "1"
 
 
 def check(name: str, results: list[dict[str, Any]]) -> None:
@@ -27,17 +25,18 @@ def check(name: str, results: list[dict[str, Any]]) -> None:
         assert (counted["rpcs"], counted["registrations"]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", zoo.ALL)
+@pytest.mark.parametrize("name", mostly_slow(zoo.ALL, ("gru", "gpt2")))
 def test_cut_over_two_hosts(name: str) -> None:
     check(name, run_job(train, name, None, 1, workers=2, servers=0, device="shm").ok())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gru", "llama"])
 def test_cut_over_three_hosts_over_tcp(name: str) -> None:
     check(name, run_job(train, name, None, 2, workers=3, servers=0, device="tcp").ok())
 
 
-@pytest.mark.skipif(not LONG, reason="the full matrix: make test-long")
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 @pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("seed", range(3, 8))

@@ -94,12 +94,14 @@ def use(job: tw.Job, options: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "copies": last.copies}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_graphs_that_live_long(device: str) -> None:
     results = run_job(use, {}, workers=2, servers=0, device=device).ok()
     assert [result["wrong"] for result in results] == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["copy", "rpc"])
 def test_other_ways_to_cross_give_the_same_bits(mode: str) -> None:
     results = run_job(use, {"mode": mode}, workers=2, servers=0).ok()
@@ -127,6 +129,7 @@ def clip(job: tw.Job) -> list[bool]:
     return same
 
 
+@pytest.mark.slow
 def test_clipping_by_the_norm_of_all_gradients() -> None:
     for same in run_job(clip, workers=3, servers=0).ok():
         assert same == [True] * 9
@@ -174,6 +177,7 @@ def place(job: tw.Job) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_parameters_only_where_they_are_used() -> None:
     zero, one = run_job(place, workers=2, servers=0).ok()
     assert zero["losses"] == one["losses"] == [True] * 3

@@ -20,7 +20,7 @@ from tests.jobs import run_job
 from tests.torch.graph import zoo
 
 Optimizer = tw.torch.StoreOptimizer
-DEVICES = [("shm", 2), ("tcp", 1), ("tcp", 2)]  # with that many servers
+DEVICES = [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.slow)]  # with that many servers
 
 
 class Net(torch.nn.Module):
@@ -138,8 +138,15 @@ def train(job: tw.Job, name: str) -> list[dict[str, int]]:
     return counted
 
 
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-@pytest.mark.parametrize("name", ["fcn5", "gpt2", "inception"])
+@pytest.mark.parametrize(
+    ("name", "device", "servers"),
+    [
+        ("fcn5", "tcp", 2),
+        pytest.param("gpt2", "shm", 2, marks=pytest.mark.slow),
+        pytest.param("gpt2", "tcp", 1, marks=pytest.mark.slow),
+        pytest.param("inception", "tcp", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_copies_nothing(name: str, device: str, servers: int) -> None:
     for counted in run_job(train, name, device=device, servers=servers).ok():
         assert counted[0]["copies"] > 0  # the first run shows what each operator allocates

@@ -89,9 +89,14 @@ def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, 
 @pytest.mark.parametrize(
     ("device", "births", "ways"),
     [
-        ("shm", "on", [(False, "zerocopy"), (True, "zerocopy"), (False, "copy"), (False, "rpc")]),
         ("tcp", "on", [(False, "zerocopy"), (True, "zerocopy")]),
-        ("shm", "off", [(False, "zerocopy")]),
+        pytest.param(
+            "shm",
+            "on",
+            [(False, "zerocopy"), (True, "zerocopy"), (False, "copy"), (False, "rpc")],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("shm", "off", [(False, "zerocopy")], marks=pytest.mark.slow),
     ],
 )
 def test_the_mean_over_tokens(device: str, births: str, ways: list[tuple[bool, str]]) -> None:
@@ -110,6 +115,7 @@ def pictures(job: tw.Job) -> list[list[str]]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_norm_between_convolutions() -> None:
     assert run_job(pictures, workers=2, servers=0).ok() == [[[]] * 4] * 2
 
