@@ -12,14 +12,13 @@ import platform
 import secrets
 import shutil
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from tensorwire.device.interfaces import interface_address
 from tensorwire.doctor.findings import Finding, Level, Section, in_words
 
 _FUTEX_WAITV = 449  # the same on every architecture
-_SIOCGIFADDR = 0x8915
 
 
 def _try(name: str, what: Callable[[], str], level: Level, advice: str) -> Finding:
@@ -106,17 +105,11 @@ def interfaces() -> Section:
 
 
 def _interface(name: str) -> Finding:
-    addresses = [*_ipv4(name), *_ipv6(name)]
+    ipv4 = interface_address(name)
+    addresses = [*([ipv4] if ipv4 else []), *_ipv6(name)]
     rate = _rate(name)
     words = [", ".join(addresses) or "no address", f"{rate} Mbit/s" if rate else "rate unknown", _state(name)]
     return Finding(name, "; ".join(words), number=rate)
-
-
-def _ipv4(name: str) -> list[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-        return [socket.inet_ntoa(answer[20:24])]
-    return []
 
 
 def _ipv6(name: str) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import operator
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tensorwire.control.address import split_address
 from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, seconds, whole
+from tensorwire.device.interfaces import interface_address
 from tensorwire.errors import ArgumentError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -129,16 +128,6 @@ def is_loopback(address: str) -> bool:
     """Whether ``HOST:PORT`` stays on this machine."""
     host, _ = split_address(address)
     return host in LOOPBACK or host.startswith("127.")
-
-
-def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None where it has none, or does not exist."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            packed = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-        except OSError:
-            return None
-    return socket.inet_ntoa(packed[20:24])
 
 
 def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> str:

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from tensorwire.control.address import split_address
+from tensorwire.device.interfaces import interface_address
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.launch.place import interface_address
 
 _OURS = ("rank", "world_size", "store", "init_method")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own

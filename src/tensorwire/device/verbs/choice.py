@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tensorwire.device.interfaces import interface_address
 from tensorwire.device.verbs.library import DEVICES
 from tensorwire.device.verbs.ports import ACTIVE, INFINIBAND, Gid, Port
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 
 PORT, GID_INDEX = "TENSORWIRE_VERBS_PORT", "TENSORWIRE_VERBS_GID_INDEX"
-_SIOCGIFADDR = 0x8915
 _NO_DEVICE = (
     f"no RDMA device here ({DEVICES} lists none): load the driver of the NIC (such as modprobe mlx5_ib); without a "
     "NIC, Soft-RoCE does it in software (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0)"
@@ -167,7 +164,7 @@ class _Place:
             address = str(ipaddress.ip_address(near or ""))
         except ValueError:
             return cls("", "")
-        return cls(address, next((name for name in _interfaces() if _address(name) == address), ""))
+        return cls(address, next((name for name in _interfaces() if interface_address(name) == address), ""))
 
     def distance(self, gid: Gid) -> int:
         """0: it is this address; 1: it is on the same interface."""
@@ -186,10 +183,3 @@ class _Place:
 
 def _interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
-
-
-def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        return socket.inet_ntoa(answer[20:24])
-    return ""
