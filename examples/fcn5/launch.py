@@ -13,13 +13,15 @@ from rich.console import Console
 
 from tensorwire.bench.machine import MALLOC
 from tensorwire.errors import ArgumentError
+from tensorwire.launch.start import module_command
 
 
 def start(launcher: list[str], script: list[str], folder: str, **more: str) -> int:
     """Runs the job, with ``more`` in its environment; the trace comes into ``folder``. Returns the exit status."""
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TENSORWIRE_TRACE": folder, **more}
     # --no-prefix: worker 0 draws its own progress on our terminal.
-    command = [sys.executable, "-m", "tensorwire.cli", "run", "--no-prefix", *launcher, "--", sys.executable, *script]
+    run = module_command("tensorwire.cli", "run", "--no-prefix", *launcher)
+    command = [*run, "--", sys.executable, *script]
     # In a session of its own, so that Ctrl-C reaches it once: from here.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
