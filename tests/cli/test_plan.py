@@ -275,7 +275,7 @@ def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
 
 def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "text"))
+    code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "console"))
     (tmp_path / "mlp.py").write_text(code)
     _, out, _ = plan(str(tmp_path / "mlp.py"))
 
