@@ -208,7 +208,7 @@ def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
         with job.uneven():
             while not os.path.exists(sys.argv[0] + "-on"):
                 optimizer.zero_grad()
-                model(torch.ones(1, 200)).sum().backward()
+                model(torch.full((1, 200), 1.0 + job.rank)).sum().backward()
                 optimizer.step()
         print("done", job.rank)
     """
