@@ -43,7 +43,7 @@ def launchers() -> dict[str, tuple[list[str], int, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["run", pytest.param("alone", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)]
+    "name", ["run", pytest.param("alone", marks=pytest.mark.long), pytest.param("torchrun", marks=pytest.mark.slow)]
 )
 def test_minimal_learns(name: str, tmp_path: Path) -> None:
     launcher, workers, servers = launchers()[name]

@@ -120,7 +120,7 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
     assert record["returned_bytes"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_training_with_a_store_on_grpc_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     figures = tmp_path / "figures.json"
@@ -146,7 +146,7 @@ def test_comparing_without_grpc_is_one_line_and_status_2(tmp_path: Path) -> None
     assert done.stderr == "tensorwire: --compare grpc needs grpcio: .venv/bin/pip install grpcio\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_missed_gate_is_one_line_and_a_failure(tmp_path: Path) -> None:
     options = ["--data", "digits", "--width", "1", "--seconds", "1", "--workers", "1"]
     done = start([str(FOLDER / "demo.py"), *options], tmp_path)

@@ -117,7 +117,8 @@ def address() -> None:
     loaded = "import tensorwire._native as n, sys; sys.exit('/build/address/' not in n.__file__)"
     run(sys.executable, "-c", loaded, environment=environment)
     must_find("AddressSanitizer: heap-buffer-overflow", sys.executable, "-c", OVERFLOW, environment=environment)
-    run(sys.executable, "-m", "pytest", "--capture=sys", "-k", IMPOSSIBLE, *TESTS, environment=environment)
+    files = ("-n", "2", "--dist", "loadfile")  # two at a time
+    run(sys.executable, "-m", "pytest", *files, "--capture=sys", "-k", IMPOSSIBLE, *TESTS, environment=environment)
 
 
 def main() -> None:

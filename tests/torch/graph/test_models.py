@@ -31,9 +31,8 @@ def test_cut_over_two_hosts(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gru", "llama"])
-def test_cut_over_three_hosts_over_tcp(name: str) -> None:
-    check(name, run_job(train, name, None, 2, workers=3, servers=0, device="tcp").ok())
+def test_cut_over_three_hosts_over_tcp() -> None:
+    check("llama", run_job(train, "llama", None, 2, workers=3, servers=0, device="tcp").ok())
 
 
 @pytest.mark.long
