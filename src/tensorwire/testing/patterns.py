@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion, View
+from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
 from tensorwire.testing.patience import patient
 
 SECONDS = patient(60.0)  # for waits that must end long before
+# How a connection to a device that has gone fails: nobody listens, or by now somebody else has its port.
+GONE = (PeerLost, AuthenticationError, ProtocolError)
 SLOTS = 4  # of an exchange: enough for nobody to wait for credit
 HEAD = 64  # the signal word's own line
 

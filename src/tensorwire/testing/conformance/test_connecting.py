@@ -6,7 +6,7 @@ import pytest
 
 from tensorwire.errors import ArgumentError, PeerLost
 from tensorwire.testing.fixtures import InThread, Pair
-from tensorwire.testing.patterns import SECONDS, noise
+from tensorwire.testing.patterns import GONE, SECONDS, noise
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import Spec
 
@@ -15,7 +15,7 @@ def test_a_device_that_is_gone_cannot_be_reached(spec: Spec) -> None:
     with spec.make() as device:
         address = device.address
     with spec.make() as other:
-        with pytest.raises(PeerLost):
+        with pytest.raises(GONE):
             other.connect(address, timeout=SECONDS)
         with pytest.raises(PeerLost):
             device.connect(other.address, timeout=SECONDS)

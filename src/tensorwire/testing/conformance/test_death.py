@@ -14,7 +14,7 @@ import pytest
 
 from tensorwire.errors import PeerLost
 from tensorwire.testing.fixtures import FarPair, InThread
-from tensorwire.testing.patterns import SECONDS, array, until_asleep
+from tensorwire.testing.patterns import GONE, SECONDS, array, until_asleep
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import Spec
 
@@ -108,7 +108,7 @@ def test_other_channels_outlive_a_death(far: FarPair) -> None:
         until_lost(far)
         channel.signal(remote.view(), 7).wait(SECONDS)
         assert other.call("content", remote.key, 0, 8) == b"\x07" + bytes(7)
-        with pytest.raises(PeerLost):
+        with pytest.raises(GONE):
             far.device.connect(far.peer.address, timeout=SECONDS)
 
 
