@@ -120,7 +120,7 @@ def huge(job: tw.Job, names: list[str], thread: bool) -> list[dict[str, torch.Te
     return train(job, names, thread, max_grad_norm=1e30)
 
 
-@pytest.mark.parametrize(("device", "servers", "thread"), [("shm", 1, False), ("tcp", 2, True)])
+@pytest.mark.parametrize(("device", "servers", "thread"), [("shm", 1, False), ("shm", 1, True), ("tcp", 2, True)])
 def test_no_worker_reads_what_may_be_updated(device: str, servers: int, thread: bool) -> None:
     names = list(zoo.MODELS)
     ended = run_job(huge, names, thread, device=device, servers=servers, prepare=poison)

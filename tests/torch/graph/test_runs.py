@@ -95,8 +95,9 @@ def use(job: tw.Job, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_graphs_that_live_long() -> None:
-    results = run_job(use, {}, workers=2, servers=0, device="shm").ok()
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_graphs_that_live_long(device: str) -> None:
+    results = run_job(use, {}, workers=2, servers=0, device=device).ok()
     assert [result["wrong"] for result in results] == [[], []]
 
 
