@@ -11,6 +11,7 @@ import torch
 
 from tensorwire.device import RemoteView
 from tensorwire.edge import DynamicConsumer, DynamicProducer, Lease, Pool, Ring, Spec
+from tensorwire.edge.header import HEADER
 from tensorwire.edge.pool import block_nbytes
 from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
@@ -258,10 +259,10 @@ def test_slabs_come_and_go(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        (96 + 7, 9, "malformed header"),
-        (128, 2**40, "malformed header"),
-        (96 + 16, 2**50, "malformed|refused"),
-        (96 + 6, 3, "same kind"),
+        (40 + 7, 9, "malformed header"),
+        (24, 2**40, "malformed header"),
+        (40 + 16, 2**50, "malformed|refused"),
+        (40 + 6, 3, "same kind"),
     ],
 )
 def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: int, why: str) -> None:
@@ -274,12 +275,12 @@ def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: int, why: st
         producer.send(step, filled(producer, step), SPEC)
         producer.flush(SECONDS)
         consumer._ring.inbox.region.wait(0, step, SECONDS, pair.back)
-        header = consumer._ring.memory[consumer._ring.ring.slot(step - 1) :][:192]
+        header = consumer._ring.memory[consumer._ring.ring.slot(step - 1) :][:HEADER]
         right = bytes(header)
-        size = 8 if field in (128, 112) else 1
+        size = 8 if field in (24, 56) else 1
         header[field : field + size] = value.to_bytes(size, "little")
-        if field == 112:  # a region said to be larger than it is
-            header[128:136] = (2**49).to_bytes(8, "little")
+        if field == 56:  # a region said to be larger than it is
+            header[24:32] = (2**49).to_bytes(8, "little")
         with pytest.raises((ProtocolError, RemoteAccessError), match=why):
             consumer.receive(step, SECONDS)
         header[:] = right

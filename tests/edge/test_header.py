@@ -26,6 +26,7 @@ from tensorwire.edge.header import (
     pack_error,
     pack_tensor,
     pack_value,
+    step_of,
     unpack,
 )
 from tensorwire.edge.tensor import DTYPES
@@ -68,6 +69,34 @@ def test_tensors_come_out_as_they_went_in(shape: tuple[int, ...], dtype: str, st
     header = unpack(slot, AT, ANY)
     assert (header.spec, header.region, header.offset) == (spec, region, at)
     assert set(slot[:AT]) == {0xA5}, "it wrote in front of the header"
+
+
+@PROPERTY
+@given(data=st.data(), shape=shapes, dtype=dtypes)
+def test_strides_come_out_as_they_went_in(data: st.DataObject, shape: tuple[int, ...], dtype: str) -> None:
+    lengths = st.lists(st.integers(0, 2**20), min_size=len(shape), max_size=len(shape)).map(tuple)
+    spec, slot = Spec(shape, dtype, data.draw(lengths)), room()
+    pack_tensor(slot, AT, 1, spec, offset=192)
+    header = unpack(slot, AT, ANY, memory=192 + spec.nbytes)
+    assert (header.spec, header.nbytes, header.offset) == (spec, spec.nbytes, 192)
+    with pytest.raises(ProtocolError):
+        unpack(slot, AT, ANY, memory=191 + spec.nbytes)
+
+
+def test_strides_of_a_contiguous_tensor_are_none() -> None:
+    assert Spec((2, 0, 3), "int8", (3, 3, 1)) == Spec((2, 0, 3), "int8")
+    assert Spec((2, 3), "float32", (1, 2)).nbytes == 24
+    assert Spec((2, 3), "float32", (8, 1)).nbytes == 44  # gaps included
+    assert Spec((4, 3), "float32", (0, 1)).nbytes == 12  # expanded: its memory, once
+    assert Spec((4, 0), "float32", (9, 1)).nbytes == 0
+    for strides in ((1,), (1, -1), (1, 1, 1)):
+        with pytest.raises(ArgumentError, match="one stride per dimension"):
+            Spec((2, 2), "int8", strides)
+
+
+def test_the_step_can_be_read_alone() -> None:
+    slot = packed("x", 2**64 - 1)
+    assert step_of(slot, AT) == 2**64 - 1
 
 
 @PROPERTY
@@ -166,7 +195,7 @@ def test_random_bytes_are_refused(data: bytes, begin: bool) -> None:
     slot = room()
     slot[AT : AT + HEADER] = data
     if begin:
-        slot[AT : AT + 6] = b"TWEH\x01\x01"
+        slot[AT : AT + 6] = b"TWEH\x02\x01"
     try:
         valid(slot, ANY)
     except ProtocolError:
@@ -185,7 +214,7 @@ def test_what_was_changed_on_the_way_is_refused_or_whole(data: st.DataObject) ->
     else:
         pack_value(slot, AT, 1, data.draw(values))
     for _ in range(data.draw(st.integers(1, 3))):
-        slot[AT + data.draw(st.integers(0, 135))] = data.draw(st.integers(0, 255))
+        slot[AT + data.draw(st.integers(0, 199))] = data.draw(st.integers(0, 255))
     try:
         valid(slot, ANY)
     except ProtocolError:
@@ -208,26 +237,32 @@ REGION = RemoteRegion("shm", 7, 24, "read").pack()
 # Where the fields lie: docs/edges.md.
 MALFORMED = {
     "another magic": changed(tensor(), 0, b"TWEG"),
-    "another version": changed(tensor(), 4, b"\x02"),
+    "another version": changed(tensor(), 4, b"\x01"),
     "kind 0": changed(packed(None), 5, b"\x00"),
     "kind 9": changed(packed(None), 5, b"\x09"),
     "an unknown dtype": changed(tensor(), 6, bytes([len(DTYPES)])),
     "rank 9": changed(tensor(), 7, b"\x09"),
     "a rank that hides a length": changed(tensor(), 7, b"\x01"),
-    "a product that is not nbytes": changed(tensor(), 24, b"\x03"),
+    "a product that is not nbytes": changed(tensor(), 72, b"\x03"),
     "nbytes that is not the product": changed(tensor(), 16, b"\x19"),
-    "a product that overflows": changed(tensor(), 24, (2**63).to_bytes(8, "little")),
-    "an overflow beside an empty dimension": changed(tensor(Spec((0, 3), "int8")), 32, b"\xff" * 8),
-    "a tensor with a value": changed(tensor(), 88, b"\x01"),
-    "no region": changed(tensor(region=REGION), 96, b"PWRR"),
-    "a region that is too short": changed(tensor(region=REGION), 128, b"\x01"),
-    "an offset that overflows": changed(tensor(region=REGION), 128, b"\xff" * 8),
-    "an offset into no region": changed(tensor(), 128, b"\x01"),
-    "a value with a shape": changed(packed(1), 24, b"\x01"),
+    "a product that overflows": changed(tensor(), 72, (2**63).to_bytes(8, "little")),
+    "an overflow beside an empty dimension": changed(tensor(Spec((0, 3), "int8")), 80, b"\xff" * 8),
+    "strides that reach further than nbytes": changed(tensor(), 136, b"\x04"),
+    "a stride behind the rank": changed(tensor(), 152, b"\x01"),
+    "a stride that overflows": changed(tensor(Spec((1, 3), "int8")), 136, b"\xff" * 8),
+    "a stride that overflows beside an empty dimension": changed(tensor(Spec((0, 3), "int8")), 144, b"\xff" * 8),
+    "a tensor with a value": changed(tensor(), 32, b"\x01"),
+    "no region": changed(tensor(region=REGION), 40, b"PWRR"),
+    "a region that is too short": changed(tensor(region=REGION), 24, b"\x01"),
+    "an offset that overflows": changed(tensor(region=REGION), 24, b"\xff" * 8),
+    "an offset into no region": changed(tensor(), 24, b"\x01"),
+    "a value with a shape": changed(packed(1), 72, b"\x01"),
+    "a value with strides": changed(packed(1), 136, b"\x01"),
     "a value with a payload": changed(packed(1), 16, b"\x01"),
-    "a value with a region": changed(packed(1), 96, REGION),
-    "a bool that is 2": changed(packed(True), 88, b"\x02"),
-    "a None that is 1": changed(packed(None), 88, b"\x01"),
+    "a value with an offset": changed(packed(1), 24, b"\x01"),
+    "a value with a region": changed(packed(1), 40, REGION),
+    "a bool that is 2": changed(packed(True), 32, b"\x02"),
+    "a None that is 1": changed(packed(None), 32, b"\x01"),
     "a text that is too long": changed(packed("x" * TEXT), 16, (TEXT + 1).to_bytes(8, "little")),
     "a text of 2**63 bytes": changed(packed("x"), 16, (2**63).to_bytes(8, "little")),
     "a text that is no UTF-8": changed(packed("x"), HEADER, b"\xff"),

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.edge import NO_VALUE, BoundedConsumer, DynamicConsumer, Received, Ring, Spec
+from tensorwire.edge.header import HEADER
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProducerFailed, ProtocolError, RegionClosed, WaitTimeout
 from tensorwire.observe import counters
@@ -223,7 +224,7 @@ def test_steady_state_costs_nothing(pair: Pair, kind: str) -> None:
     if mapped:
         assert (done.mapped_bytes, done.bytes) == (payload, 0)
     else:
-        assert (done.mapped_bytes, done.bytes) == (0, payload + steps * (192 + 8))  # and the header, and a record
+        assert (done.mapped_bytes, done.bytes) == (0, payload + steps * (HEADER + 8))  # and the header, and a record
 
 
 def test_a_copy_is_counted(pair: Pair, kind: str) -> None:
@@ -407,11 +408,12 @@ def test_what_is_not_a_header(pair: Pair, kind: str) -> None:
     producer.flush(SECONDS)
     consumer._ring.inbox.region.wait(0, 1, SECONDS, pair.back)
     at = consumer._ring.ring.slot(0)
+    right = consumer._ring.memory[at + 4]
     consumer._ring.memory[at + 4] = 99
     for _ in range(2):
         with pytest.raises(ProtocolError, match="this version"):
             consumer.receive(1, SECONDS)
-    consumer._ring.memory[at + 4] = 1
+    consumer._ring.memory[at + 4] = right
     assert consumer.receive(1, SECONDS) == 1
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from tensorwire.edge.header import HEADER
 from tensorwire.graph import Analysis, Edge, Graph
 from tensorwire.graph.ir import GIVEN, Node
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC
-from tensorwire.graph.plan import PREFIX
 from tests.graph.programs import Program
 
 WORD = 8
@@ -96,7 +96,7 @@ class Host:
                 continue
             assert edge.slot is not None
             fresh = made[index] if isinstance(made, tuple) else made
-            at = edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+            at = edge.slot + (HEADER if edge.kind == BOUNDED else 0)
             born = self.outbox[at : at + fresh.nbytes].view(np.int64)
             born[:] = fresh
             made = tuple(born if i == index else one for i, one in enumerate(made)) if isinstance(made, tuple) else born
@@ -125,7 +125,7 @@ class Host:
             span = (at + edge.offset, at + edge.offset + (edge.nbytes or 0))
         else:
             values = np.atleast_1d(np.asarray(value, np.int64))
-            header = PREFIX if edge.kind == BOUNDED else 0
+            header = HEADER if edge.kind == BOUNDED else 0
             self.outbox[at : at + header].view(np.int64)[:1] = len(values)
             self.outbox[at + header : at + header + values.nbytes].view(np.int64)[:] = values
             span = (at, at + header + values.nbytes)
@@ -148,7 +148,7 @@ class Host:
             return int(memory[at : at + WORD].view(np.int64)[0])
         if edge.kind == BOUNDED:
             length = int(memory[at : at + WORD].view(np.int64)[0])
-            return memory[at + PREFIX : at + PREFIX + WORD * length].view(np.int64)
+            return memory[at + HEADER : at + HEADER + WORD * length].view(np.int64)
         length = edge.spec.elements
         assert length is not None
         if edge.kind == STATIC:

@@ -116,7 +116,7 @@ def test_json_holds_all_of_it() -> None:
         "offset": 0,
         "lent": False,
         "if_small": False,
-        "layout": 320,
+        "header": 512,
     }
     assert written["edges"][4]["spec"]["shape"] == [{"text": "s0", "most": 100}, 4]
     assert (written["edges"][5]["nbytes"], written["edges"][5]["slot"]) == (None, None)

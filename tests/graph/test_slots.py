@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorwire.edge.header import HEADER
 from tensorwire.graph import Plan, analyze
-from tensorwire.graph.plan import LAYOUT
 from tests.graph.programs import Writer
 from tests.graph.simulator import Simulation
 from tests.graph.sketch import Sketch
@@ -100,9 +100,9 @@ def test_an_outbox_is_as_long_as_its_fullest_moment_in_whole_pages() -> None:
         s.op(f"x{i}", *([f"y{i - 1}"] if i else []), on="a", shape=(1024,))
         s.op(f"y{i}", f"x{i}", on="b", shape=(1025,))
     found = plan(s)
-    ends = {host: max(e.layout for e in found.edges if e.source == host and e.layout is not None) for host in "ab"}
-    assert ends == {"a": 4096 + 99 * LAYOUT, "b": 4160 + 98 * LAYOUT}  # behind the slots of all
-    assert found.outbox == tuple((host, -(-(end + LAYOUT) // 4096) * 4096) for host, end in ends.items())
+    ends = {host: max(e.header for e in found.edges if e.source == host and e.header is not None) for host in "ab"}
+    assert ends == {"a": 4096 + 99 * HEADER, "b": 4160 + 98 * HEADER}  # behind the slots of all
+    assert found.outbox == tuple((host, -(-(end + HEADER) // 4096) * 4096) for host, end in ends.items())
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,7 +1,7 @@
-"""The header of edges whose tensors vary: what lies in a slot this step, in a fixed, versioned, little-endian form.
+"""The header: what crosses in this step, in a fixed, versioned, little-endian form. It is the only one on the wire.
 
-It is either a tensor, whose payload lies behind the header (bounded edges) or in a region of the producer (dynamic
-edges), or a value or an error, which lie in the header and right behind it. docs/edges.md has the layout.
+It describes a tensor, with its strides, or holds a value or an error. The payload lies behind the header, in a region
+of the producer, or elsewhere in memory that both ends know. docs/edges.md has the layout.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import traceback
 from typing import NamedTuple, Union
 
 from tensorwire.device import RemoteRegion
-from tensorwire.edge.tensor import DTYPES, Spec
+from tensorwire.edge.tensor import DTYPES, Spec, contiguous
 from tensorwire.errors import ArgumentError, ProtocolError
 
-HEADER = 192  # bytes; what follows is aligned like the slot
+HEADER = 256  # bytes; what follows is aligned like the slot
 TEXT = 1024  # bytes of a string or of an error's message, in UTF-8
 MOST_DIMENSIONS = 8
 _MOST_BYTES = 2**63  # so that no length or offset overflows, in whatever reads it
 
 _MAGIC = b"TWEH"
-_VERSION = 1
-# magic, version, kind, dtype and rank, step, bytes of payload, lengths, value, remote region, offset in it
-_WIRE = struct.Struct("<4sBB2sQQ64s8s32sQ")
-_INT, _FLOAT, _LENGTHS = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<8Q")
-_NO_TYPE, _FLAT, _NOTHING, _NOWHERE = bytes(2), bytes(64), bytes(8), bytes(32)
+_VERSION = 2
+# magic, version, kind, dtype and rank, step, bytes of payload, offset, value, remote region, lengths and strides
+_WIRE = struct.Struct("<4sBB2sQQQ8s32s128s56x")
+_STEP = struct.Struct("<8xQ")
+_INT, _FLOAT, _SHAPE = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<16Q")
+_NO_TYPE, _FLAT, _NOTHING, _NOWHERE = bytes(2), bytes(128), bytes(8), bytes(32)
+assert _WIRE.size == HEADER
 _NAMES = tuple(DTYPES)
 
 # What a step carries: plain numbers, since an enumeration's cost more than all the rest of a header.
@@ -63,13 +65,24 @@ class Header(NamedTuple):
 
 
 def pack_tensor(slot: memoryview, at: int, step: int, spec: Spec, *, region: bytes = _NOWHERE, offset: int = 0) -> int:
-    """Writes the header of a tensor at ``slot[at:]``; how many bytes it takes.
+    """Writes the header of a tensor at ``slot[at:]``.
 
-    ``region``: a packed remote region, for a payload that lies there. Raises `ArgumentError` for more than 8
-    dimensions and for lengths that cannot be sent.
+    Args:
+        slot: The memory to write to.
+        at: Where the header begins in it.
+        step: The step that the tensor is of.
+        spec: What the tensor is.
+        region: The packed remote region that the payload lies in; by default the payload is near the header.
+        offset: Where the payload begins: in ``region``, else in the memory that both ends have agreed on.
+
+    Returns:
+        The bytes that the header takes.
+
+    Raises:
+        ArgumentError: For more than 8 dimensions, and for lengths that cannot be sent.
     """
-    dtype, nbytes, lengths = _described(spec)
-    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, TENSOR, dtype, step, nbytes, lengths, _NOTHING, region, offset)
+    dtype, nbytes, shape = _described(spec)
+    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, TENSOR, dtype, step, nbytes, offset, _NOTHING, region, shape)
     return HEADER
 
 
@@ -78,15 +91,22 @@ def _described(spec: Spec) -> tuple[bytes, int, bytes]:
     rank = len(spec.shape)
     if rank > MOST_DIMENSIONS:
         raise ArgumentError(f"an edge carries tensors of up to {MOST_DIMENSIONS} dimensions, not {spec}: reshape it")
-    if _reach(spec.shape, spec.dtype) >= _MOST_BYTES:
+    strides = contiguous(spec.shape) if spec.strides is None else spec.strides
+    if _reach(spec) >= _MOST_BYTES or any(stride >= _MOST_BYTES for stride in strides):
         raise ArgumentError(f"a tensor of an edge has less than 2**63 bytes, also without its empty dimensions: {spec}")
-    lengths = tuple(spec.shape) + (0,) * (MOST_DIMENSIONS - rank)
-    return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _LENGTHS.pack(*lengths)
+    rest = (0,) * (MOST_DIMENSIONS - rank)
+    return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _SHAPE.pack(*spec.shape, *rest, *strides, *rest)
 
 
-def _reach(shape: tuple[int, ...], dtype: str) -> int:
+def _reach(spec: Spec) -> int:
     """Bytes without the empty dimensions: what a reader may compute on the way to strides."""
-    return math.prod(length or 1 for length in shape) * DTYPES[dtype]
+    return max(math.prod(length or 1 for length in spec.shape) * DTYPES[spec.dtype], spec.nbytes)
+
+
+def step_of(slot: memoryview, at: int) -> int:
+    """The step of the header at ``slot[at:]``, unchecked: whether it is worth reading."""
+    step: int = _STEP.unpack_from(slot, at)[0]
+    return step
 
 
 def pack_value(slot: memoryview, at: int, step: int, value: Value) -> int:
@@ -136,34 +156,42 @@ def pack_error(slot: memoryview, at: int, step: int, error: BaseException | str)
 
 
 def _pack(slot: memoryview, at: int, kind: int, step: int, raw: bytes, text: bytes) -> int:
-    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, len(text), _FLAT, raw, _NOWHERE, 0)
+    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, len(text), 0, raw, _NOWHERE, _FLAT)
     slot[at + HEADER : at + HEADER + len(text)] = text
     return HEADER + len(text)
 
 
-def unpack(slot: memoryview, at: int, bound: int) -> Header:
-    """What lies at ``slot[at:]``; ``bound``: how many bytes of payload a tensor may have.
+def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
+    """What the header at ``slot[at:]`` says.
 
-    Every byte is read once, so that a peer who writes meanwhile changes nothing that was checked. Raises
-    `ProtocolError` for anything but what the functions above write.
+    Every byte is read once, so that a peer who writes meanwhile changes nothing that was checked.
+
+    Args:
+        slot: The memory that it lies in.
+        at: Where it begins.
+        bound: The most bytes of payload that a tensor may have.
+        memory: The bytes of the memory that an offset without a region is in; with 0 there is no such offset.
+
+    Raises:
+        ProtocolError: For anything but what the functions above write.
     """
     try:
-        magic, version, kind, dtype, step, nbytes, lengths, raw, packed, offset = _WIRE.unpack_from(slot, at)
+        magic, version, kind, dtype, step, nbytes, offset, raw, packed, shape = _WIRE.unpack_from(slot, at)
     except struct.error:
         raise ProtocolError(f"a slot of an edge begins with a header of {HEADER} bytes; this one is shorter") from None
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError("no header of this version of Tensorwire: the same version and kind of edge at both ends")
     if kind == TENSOR:
-        spec = _spec(dtype, nbytes, lengths)
+        spec = _spec(dtype, nbytes, shape)
         if nbytes > bound:
             raise ProtocolError(f"a tensor of {nbytes} bytes on an edge for {bound}: the same bound at both ends")
         if raw != _NOTHING:
             raise ProtocolError("malformed header: a tensor with a value")
         region = _region(packed)
-        if offset + nbytes > region.length if region is not None else offset:
-            raise ProtocolError(f"malformed header: {nbytes} bytes at {offset} of {region}")
+        if offset + nbytes > (memory if region is None else region.length) and (offset or region is not None):
+            raise ProtocolError(f"malformed header: {nbytes} bytes at {offset} of {region or memory}")
         return Header(kind, step, nbytes, spec, None, "", region, offset)
-    if dtype != _NO_TYPE or lengths != _FLAT or packed != _NOWHERE or offset:
+    if dtype != _NO_TYPE or shape != _FLAT or packed != _NOWHERE or offset:
         raise ProtocolError("malformed header: a value with a shape")
     if kind in (STRING, ERROR):
         text = _text(slot, at + HEADER, nbytes)
@@ -175,11 +203,12 @@ def unpack(slot: memoryview, at: int, bound: int) -> Header:
 
 @functools.lru_cache(maxsize=1024)
 def _spec(described: bytes, nbytes: int, packed: bytes) -> Spec:
-    (dtype, rank), lengths = described, _LENGTHS.unpack(packed)
-    if dtype >= len(_NAMES) or rank > MOST_DIMENSIONS or any(lengths[rank:]):
-        raise ProtocolError(f"malformed header: dtype {dtype} and lengths {lengths} of rank {rank}")
-    spec = Spec(lengths[:rank], _NAMES[dtype])
-    if _reach(spec.shape, spec.dtype) >= _MOST_BYTES or spec.nbytes != nbytes:
+    (dtype, rank), numbers = described, _SHAPE.unpack(packed)
+    lengths, strides = numbers[:MOST_DIMENSIONS], numbers[MOST_DIMENSIONS:]
+    if dtype >= len(_NAMES) or rank > MOST_DIMENSIONS or any(lengths[rank:]) or any(strides[rank:]):
+        raise ProtocolError(f"malformed header: dtype {dtype}, lengths {lengths} and strides {strides} of rank {rank}")
+    spec = Spec(lengths[:rank], _NAMES[dtype], strides[:rank])
+    if _reach(spec) >= _MOST_BYTES or max(strides) >= _MOST_BYTES or spec.nbytes != nbytes:
         raise ProtocolError(f"malformed header: {nbytes} bytes for {spec}")
     return spec
 

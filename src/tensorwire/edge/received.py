@@ -30,7 +30,7 @@ _CODES = {
 
 
 class Received:
-    """A tensor that arrived: ``memory`` holds the elements of ``spec``, contiguous, in the order of their indices.
+    """A tensor that arrived: ``memory`` holds the elements of ``spec``.
 
     The memory is its own until ``release()``, or until this object and everything that looks into the memory are gone:
     arrays and tensors made of it keep it. Usable as a context manager that releases it. ``numpy()`` and DLPack
@@ -59,7 +59,10 @@ class Received:
         """
         import numpy
 
-        array: numpy.ndarray[Any, Any] = numpy.ndarray(self.spec.shape, _numpy_dtype(self.spec), self.memory)
+        spec, strides = self.spec, None
+        if spec.strides is not None:
+            strides = [stride * DTYPES[spec.dtype] for stride in spec.strides]
+        array: numpy.ndarray[Any, Any] = numpy.ndarray(spec.shape, _numpy_dtype(spec), self.memory, strides=strides)
         return array
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -67,8 +70,11 @@ class Received:
 
         Raises:
             ArgumentError: After ``release()``, and for read-only memory without ``copy=True``: consumers would write.
+            Unsupported: For a tensor that does not lie contiguous: ``numpy()`` shows it.
         """
         memory: Any = self.memory
+        if self.spec.strides is not None:
+            raise Unsupported(f"DLPack shows contiguous tensors; {self.spec} is shown by numpy()")
         if options.get("copy"):
             memory = bytearray(memory)
             counters.add(copies=1, copied_bytes=self.spec.nbytes)
@@ -109,11 +115,12 @@ def _numpy_dtype(spec: Spec) -> Any:
         pass
     try:
         import ml_dtypes
-    except ImportError:
+
+        return numpy.dtype(getattr(ml_dtypes, spec.dtype))
+    except (ImportError, AttributeError):
         raise Unsupported(
             f"numpy has no {spec.dtype}: use torch.from_dlpack(received), or install the package ml_dtypes"
         ) from None
-    return numpy.dtype(getattr(ml_dtypes, spec.dtype))
 
 
 def value_of(header: Header) -> Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,23 +26,36 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and dtype of a tensor. ``dtype`` is the name that numpy and torch give it, such as ``bfloat16``.
+    """Shape, dtype and strides of a tensor.
 
-    Raises `ArgumentError` for a dtype that no edge carries, and for a negative length.
+    Attributes:
+        shape: Its lengths.
+        dtype: The name that numpy and torch give it, such as ``bfloat16``.
+        strides: In elements, one per dimension; None for a tensor that lies contiguous, in the order of its indices.
+
+    Raises:
+        ArgumentError: For a dtype that no edge carries, a negative length or stride, or another number of strides.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ArgumentError(f"an edge carries {', '.join(DTYPES)}; not {self.dtype!r}")
         if any(length < 0 for length in self.shape):
             raise ArgumentError(f"a tensor's lengths are 0 or more, not {self.shape}")
+        if self.strides is None:
+            return
+        if len(self.strides) != len(self.shape) or any(stride < 0 for stride in self.strides):
+            raise ArgumentError(f"a tensor has one stride per dimension, 0 or more; not {self.strides} of {self.shape}")
+        if self.strides == contiguous(self.shape):
+            object.__setattr__(self, "strides", None)
 
     @classmethod
     def of(cls, tensor: Any) -> Spec:
-        """The spec of a numpy array, a torch tensor, or anything else with ``shape`` and ``dtype``."""
+        """The spec of a contiguous copy of a numpy array, a torch tensor, or anything else with shape and dtype."""
         shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
         if shape is None or dtype is None:
             raise ArgumentError(f"a tensor has a shape and a dtype; {type(tensor).__name__} has not")
@@ -49,11 +63,26 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload."""
-        return math.prod(self.shape) * DTYPES[self.dtype]
+        """Bytes of payload: from the first element to behind the last, gaps included."""
+        if self.strides is None or 0 in self.shape:
+            return math.prod(self.shape) * DTYPES[self.dtype]
+        last = sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * DTYPES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        strided = "" if self.strides is None else f" with strides {list(self.strides)}"
+        return f"{self.dtype}{list(self.shape)}{strided}"
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor of that shape whose elements lie in the order of their indices.
+
+    As in torch, an empty dimension counts as one of length 1.
+    """
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(1, shape[dim])
+    return tuple(strides)
 
 
 def check_step(step: Any) -> None:

@@ -200,7 +200,7 @@ class Inflow:
         return self._now
 
     def receive_dynamic(self, edge: int, run: int, timeout: float) -> Received:
-        """Waits for ``edge``, which is dynamic: its prefix, and behind it the tensor."""
+        """Waits for ``edge``, which is dynamic."""
         received = self._patiently(lambda seconds: self._consumers[edge].receive(run, seconds), timeout)
         assert isinstance(received, Received)
         return received

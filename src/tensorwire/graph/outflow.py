@@ -153,9 +153,8 @@ class Outflow:
     def _moved_on(self) -> str:
         return moved_on(self.words.load(LINE * PLANNING), self._ledger.plans())
 
-    def send_dynamic(self, edge: int, run: int, lease: Lease, timeout: float) -> None:
+    def send_dynamic(self, edge: int, run: int, lease: Lease, spec: Spec, timeout: float) -> None:
         """Makes what lies in ``lease`` arrive as ``edge``, once the target has a place for its header."""
-        spec = Spec((lease.nbytes,), "uint8")
         self._patiently(lambda seconds: self.producers[edge].send(run, lease, spec, timeout=seconds), timeout)
 
     def plan_another(self, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tensorwire.edge.header import HEADER
 from tensorwire.graph.aliases import Aliases
 from tensorwire.graph.birth import Birth, births, callers
 from tensorwire.graph.copying import Copies, predicted
@@ -21,11 +21,7 @@ from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import PAGE, layout
 
-PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
 NUMBER = 8  # bytes of a number that is no tensor
-STAMP = 8  # bytes of the run that a layout is of
-AT = struct.Struct("<Q")  # in a layout, behind its stamp: where the tensor begins in the outbox
-LAYOUT = STAMP + AT.size + PREFIX  # bytes of a layout; the rest of it is as in front of a tensor whose shape varies
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +32,8 @@ class Edge:
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
     the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
     parameter, which lives in registered memory of its own, and is only read during a run. ``if_small``: of a tensor
-    that has more than ``nbytes`` in a run only the shape is sent. ``layout``: where in the outbox the source describes
-    a tensor that does not lie as ``spec`` and ``offset`` say; None where ``spec`` is not relied on.
+    that has more than ``nbytes`` in a run only the header is sent. ``header``: where in the outbox the source describes
+    a tensor that does not lie as ``spec`` and ``offset`` say; None where every run has a header, or needs none.
     """
 
     name: str
@@ -53,7 +49,7 @@ class Edge:
     offset: int
     lent: bool = False
     if_small: bool = False
-    layout: int | None = None
+    header: int | None = None
 
     def __str__(self) -> str:
         what = "a number" if self.spec is None else str(self.spec)
@@ -243,7 +239,7 @@ def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
 
 
 def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edge, ...], dict[str, int]]:
-    """The edges, those that rely on their spec with room for a layout behind the slots; and bytes of each outbox.
+    """The edges, those that rely on their spec with room for a header behind the slots; and bytes of each outbox.
 
     An operator may make other strides than its trace said: operators downstream compute the bits of one process only
     with the strides that are really there. So a source describes what differs, and moves nothing.
@@ -251,8 +247,8 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
     found, ends = [], dict(outbox)
     for edge in edges:
         if edge.spec is not None and edge.slot is not None and edge.kind in (STATIC, VALUE):
-            found.append(replace(edge, layout=ends[edge.source]))
-            ends[edge.source] += LAYOUT
+            found.append(replace(edge, header=ends[edge.source]))
+            ends[edge.source] += HEADER
         else:
             found.append(edge)
     return tuple(found), {host: -(-nbytes // PAGE) * PAGE for host, nbytes in ends.items()}
@@ -260,10 +256,10 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:
     if edge.kind == VALUE:
-        return BY_VALUE
+        return HEADER if edge.spec is None else BY_VALUE
     assert edge.nbytes is not None
     if edge.kind != STATIC:
-        return PREFIX + edge.nbytes
+        return HEADER + edge.nbytes
     return birth.nbytes if edge.birthplace else edge.nbytes
 
 

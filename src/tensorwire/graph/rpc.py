@@ -20,11 +20,13 @@ import msgspec
 import numpy
 
 from tensorwire.control import Member
+from tensorwire.edge import Spec
+from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
 from tensorwire.errors import PeerLost, Unsupported, WaitTimeout
 from tensorwire.extras import how_to_install
 from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.inflow import mismatch, moved_on
-from tensorwire.graph.plan import AT, LAYOUT, STAMP, Plan
+from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
@@ -193,23 +195,23 @@ class RpcWires:
         self.bank: Bank | None = Bank(0, self._outbox)
         self.held: Held | None = hold(self._outbox)
         self._sent: list[Any] = []
-        self._layouts: dict[int, memoryview] = {}  # of this run, by edge: those that were received
+        self._headers: dict[int, Header] = {}  # of this run, by edge: those that were received
 
     def begin(self) -> None:
         """Starts the next run."""
         self.run += 1
-        self._layouts.clear()
+        self._headers.clear()
 
-    def describe(self, index: int) -> memoryview:
+    def describe(self, index: int, spec: Spec, at: int) -> None:
         """As `Wires.describe`."""
-        return self._outbox[self._place(index) + STAMP :][: LAYOUT - STAMP]
+        pack_tensor(self._outbox, self._place(index), self.run, spec, offset=at)
 
-    def layout(self, index: int, held: Held) -> memoryview | None:
-        """As `Wires.layout`."""
-        return self._layouts.get(index)
+    def described(self, index: int, held: Held) -> Header | None:
+        """As `Wires.described`."""
+        return self._headers.get(index)
 
     def _place(self, index: int) -> int:
-        at = self.plan.edges[index].layout
+        at = self.plan.edges[index].header
         assert at is not None
         return at
 
@@ -217,12 +219,12 @@ class RpcWires:
         """Serialises edge ``index`` and calls each of its targets."""
         edge = self.plan.edges[index]
         assert edge.slot is not None
-        layout = b"" if at is None else bytes(self.describe(index))
+        header = b"" if at is None else bytes(self._outbox[self._place(index) :][:HEADER])
         at = edge.slot + edge.offset if at is None else at
         start = clock()
         for host in edge.targets:
             payload = self._outbox[at : at + nbytes]
-            future = self._calls.call(host, self.number, index, self.run, payload, layout)
+            future = self._calls.call(host, self.number, index, self.run, payload, header)
             self._sent.append(future)
             if spans.enabled:
                 self._trace(future, index)
@@ -238,11 +240,11 @@ class RpcWires:
         assert edge.slot is not None
         start = clock()
         check = lambda: self._check(edge.source)  # noqa: E731
-        layout, payload = self._calls.take(self.number, index, self.run, self._timeout, check)
+        header, payload = self._calls.take(self.number, index, self.run, self._timeout, check)
         at = edge.slot + edge.offset
-        if layout:
-            self._layouts[index] = layout
-            (at,) = AT.unpack_from(layout)
+        if header:
+            self._headers[index] = found = unpack(header, 0, payload.nbytes, 1 << 62)
+            at = found.offset
         memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
         memory[at:] = payload
         counters.add(copies=1, copied_bytes=payload.nbytes)

@@ -15,14 +15,12 @@ Words, all 8 bytes and growing:
 - ``returned``, one a target that maps, in the source's memory: the run after which it does not read what was lent.
 
 A tensor that does not lie as the plan says is described: behind the slots of a bank, each edge that relies on the plan
-has a layout, stamped with the run that it is of. In other runs nothing is written there: the stamp is that of an older
-run.
+has room for a header, which names the run that it is of. In other runs nothing is written there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
 import time
 from collections.abc import Callable, Collection
 
@@ -30,19 +28,19 @@ import msgspec
 
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region
-from tensorwire.edge import Lease, Pool, Received
+from tensorwire.edge import Lease, Pool, Received, Spec
+from tensorwire.edge.header import HEADER, Header, pack_tensor, step_of, unpack
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, Door, Inflow
 from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
-from tensorwire.graph.plan import LAYOUT, STAMP, Plan
+from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
-_STAMP = struct.Struct("<Q")
 _POLL = 0.005  # seconds between looks at two words at once
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
 
@@ -230,24 +228,23 @@ class Wires:
                 self._publish("out", host, bank.number, region.remote("write").pack())
         return bank
 
-    def describe(self, index: int) -> memoryview:
-        """Says that edge ``index`` does not lie as the plan says in this run; where to write how it does."""
-        at, bank = self.plan.edges[index].layout, self.bank
-        assert at is not None
+    def describe(self, index: int, spec: Spec, at: int) -> None:
+        """Says that edge ``index`` lies as ``spec`` in this run, at ``at`` in the bank, not as the plan says."""
+        header, bank = self.plan.edges[index].header, self.bank
+        assert header is not None
         assert bank is not None
-        _STAMP.pack_into(bank.memory, at, self.run)
-        return bank.memory[at + STAMP : at + LAYOUT]
+        pack_tensor(bank.memory, header, self.run, spec, offset=at)
 
-    def layout(self, index: int, held: Held) -> memoryview | None:
+    def described(self, index: int, held: Held) -> Header | None:
         """How edge ``index``, which was received as ``held``, lies; None: as the plan says."""
-        at = self.plan.edges[index].layout
-        if at is None or _STAMP.unpack_from(held.data, at)[0] != self.run:
+        at = self.plan.edges[index].header
+        if at is None or step_of(held.data, at) != self.run:
             return None
-        return held.data[at + STAMP : at + LAYOUT]
+        return unpack(held.data, at, held.nbytes, held.nbytes)
 
     def send(self, index: int, nbytes: int, at: int | None = None) -> None:
         """Makes edge ``index``, whose ``nbytes`` lie in the outbox, arrive at its targets. ``at``: where, if it was
-        described: its layout goes in front."""
+        described: its header goes in front."""
         edge, bank, start = self.plan.edges[index], self.bank, clock()
         assert bank is not None
         assert edge.slot is not None
@@ -255,8 +252,8 @@ class Wires:
             target = self._out[host]
             source = self._outboxes[bank.number][target.channel.device.name]
             if at is not None:
-                assert edge.layout is not None
-                target.put(self.run, source.view(edge.layout, LAYOUT), self._timeout)
+                assert edge.header is not None
+                target.put(self.run, source.view(edge.header, HEADER), self._timeout)
             where = edge.slot + edge.offset if at is None else at
             target.send(index, self.run, bank, source.view(where, nbytes), self._timeout)
         spans.add("push", self.run, start, clock(), self.what[index])
@@ -266,8 +263,8 @@ class Wires:
         target = self._out[self.plan.edges[index].targets[0]]
         return target.producers[index].room(nbytes, self._timeout)
 
-    def send_dynamic(self, index: int, lease: Lease) -> None:
-        """Makes edge ``index``, which lies in ``lease`` of ``room(index)``, arrive at its targets."""
+    def send_dynamic(self, index: int, lease: Lease, spec: Spec) -> None:
+        """Makes edge ``index``, which lies in ``lease`` of ``room(index)`` as ``spec``, arrive at its targets."""
         edge, start = self.plan.edges[index], clock()
         leases = {lease.slab.device.name: lease}
         for host in edge.targets:
@@ -277,7 +274,7 @@ class Wires:
                 leases[device] = other = target.producers[index].room(lease.nbytes, self._timeout)
                 other.memory[:] = memoryview(lease.hold)
                 counters.add(copies=1, copied_bytes=lease.nbytes)
-            target.send_dynamic(index, self.run, leases[device], self._timeout)
+            target.send_dynamic(index, self.run, leases[device], spec, self._timeout)
         spans.add("push", self.run, start, clock(), self.what[index])
 
     def receive_dynamic(self, index: int) -> Received:

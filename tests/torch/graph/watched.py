@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tensorwire.edge.header import HEADER
 from tensorwire.graph.kinds import BOUNDED, STATIC
-from tensorwire.graph.plan import PREFIX
 from tensorwire.torch.graph.post import Function, Post
 from tests.torch.graph.cuts import same_bits
 
@@ -39,7 +39,7 @@ class WatchedPost(Post):
         assert held is not None
         assert edge.slot is not None
         assert edge.spec is not None
-        place = held.ctypes.data + edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+        place = held.ctypes.data + edge.slot + (HEADER if edge.kind == BOUNDED else 0)
         assert value.untyped_storage().data_ptr() == place, f"{edge}: it was born elsewhere"
         assert (tuple(value.shape), str(value.dtype)) == (edge.spec.shape, f"torch.{edge.spec.dtype}")
         seen["births"] += 1

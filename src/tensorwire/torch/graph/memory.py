@@ -1,19 +1,14 @@
-"""Numbers and shapes in the memory of a bank."""
+"""How tensors lie in memory, and copies of them."""
 
 from __future__ import annotations
 
-import struct
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from tensorwire.edge import Spec
 from tensorwire.errors import Unsupported
-from tensorwire.graph.kinds import MOST_DIMENSIONS
-from tensorwire.graph.plan import AT, PREFIX
-
-_NUMBER = struct.Struct("<qd")
-_SHAPES = struct.Struct(f"<{2 * MOST_DIMENSIONS}q")
-assert _SHAPES.size == PREFIX
 
 
 def extent(size: Sequence[int]) -> int:
@@ -52,48 +47,14 @@ def fitting(value: torch.Tensor, nbytes: int) -> Iterator[tuple[int, ...]]:
         yield torch.empty_like(value, device="meta").stride()
 
 
-def write_number(memory: memoryview, value: float) -> None:
-    """An int, bool or float, for ``read_number``."""
-    whole = isinstance(value, int)
-    _NUMBER.pack_into(memory, 0, value if whole else 0, 0.0 if whole else value)
-    memory[16] = whole
+def actual_spec(value: torch.Tensor) -> Spec:
+    """What ``value`` is, and how it lies."""
+    return _actual_spec(value.shape, value.dtype, value.stride())
 
 
-def read_number(memory: memoryview) -> int | float:
-    """What ``write_number`` wrote; a bool comes as an int."""
-    whole: int
-    broken: float
-    whole, broken = _NUMBER.unpack_from(memory)
-    return whole if memory[16] else broken
-
-
-def write_shape(memory: memoryview, value: torch.Tensor) -> None:
-    """Lengths and strides of a tensor, in front of it. Raises `Unsupported` for more than 8 dimensions."""
-    if value.dim() > MOST_DIMENSIONS:
-        raise Unsupported(
-            f"a tensor of {value.dim()} dimensions whose lengths or strides were not known before cannot cross; "
-            f"{MOST_DIMENSIONS} are the most: reshape it"
-        )
-    rest = (0,) * (MOST_DIMENSIONS - value.dim())
-    _SHAPES.pack_into(memory, 0, *value.shape, *rest, *value.stride(), *rest)
-
-
-def read_shape(memory: memoryview, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and strides."""
-    found = _SHAPES.unpack_from(memory)
-    return found[:rank], found[MOST_DIMENSIONS : MOST_DIMENSIONS + rank]
-
-
-def write_layout(memory: memoryview, at: int, value: torch.Tensor) -> None:
-    """That ``value`` begins ``at`` bytes into the outbox, and its lengths and strides."""
-    AT.pack_into(memory, 0, at)
-    write_shape(memory[AT.size :], value)
-
-
-def read_layout(memory: memoryview, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Where the tensor begins, and its strides."""
-    (at,) = AT.unpack_from(memory)
-    return at, read_shape(memory[AT.size :], rank)[1]
+@functools.lru_cache(maxsize=1024)
+def _actual_spec(shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...]) -> Spec:
+    return Spec(tuple(shape), str(dtype).removeprefix("torch."), strides)
 
 
 def span(value: torch.Tensor) -> tuple[int, int]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tensorwire.edge import Lease
+from tensorwire.edge.header import HEADER
 from tensorwire.errors import Unsupported
 from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
-from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.torch.graph import receiving, sending
 from tensorwire.torch.graph.birth import Birthplace, Place
@@ -98,13 +98,13 @@ class Post:
         if edge.kind == DYNAMIC:
             return lambda nbytes: self._lease(index, nbytes)
         assert edge.slot is not None
-        slot = edge.slot + (PREFIX if edge.kind == BOUNDED else 0)
+        slot = edge.slot + (HEADER if edge.kind == BOUNDED else 0)
         return lambda nbytes: Place(wires.held, offset=slot, nbytes=nbytes)
 
     def _lease(self, index: int, nbytes: int) -> Place:
         assert isinstance(self._wires, Wires)
-        lease = self._leases[index] = self._wires.room(index, PREFIX + nbytes)
-        return Place(lease.hold, offset=PREFIX, nbytes=nbytes)
+        lease = self._leases[index] = self._wires.room(index, nbytes)
+        return Place(lease.hold, nbytes=nbytes)
 
     def house(self, index: int, parameter: torch.Tensor) -> None:
         """Moves a parameter into the memory that edge ``index`` lends it from."""

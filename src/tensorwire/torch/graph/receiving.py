@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 
+from tensorwire.edge import Spec
+from tensorwire.edge.header import HEADER, unpack
+from tensorwire.edge.tensor import contiguous
+from tensorwire.errors import ProtocolError
 from tensorwire.graph import Edge
 from tensorwire.graph.bank import Held
-from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
 from tensorwire.torch.graph.elsewhere import hollow
-from tensorwire.torch.graph.memory import fill, read_layout, read_number, read_shape
+from tensorwire.torch.graph.memory import fill
 from tensorwire.torch.graph.place import over
 from tensorwire.torch.graph.sending import AnyWires, layout
 
 Receive = Callable[[], Any]
+_ANY = 2**63
 
 
 def number(wires: AnyWires, index: int, at: int) -> Receive:
     """An int, bool or float."""
-    return lambda: read_number(wires.receive(index).data[at:])
+    return lambda: unpack(wires.receive(index).data, at, 0).value
 
 
 def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
@@ -48,55 +52,62 @@ def _found(
     wires: AnyWires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int
 ) -> torch.Tensor:
     """The tensor where the plan says, unless its source describes another layout."""
-    described = wires.layout(index, held)
+    described = wires.described(index, held)
     if described is not None:
-        at, strides = read_layout(described, len(shape))
+        assert described.spec is not None
+        at, strides = described.offset, described.spec.strides
     return over(held, dtype=dtype, shape=shape, strides=strides, offset=at)
 
 
 def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
-    """A tensor in its slot, with its shape in front."""
-    assert edge.spec is not None
-    rank = len(edge.spec.shape)
+    """A tensor in its slot, with a header in front."""
+    assert edge.nbytes is not None
+    most = edge.nbytes
 
     def receive() -> torch.Tensor:
         held = wires.receive(index)
-        shape, strides = read_shape(held.data[at:], rank)
-        return over(held, dtype=dtype, shape=shape, strides=strides, offset=at + PREFIX)
+        spec = _spec(edge, unpack(held.data, at, most).spec)
+        return over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER)
 
     return receive
 
 
 def if_small(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
-    """A copy of a tensor, with its shape in front. Of one that is too large there is only the shape: the result has no
+    """A copy of a tensor, with a header in front. Of one that is too large there is only the header: the result has no
     memory then, and its name is added to ``stayed``."""
-    assert edge.spec is not None
     assert edge.nbytes is not None
-    rank, at, most = len(edge.spec.shape), edge.slot or 0, edge.nbytes
+    at, most = edge.slot or 0, edge.nbytes
 
     def receive() -> torch.Tensor:
         held = wires.receive(index)
-        shape, strides = read_shape(held.data[at:], rank)
-        if math.prod(shape) * dtype.itemsize > most:
+        spec = _spec(edge, unpack(held.data, at, _ANY).spec)
+        if math.prod(spec.shape) * dtype.itemsize > most:
             stayed.add(edge.name)
-            return hollow(shape, strides, dtype)
-        return _copied(over(held, dtype=dtype, shape=shape, strides=strides, offset=at + PREFIX))
+            return hollow(spec.shape, spec.strides or contiguous(spec.shape), dtype)
+        return _copied(over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER))
 
     return receive
 
 
 def dynamic(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
-    """A tensor of any size, with its shape in front. It keeps its memory."""
+    """A tensor of any size. It keeps its memory."""
     assert isinstance(wires, Wires)
-    assert edge.spec is not None
-    rank = len(edge.spec.shape)
 
     def receive() -> torch.Tensor:
-        memory = wires.receive_dynamic(index).memory
-        shape, strides = read_shape(memory, rank)
-        return over(memory, dtype=dtype, shape=shape, strides=strides, offset=PREFIX)
+        received = wires.receive_dynamic(index)
+        spec = _spec(edge, received.spec)
+        return over(received.memory, dtype=dtype, shape=spec.shape, strides=spec.strides)
 
     return receive
+
+
+def _spec(edge: Edge, found: Spec | None) -> Spec:
+    """What arrived. Raises `ProtocolError` if it is not what the plan says of ``edge``."""
+    planned = edge.spec
+    assert planned is not None
+    if found is None or found.dtype != planned.dtype or len(found.shape) != len(planned.shape):
+        raise ProtocolError(f"{edge.name} came as {found}, and the plan says {planned}")
+    return found
 
 
 def own(receive: Receive) -> Receive:

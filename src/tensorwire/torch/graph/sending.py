@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from tensorwire.edge import Lease
+from tensorwire.edge.header import HEADER, pack_tensor, pack_value
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BY_VALUE
-from tensorwire.graph.plan import PREFIX
 from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.memory import extent_bytes, fill, fitting, write_layout, write_number, write_shape
+from tensorwire.torch.graph.memory import actual_spec, extent_bytes, fill, fitting
 from tensorwire.torch.graph.place import over
 
 AnyWires = Wires | RpcWires
@@ -33,8 +33,8 @@ def number(wires: AnyWires, index: int, edge: Edge) -> Send:
     at = _slot(edge)
 
     def send(value: Any) -> None:
-        write_number(_bank(wires)[at:], value)
-        wires.send(index, 24)
+        pack_value(_bank(wires), at, wires.run, value)
+        wires.send(index, HEADER)
 
     return send
 
@@ -80,71 +80,74 @@ def static(wires: AnyWires, index: int, edge: Edge) -> Send:
 
 
 def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
-    """A tensor of varying shape, with its shape in front. Raises `ArgumentError` above the bound."""
+    """A tensor of varying shape, with a header in front. Raises `ArgumentError` above the bound."""
     at, most = _slot(edge), _nbytes(edge)
 
     def send(value: torch.Tensor) -> None:
         held, nbytes = wires.held, extent_bytes(value)
         assert held is not None
         _check(edge, value)
-        room = held.ctypes.data + at + PREFIX
+        room = held.ctypes.data + at + HEADER
         if nbytes and value.data_ptr() != room:
             if _was_born(edge, value, room):
                 raise _refusal(edge, f"begins {value.data_ptr() - room} bytes behind where its memory does")
             if (strides := next(fitting(value, most), None)) is None:
                 raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {most}")
-            there = over(held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + PREFIX)
+            there = over(held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + HEADER)
             _copy(wires, index, value, there)
             value = there
-        write_shape(_bank(wires)[at:], value)
-        wires.send(index, PREFIX + extent_bytes(value))
+        _send_with_header(wires, index, at, value)
 
     return send
 
 
 def if_small(wires: AnyWires, index: int, edge: Edge, stayed: set[str]) -> Send:
-    """A tensor of varying shape, with its shape in front. One that is too large adds its name to ``stayed``, and only
-    its shape is sent."""
+    """A tensor of varying shape, with a header in front. One that is too large adds its name to ``stayed``, and only
+    the header is sent."""
     at, most = _slot(edge), _nbytes(edge)
 
     def send(value: torch.Tensor) -> None:
         _check(edge, value)
         if value.numel() * value.element_size() > most:
             stayed.add(edge.name)
-            write_shape(_bank(wires)[at:], value)
-            wires.send(index, PREFIX)
+            pack_tensor(_bank(wires), at, wires.run, actual_spec(value))
+            wires.send(index, HEADER)
             return
         strides = next(fitting(value, most))  # of one with gaps that are too large, others
-        there = over(wires.held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + PREFIX)
+        there = over(wires.held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + HEADER)
         if value.numel():
             _copy(wires, index, value, there)
-        write_shape(_bank(wires)[at:], there)
-        wires.send(index, PREFIX + extent_bytes(there))
+        _send_with_header(wires, index, at, there)
 
     return send
 
 
+def _send_with_header(wires: AnyWires, index: int, at: int, value: torch.Tensor) -> None:
+    """Sends ``value``, which lies behind the header at ``at``."""
+    spec = actual_spec(value)
+    pack_tensor(_bank(wires), at, wires.run, spec)
+    wires.send(index, HEADER + spec.nbytes)
+
+
 def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> Send:
-    """A tensor of any size, with its shape in front. ``born``: by edge, the memory that it may have been born in."""
+    """A tensor of any size. ``born``: by edge, the memory that it may have been born in."""
     assert isinstance(wires, Wires)
 
     def send(value: torch.Tensor) -> None:
         _check(edge, value)
-        nbytes, lease = extent_bytes(value), born.pop(index, None)
-        if lease is None or lease.nbytes != PREFIX + nbytes or not _lies_in(lease, value):
-            lease = wires.room(index, PREFIX + nbytes)
-            room = over(lease.memory, dtype=value.dtype, shape=value.shape, strides=value.stride(), offset=PREFIX)
-            fill(room, value)
-            counters.add(copies=1, copied_bytes=nbytes)
-        write_shape(lease.memory, value)
-        wires.send_dynamic(index, lease)
+        spec, lease = actual_spec(value), born.pop(index, None)
+        if lease is None or lease.nbytes != spec.nbytes or not _lies_in(lease, value):
+            lease = wires.room(index, spec.nbytes)
+            fill(over(lease.memory, dtype=value.dtype, shape=value.shape, strides=value.stride()), value)
+            counters.add(copies=1, copied_bytes=spec.nbytes)
+        wires.send_dynamic(index, lease, spec)
 
     return send
 
 
 def _lies_in(lease: Lease, value: torch.Tensor) -> bool:
-    """Whether ``value`` begins behind the prefix; of one without elements there is nothing to copy."""
-    return not value.numel() or value.data_ptr() == lease.slab.region.address + lease.offset + PREFIX
+    """Whether ``value`` begins where ``lease`` does; of one without elements there is nothing to copy."""
+    return not value.numel() or value.data_ptr() == lease.slab.region.address + lease.offset
 
 
 def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
@@ -219,7 +222,7 @@ def _folds(strides: Sequence[int], value: torch.Tensor) -> bool:
 
 
 def _describe(wires: AnyWires, index: int, edge: Edge, value: torch.Tensor) -> None:
-    """Sends ``value``, which lies in the outbox, with its layout if that is not what the plan says."""
+    """Sends ``value``, which lies in the outbox, with a header if it does not lie as the plan says."""
     held = wires.held
     assert held is not None
     _, strides, _ = layout(edge)
@@ -227,7 +230,7 @@ def _describe(wires: AnyWires, index: int, edge: Edge, value: torch.Tensor) -> N
     if not value.numel() or (at == planned and value.stride() == strides):
         wires.send(index, _nbytes(edge))
         return
-    write_layout(wires.describe(index), at, value)
+    wires.describe(index, actual_spec(value), at)
     wires.send(index, extent_bytes(value), at)
 
 
