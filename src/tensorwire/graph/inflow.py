@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from collections.abc import Callable
@@ -20,10 +21,11 @@ RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as
 RING = Ring(64)  # of a dynamic edge: so many runs may be alive at once
 OVER = 1 << 62  # the number of a plan that nobody makes: a host that says it runs no graph any more
 _LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
+POLL = 0.005  # seconds between looks at two words at once
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
 # Words in the source's memory, one of each a target; behind them a credit word a bank.
-GRANT, BEGUN, RETURNED, PLANNING, CREDITS = range(5)
+BEGUN, RETURNED, PLANNING, CREDITS = range(4)
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -115,9 +117,10 @@ class Inflow:
         self._regions: list[Region] = []
         self._lent: dict[int, Held] = {}
         self._landings: dict[int, Region] = {}
-        self._granted = 0
-        self._grants: dict[int, Bank] = {}
         self._now: Held | None = None
+        self._owed: collections.deque[tuple[int, int]] = (
+            collections.deque()
+        )  # banks that were let go of, and their runs
         self._rings = {edge: channel.device.allocate(RING.nbytes) for edge in dynamic}
         self._consumers: dict[int, DynamicConsumer] = {}
         if not self.maps:
@@ -145,8 +148,6 @@ class Inflow:
             for packed in door.banks:
                 self._map_bank(packed)
             self._lent = {edge: hold(self._mapped(packed)) for edge, packed in door.loans.items()}
-        elif self._banks:
-            self._grant(1)
 
     def _mapped(self, packed: bytes) -> memoryview:
         memory = self._channel.map(RemoteRegion.unpack(packed).view())
@@ -166,27 +167,17 @@ class Inflow:
     def _tell(self, word: int, value: int) -> None:
         self._channel.signal(self._back.view(LINE * word, 8), value)
 
-    def _grant(self, run: int) -> None:
-        """Lets the source write its values of ``run`` into a bank that nobody holds."""
-        if self._granted >= run:
+    def begin(self, run: int) -> None:
+        """Run ``run`` begins here. A source that finds all banks of earlier runs held goes on in another one."""
+        self._now = None
+        self._give_credits()
+        held = [bank.held for bank in self._banks]
+        if not any(held):
             return
-        bank = next((bank for bank in self._banks if not bank.held), None)
-        if bank is None:
+        if all(held) and not self.maps:
             bank = self._new_bank()
             self._ledger.publish("in", self.host, bank.number, self._regions[-1].remote("write").pack())
-        self._granted, self._grants[run] = run, bank
-        bank.held = True
-        self._tell(GRANT, pack(run, bank.number))
-
-    def begin(self, run: int) -> None:
-        """Run ``run`` begins here."""
-        self._now = None
-        if not self._banks:
-            return
-        if not self.maps:
-            self._grant(run)
-        elif any(bank.held for bank in self._banks):
-            self._tell(BEGUN, run)
+        self._tell(BEGUN, run)
 
     def receive(self, edge: int, run: int, timeout: float) -> Held:
         """Waits for ``edge``; the memory in which it lies: the source's outbox, or its own where it is lent."""
@@ -212,15 +203,27 @@ class Inflow:
         return moved_on(self._words.load(self._planning), self._ledger.plans())
 
     def _hold(self, number: int, run: int) -> Held:
-        if not self.maps:
-            return self._grants.pop(run).hold(run)
-        while number >= len(self._banks):
+        while self.maps and number >= len(self._banks):
             self._map_bank(self._ledger.find("out", self.host, len(self._banks)))
-        return self._banks[number].hold(run, self._credit)
+        return self._banks[number].hold(run, self._let_go)
 
-    def _credit(self, bank: Bank) -> None:
+    def _let_go(self, bank: Bank) -> None:
+        """Called as the last tensor in the bank dies, by the garbage collector in the middle of anything.
+
+        A device that maps stores a word. On others, sending may be what the collector has interrupted.
+        """
+        if self.maps:
+            self._credit(bank.number, bank.run)
+        else:
+            self._owed.append((bank.number, bank.run))
+
+    def _give_credits(self) -> None:
+        while self._owed:
+            self._credit(*self._owed.popleft())
+
+    def _credit(self, number: int, run: int) -> None:
         with contextlib.suppress(DeviceError):  # of a peer that is gone, or a channel that was closed
-            self._tell(CREDITS + bank.number, bank.run)
+            self._tell(CREDITS + number, run)
 
     def plan_another(self, number: int) -> None:
         """Tells the source that this host plans its ``number``-th graph, counted from 1."""
@@ -229,10 +232,9 @@ class Inflow:
     def end(self, run: int, borrows: bool) -> None:
         """Run ``run`` is over here. ``borrows``: it has read what the source had lent."""
         self._now = None
-        if borrows and self.maps:
+        self._give_credits()
+        if borrows:
             self._tell(RETURNED, run)
-        if not self.maps and any(not bank.held for bank in self._banks):
-            self._grant(run + 1)
 
     def close(self) -> None:
         """Gives the memory back."""

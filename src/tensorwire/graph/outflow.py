@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 
 from tensorwire.device import Channel, Completion, RemoteRegion, RemoteView, View
 from tensorwire.edge import DynamicProducer, Lease, Pool, Spec
+from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
 from tensorwire.graph.inflow import (
+    BANKS,
     BEGUN,
     CREDITS,
-    GRANT,
     LINE,
     PLANNING,
+    POLL,
     RETURNED,
     RING,
     RUNS,
@@ -56,7 +60,8 @@ class Outflow:
         self._inboxes: list[RemoteRegion] = []
         self._landings: dict[int, RemoteRegion] = {}
         self._sent: list[Completion] = []
-        self._granted = 0
+        self._runs = [0] * BANKS  # by inbox: the last run that went there
+        self._now = 0  # the inbox of this run
         self._memory = edge_of(ledger.name, f"memory of {host}")  # in spans
 
     def open(self, door: Door) -> None:
@@ -78,8 +83,7 @@ class Outflow:
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the target holds nothing of the bank's last run."""
-        word = LINE * (CREDITS + bank.number)
-        return not self._uses_banks or not self.maps or self.words.load(word) >= bank.run
+        return not self._uses_banks or not self.maps or self._word(CREDITS + bank.number) >= bank.run
 
     def wait_for_credit(self, bank: Bank, timeout: float) -> None:
         """Waits until the target has let go of the bank's last run. Raises `PlanMismatch` or `WaitTimeout`."""
@@ -87,29 +91,46 @@ class Outflow:
 
     def has_begun(self, run: int) -> bool:
         """Whether the target said that it began ``run`` while it held an earlier one."""
-        return not self._uses_banks or not self.maps or self.words.load(LINE * BEGUN) >= run
+        return not self._uses_banks or not self.maps or self._word(BEGUN) >= run
+
+    def _word(self, word: int) -> int:
+        return self.words.load(LINE * word)
 
     def _inbox(self, run: int, timeout: float) -> RemoteRegion:
-        """Where the values of ``run`` go to."""
-        if self._granted < run << 8:
+        """Where the values of ``run`` go to: a bank that the target has let go of, or one that it made for this run."""
+        if self._runs[self._now] != run:
             start = clock()
-            self._wait(GRANT, run << 8, timeout)
-            self._granted = self.words.load(LINE * GRANT)
+            self._now = self._find_inbox(run, timeout)
+            self._runs[self._now] = run
             spans.add("wait", run, start, clock(), self._memory)
-        number = self._granted & 255
-        while number >= len(self._inboxes):
-            self._inboxes.append(RemoteRegion.unpack(self._ledger.find("in", self.host, len(self._inboxes))))
-        return self._inboxes[number]
+        return self._inboxes[self._now]
+
+    def _find_inbox(self, run: int, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while True:
+            begun = self._word(BEGUN) >= run  # first: what the target let go of before that is to be seen then
+            oldest = min(range(len(self._runs)), key=self._runs.__getitem__)
+            for number, last in enumerate(self._runs):
+                if self._word(CREDITS + number) >= last:
+                    return number
+            if begun:
+                self._inboxes.append(RemoteRegion.unpack(self._ledger.find("in", self.host, len(self._inboxes))))
+                self._runs.append(0)
+                return len(self._runs) - 1
+            if time.monotonic() >= end:
+                raise WaitTimeout(f"{self.host} did not begin run {run} of graph {self._ledger.name} in time")
+            with contextlib.suppress(WaitTimeout):
+                self._wait(CREDITS + oldest, self._runs[oldest], POLL)
 
     def send(self, edge: int, run: int, bank: Bank, source: View, timeout: float) -> None:
         """Makes ``source``, a part of ``bank``, arrive as ``edge``."""
-        word, value = self._arrivals.view(arrival(self._place[edge], run), 8), pack(run, bank.number)
+        word = self._arrivals.view(arrival(self._place[edge], run), 8)
         if self.maps:
             counters.mapped(source.nbytes)
-            self.channel.signal(word, value)
+            self.channel.signal(word, pack(run, bank.number))
         else:
             target = self._inbox(run, timeout).view(source.offset, source.nbytes)
-            self._write(source, target, (word, value), run)
+            self._write(source, target, (word, pack(run, self._now)), run)
 
     def put(self, run: int, source: View, timeout: float) -> None:
         """Brings ``source``, a part of a bank, to the target before what is sent next. It sees what it maps anyway."""
@@ -135,14 +156,10 @@ class Outflow:
 
     def end(self, run: int, lends: bool, timeout: float) -> None:
         """Returns when the target reads nothing any more that was lent: the owner may change it."""
-        if not lends:
-            return
-        if self.maps:
+        if lends:
             start = clock()
             self._wait(RETURNED, run, timeout)
             spans.add("wait", run, start, clock(), self._memory)
-        else:
-            self.flush(run, timeout)
 
     def _wait(self, word: int, at_least: int, timeout: float) -> None:
         self._patiently(lambda seconds: self.words.wait(LINE * word, at_least, seconds, self.channel), timeout)
@@ -151,7 +168,7 @@ class Outflow:
         return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
 
     def _moved_on(self) -> str:
-        return moved_on(self.words.load(LINE * PLANNING), self._ledger.plans())
+        return moved_on(self._word(PLANNING), self._ledger.plans())
 
     def send_dynamic(self, edge: int, run: int, lease: Lease, spec: Spec, timeout: float) -> None:
         """Makes what lies in ``lease`` arrive as ``edge``, once the target has a place for its header."""

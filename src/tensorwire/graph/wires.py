@@ -1,18 +1,17 @@
 """The memory of one plan on this host, and the words by which hosts tell each other what lies in it.
 
-What crosses is born in, or copied to, the *outbox* of the host that makes it: one bank a run. A host that maps it reads
-it in place: then a signal is all that is sent. To others it is written, into an *inbox* bank that they have granted.
-Parameters that cross are *lent*: they live in registered memory of their own, and until a run ends they do not change.
+What crosses is born in, or copied to, the *outbox* of the host that makes it: one bank per run. A host that maps it
+reads it in place: then a signal is all that is sent. To others it is written, into a bank of an *inbox* of theirs.
+Either way the host that reads gives the bank back once it has let go of all that lies there. Parameters that cross are
+*lent*: they live in registered memory of their own, and until a run ends they do not change.
 
 Words, all 8 bytes and growing:
 
-- ``arrival``, a ring of them an edge and target, in the target's memory: the run whose value is there, and in the low
-  8 bits the outbox bank;
-- ``credit``, one a target and outbox bank, in the source's memory: the last run of that bank that the target let go of;
-- ``grant``, one a target that does not map, in the source's memory: the run that may be written, and in the low 8 bits
-  the inbox bank;
-- ``begun``, one a target, in the source's memory: the run that the target began while it still held an earlier one;
-- ``returned``, one a target that maps, in the source's memory: the run after which it does not read what was lent.
+- ``arrival``, a ring of them per edge and target, in the target's memory: the run whose value is there, and in the low
+  8 bits the bank;
+- ``credit``, one per target and bank, in the source's memory: the last run of that bank that the target let go of;
+- ``begun``, one per target, in the source's memory: the run that the target began while it still held an earlier one;
+- ``returned``, one per target, in the source's memory: the run after which it does not read what was lent.
 
 A tensor that does not lie as the plan says is described: behind the slots of a bank, each edge that relies on the plan
 has room for a header, which names the run that it is of. In other runs nothing is written there.
@@ -32,7 +31,7 @@ from tensorwire.edge import Lease, Pool, Received, Spec
 from tensorwire.edge.header import HEADER, Header, pack_tensor, step_of, unpack
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
-from tensorwire.graph.inflow import BANKS, Door, Inflow
+from tensorwire.graph.inflow import BANKS, POLL, Door, Inflow
 from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
@@ -41,7 +40,6 @@ from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
-_POLL = 0.005  # seconds between looks at two words at once
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
 
 
@@ -218,7 +216,7 @@ class Wires:
             if time.monotonic() >= end:
                 raise WaitTimeout(f"{waiting[0].host} did not begin run {self.run} of graph {self.plan.name} in time")
             with contextlib.suppress(WaitTimeout):
-                waiting[0].wait_for_credit(ours[0], _POLL)
+                waiting[0].wait_for_credit(ours[0], POLL)
 
     def _grow(self) -> Bank:
         bank = self._new_bank()
