@@ -110,12 +110,10 @@ class Host:
             for target in edge.targets:
                 self.all.hosts[target].arrived[edge.name] = value  # where it is mapped: it must not change meanwhile
             return
-        if edge.kind == DYNAMIC:
-            assert at is None
-            for target in edge.targets:
-                self.all.hosts[target].arrived[edge.name] = value.copy()
-            return
         assert at is not None
+        if edge.kind == DYNAMIC:
+            self._send_headers(edge, at, value)
+            return
         if edge.kind == STATIC:
             room = self._shown(self.outbox, edge, at + edge.offset, len(value))
             if edge.birthplace:
@@ -132,6 +130,14 @@ class Host:
         for target in edge.targets:
             self.all.transfer(self, self.all.hosts[target], edge, span)
 
+    def _send_headers(self, edge: Edge, at: int, value: Any) -> None:
+        """Of a tensor of any size only headers are in the outbox: each leads to the tensor."""
+        for number, target in enumerate(edge.targets):
+            header = at + HEADER * number
+            self.outbox[header : header + WORD].view(np.int64)[0] = len(self.all.payloads)
+            self.all.payloads.append(value.copy())
+            self.all.transfer(self, self.all.hosts[target], edge, (header, header + HEADER))
+
     def _shown(self, memory: Any, edge: Edge, at: int, length: int) -> Any:
         assert edge.spec is not None
         stride = edge.spec.stride[0] if edge.spec.stride else 1
@@ -140,10 +146,13 @@ class Host:
         return as_strided(memory[at : at + WORD * extent].view(np.int64), (length,), (WORD * stride,))
 
     def _received(self, edge: Edge) -> Any:
-        if edge.kind == DYNAMIC or edge.lent:
+        if edge.lent:
             return self.arrived[edge.name]
         memory, at = self.arrived[edge.name], edge.slot
         assert at is not None
+        if edge.kind == DYNAMIC:
+            header = at + HEADER * edge.targets.index(self.name)
+            return self.all.payloads[int(memory[header : header + WORD].view(np.int64)[0])]
         if edge.spec is None:
             return int(memory[at : at + WORD].view(np.int64)[0])
         if edge.kind == BOUNDED:
@@ -168,6 +177,7 @@ class Simulation:
         self.edges = {edge.name: edge for edge in analysis.plan.edges}
         self.reads = dict(analysis.plan.reads)
         self.flying: dict[tuple[str, str], list[tuple[Edge, tuple[int, int]]]] = defaultdict(list)
+        self.payloads: list[Any] = []  # of dynamic edges; a header says which
         self.hosts = {name: Host(self, name) for name in graph.hosts}
 
     def given(self, node: Node, host: str) -> Any:

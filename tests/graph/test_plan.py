@@ -38,7 +38,7 @@ edge h: a -> b: float32[64], static, 256 bytes, at 0+0, born in h
 edge mean: b -> c: float32[64], static, 256 bytes, at 0+0, born in norm as output 1
 edge n: b -> c: a number, value, 8 bytes, at 256+0, by value
 edge last: c -> a: float32[s0, 4], bounded, 1600 bytes, at 0+0, born in last
-edge free: c -> a: float32[s1], dynamic, of any size, born in free
+edge free: c -> a: float32[s1], dynamic, of any size, at 1856+0, born in free
 edge end: a -> c: float32[64], static, 256 bytes, at 256+0, copied: the caller gets it
 outbox a: 4096 bytes
 outbox b: 4096 bytes
@@ -119,7 +119,7 @@ def test_json_holds_all_of_it() -> None:
         "header": 512,
     }
     assert written["edges"][4]["spec"]["shape"] == [{"text": "s0", "most": 100}, 4]
-    assert (written["edges"][5]["nbytes"], written["edges"][5]["slot"]) == (None, None)
+    assert (written["edges"][5]["nbytes"], written["edges"][5]["slot"]) == (None, 1856)
     assert written["traffic"][3]["values"] == 1
     assert written["inboxes"][0] == {"host": "b", "of": "a", "nbytes": 4096}
     assert [node["name"] for node in written["nodes"]] == ["h", "norm", "mean", "n", "last", "free", "end"]

@@ -18,9 +18,13 @@ MOST_BANKS = 250  # their number travels in 8 bits beside the run's
 
 
 class Held(numpy.ndarray[Any, numpy.dtype[numpy.uint8]]):
-    """The bytes of a bank during one run. Tensors over them keep it; ``released()`` is called when it dies."""
+    """The bytes of a bank during one run. Tensors over them keep it; ``released()`` is called when it dies.
+
+    ``keeps``: what lives as long.
+    """
 
     released: Callable[[], None] | None = None
+    keeps: object = None
 
     def __del__(self) -> None:
         released, self.released = self.released, None

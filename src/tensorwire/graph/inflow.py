@@ -10,15 +10,17 @@ from typing import TypeVar
 
 import msgspec
 
+from tensorwire._native import Hold, Memory
 from tensorwire.device import Channel, Region, RemoteRegion
-from tensorwire.edge import DynamicConsumer, Pool, Received, Ring
-from tensorwire.errors import DeviceError, PlanMismatch, WaitTimeout
+from tensorwire.edge import Pool
+from tensorwire.edge.header import Header
+from tensorwire.errors import DeviceError, PlanMismatch, ProtocolError, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
+from tensorwire.observe import counters
 
 T = TypeVar("T")
 LINE = 64  # bytes between words: each has its cache line
 RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
-RING = Ring(64)  # of a dynamic edge: so many runs may be alive at once
 OVER = 1 << 62  # the number of a plan that nobody makes: a host that says it runs no graph any more
 _LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
 POLL = 0.005  # seconds between looks at two words at once
@@ -31,14 +33,12 @@ BEGUN, RETURNED, PLANNING, CREDITS = range(4)
 class Door(msgspec.Struct, frozen=True):
     """What a host tells one other about a plan.
 
-    Its words, its first banks, by edge its memory for what is lent and for the rings of dynamic edges, and whether it
-    maps the other's memory.
+    Its words, its first banks, by edge its memory for what is lent, and whether it maps the other's memory.
     """
 
     words: bytes
     banks: list[bytes]
     loans: dict[int, bytes]
-    rings: dict[int, bytes]
     maps: bool
 
 
@@ -92,8 +92,8 @@ def patiently(wait: Callable[[float], T], timeout: float, host: str, does: Calla
 class Inflow:
     """What this host receives from ``host``.
 
-    ``edges``: all of the pair. ``loans``: bytes of each that is lent. ``dynamic``: those of no known size, which are
-    read into ``pool`` where they cannot be mapped. ``nbytes``: of the source's outbox.
+    ``edges``: all of the pair. ``loans``: bytes of each that is lent. ``nbytes``: of the source's outbox. ``pool``: for
+    payloads of any size that cannot be mapped.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Inflow:
         channel: Channel,
         edges: list[int],
         loans: dict[int, int],
-        dynamic: list[int],
         nbytes: int,
         pool: Pool,
         ledger: Ledger,
@@ -117,33 +116,26 @@ class Inflow:
         self._regions: list[Region] = []
         self._lent: dict[int, Held] = {}
         self._landings: dict[int, Region] = {}
+        self._mapped_regions: dict[int, Memory] = {}  # of payloads of any size
         self._now: Held | None = None
         self._owed: collections.deque[tuple[int, int]] = (
             collections.deque()
         )  # banks that were let go of, and their runs
-        self._rings = {edge: channel.device.allocate(RING.nbytes) for edge in dynamic}
-        self._consumers: dict[int, DynamicConsumer] = {}
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
             self._lent = {edge: hold(memoryview(region)) for edge, region in self._landings.items()}
-            for _ in range(BANKS if len(edges) > len(loans) + len(dynamic) else 0):
+            for _ in range(BANKS if len(edges) > len(loans) else 0):
                 self._new_bank()
 
     def door(self) -> Door:
         """For the source."""
         loans = {edge: region.remote("write").pack() for edge, region in self._landings.items()}
         banks = [region.remote("write").pack() for region in self._regions]
-        rings = {edge: region.remote("write").pack() for edge, region in self._rings.items()}
-        return Door(self._words.remote("write").pack(), banks, loans, rings, self.maps)
+        return Door(self._words.remote("write").pack(), banks, loans, self.maps)
 
     def open(self, door: Door) -> None:
         """Takes what the source told."""
         self._back = RemoteRegion.unpack(door.words)
-        for edge, region in self._rings.items():
-            outbox = RemoteRegion.unpack(door.rings[edge]).view()
-            self._consumers[edge] = DynamicConsumer(
-                self._channel, region.view(), outbox, ring=RING, pool=None if self.maps else self._pool
-            )
         if self.maps:
             for packed in door.banks:
                 self._map_bank(packed)
@@ -190,11 +182,37 @@ class Inflow:
             self._now = self._hold(self._words.load(offset) & 255, run)
         return self._now
 
-    def receive_dynamic(self, edge: int, run: int, timeout: float) -> Received:
-        """Waits for ``edge``, which is dynamic."""
-        received = self._patiently(lambda seconds: self._consumers[edge].receive(run, seconds), timeout)
-        assert isinstance(received, Received)
-        return received
+    def payload(self, header: Header, held: Held, timeout: float) -> Hold | Held:
+        """The payload that ``header``, which was received in ``held``, leads to: the source's own where it can be
+        mapped, else read into the pool. Raises `ProtocolError`, `OutOfMemory`, `PeerLost` or `WaitTimeout`."""
+        region, device = header.region, self._channel.device
+        if region is None or region.device != device.name:
+            raise ProtocolError(f"{self.host} sent a header that leads to no memory of {device.name}")
+        if self.maps:
+            memory = self._map(region)
+            if header.offset + header.nbytes > memory.nbytes:
+                raise ProtocolError(f"{self.host} sent a header that leads behind its {memory.nbytes} bytes of memory")
+            found = hold(memory[header.offset : header.offset + header.nbytes])
+            found.keeps = held
+            counters.mapped(header.nbytes)
+            return found
+        lease = self._pool.lease(header.nbytes)
+        if header.nbytes:
+            source = region.view(header.offset, header.nbytes)
+            completion = self._channel.read(lease.slab.region.view(lease.offset, header.nbytes), source)
+            kept = lease.hold
+            completion.on_done(lambda _: kept)  # a read that is given up may still write there
+            completion.wait(timeout)
+        return lease.hold
+
+    def _map(self, region: RemoteRegion) -> memoryview:
+        memory = self._mapped_regions.get(region.key)
+        if memory is None or memory.closed:
+            self._mapped_regions = {key: memory for key, memory in self._mapped_regions.items() if not memory.closed}
+            memory = self._channel.map(region.view())
+            assert memory is not None
+            self._mapped_regions[region.key] = memory
+        return memoryview(memory)
 
     def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
         return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
@@ -238,5 +256,5 @@ class Inflow:
 
     def close(self) -> None:
         """Gives the memory back."""
-        for region in (self._words, *self._regions, *self._landings.values(), *self._rings.values()):
+        for region in (self._words, *self._regions, *self._landings.values()):
             region.close()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from tensorwire.device import Channel, Completion, RemoteRegion, RemoteView, View
-from tensorwire.edge import DynamicProducer, Lease, Pool, Spec
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import MOST_BANKS, Bank, Ledger
 from tensorwire.graph.inflow import (
@@ -18,7 +17,6 @@ from tensorwire.graph.inflow import (
     PLANNING,
     POLL,
     RETURNED,
-    RING,
     RUNS,
     Door,
     T,
@@ -35,8 +33,7 @@ from tensorwire.observe.spans import clock
 class Outflow:
     """What this host sends to ``host``.
 
-    ``edges``: all of the pair. ``dynamic``: those of no known size, which lie in ``pool``. ``banks``: whether any lies
-    in the outbox.
+    ``edges``: all of the pair. ``banks``: whether any lies in the outbox.
     """
 
     def __init__(
@@ -44,15 +41,10 @@ class Outflow:
         host: str,
         channel: Channel,
         edges: list[int],
-        dynamic: list[int],
         banks: bool,
-        pool: Pool,
         ledger: Ledger,
     ) -> None:
         self.host, self.channel, self._ledger = host, channel, ledger
-        self.pool = pool
-        self._rings = {edge: channel.device.allocate(RING.nbytes) for edge in dynamic}
-        self.producers: dict[int, DynamicProducer] = {}
         self._uses_banks = banks
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
@@ -70,20 +62,16 @@ class Outflow:
         self.maps = door.maps
         self._inboxes = [RemoteRegion.unpack(packed) for packed in door.banks]
         self._landings = {edge: RemoteRegion.unpack(packed) for edge, packed in door.loans.items()}
-        for edge, region in self._rings.items():
-            inbox = RemoteRegion.unpack(door.rings[edge]).view()
-            self.producers[edge] = DynamicProducer(
-                self.channel, inbox, region.view(), ring=RING, pool=self.pool, access="write"
-            )
-
-    @property
-    def rings(self) -> dict[int, bytes]:
-        """For the target: where it gives back what it had of each dynamic edge."""
-        return {edge: region.remote("write").pack() for edge, region in self._rings.items()}
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the target holds nothing of the bank's last run."""
         return not self._uses_banks or not self.maps or self._word(CREDITS + bank.number) >= bank.run
+
+    def has_read(self, run: int, bank: int) -> bool:
+        """Whether the target has let go of all that it got in ``run``, in which the outbox was ``bank``."""
+        if self.maps:
+            return self._word(CREDITS + bank) >= run
+        return all(last != run or self._word(CREDITS + inbox) >= run for inbox, last in enumerate(self._runs))
 
     def wait_for_credit(self, bank: Bank, timeout: float) -> None:
         """Waits until the target has let go of the bank's last run. Raises `PlanMismatch` or `WaitTimeout`."""
@@ -170,10 +158,6 @@ class Outflow:
     def _moved_on(self) -> str:
         return moved_on(self._word(PLANNING), self._ledger.plans())
 
-    def send_dynamic(self, edge: int, run: int, lease: Lease, spec: Spec, timeout: float) -> None:
-        """Makes what lies in ``lease`` arrive as ``edge``, once the target has a place for its header."""
-        self._patiently(lambda seconds: self.producers[edge].send(run, lease, spec, timeout=seconds), timeout)
-
     def plan_another(self, number: int) -> None:
         """Tells the target that this host plans its ``number``-th graph, counted from 1."""
         self.channel.signal(self._arrivals.view(self._planning, 8), number)
@@ -190,5 +174,4 @@ class Outflow:
 
     def close(self) -> None:
         """Gives the memory back."""
-        for region in (self.words, *self._rings.values()):
-            region.close()
+        self.words.close()

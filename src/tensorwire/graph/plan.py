@@ -30,10 +30,11 @@ class Edge:
 
     ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
     ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
-    the outbox of ``source`` (None: elsewhere), and ``offset``: bytes from there to its first element. ``lent``: it is a
-    parameter, which lives in registered memory of its own, and is only read during a run. ``if_small``: of a tensor
-    that has more than ``nbytes`` in a run only the header is sent. ``header``: where in the outbox the source describes
-    a tensor that does not lie as ``spec`` and ``offset`` say; None where every run has a header, or needs none.
+    the outbox of ``source`` (None: it is lent), and ``offset``: bytes from there to its first element. Of one of any
+    size only headers lie in the slot, one per target. ``lent``: it is a parameter, which lives in registered memory of
+    its own, and is only read during a run. ``if_small``: of a tensor that has more than ``nbytes`` in a run only the
+    header is sent. ``header``: where in the outbox the source describes a tensor that does not lie as ``spec`` and
+    ``offset`` say; None where every run has a header, or needs none.
     """
 
     name: str
@@ -213,9 +214,7 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     if copies:
         birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
     drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
-    sizes = {
-        edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if edge.kind != DYNAMIC and not edge.lent
-    }
+    sizes = {edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges, outbox = _described([replace(edge, slot=slots.at.get(edge.name)) for edge in drafts], slots.nbytes)
     given = callers(graph, crossing, aliases)
@@ -257,6 +256,8 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
 def _slot_bytes(edge: Edge, birth: Birth) -> int:
     if edge.kind == VALUE:
         return HEADER if edge.spec is None else BY_VALUE
+    if edge.kind == DYNAMIC:
+        return HEADER * len(edge.targets)
     assert edge.nbytes is not None
     if edge.kind != STATIC:
         return HEADER + edge.nbytes

@@ -12,6 +12,7 @@ from tensorwire.graph.birth import Birth
 from tensorwire.graph.causality import Clock, walk
 from tensorwire.graph.crossing import Crossings
 from tensorwire.graph.ir import Graph
+from tensorwire.graph.kinds import DYNAMIC, kind_of
 from tensorwire.graph.space import Space
 
 ALIGNMENT = 64  # bytes: what vector instructions and TensorFlow ask for
@@ -99,6 +100,8 @@ def _tenants(
     for name, nbytes in sizes.items():
         source, targets = crossing.sent[name]
         root, born = birth[name].root, birth[name].operator
+        if kind_of(graph.node(name).spec) == DYNAMIC:
+            born = None  # elsewhere: only its headers lie here
         key = (source, root if born else name, born is not None)
         tenant = found.get(key)
         if tenant is None:

@@ -22,17 +22,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import msgspec
 
+from tensorwire._native import Hold
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region
-from tensorwire.edge import Lease, Pool, Received, Spec
+from tensorwire.edge import Lease, Pool, Spec
 from tensorwire.edge.header import HEADER, Header, pack_tensor, step_of, unpack
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, POLL, Door, Inflow
-from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
@@ -40,12 +41,23 @@ from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
+_ANY = 2**63
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
 
 
 def make_pool(device: Device) -> Pool:
     """The memory of ``device`` for tensors of no known size."""
     return Pool(device, limit=MOST_DYNAMIC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """A payload of any size that ``targets`` may still read: that of ``run``, whose outbox is ``bank``."""
+
+    run: int
+    bank: int
+    targets: tuple[str, ...]
+    memory: list[Hold]
 
 
 class Wires:
@@ -79,6 +91,8 @@ class Wires:
         self._in = {host: self._inflow(host, ledger) for host in plan.hosts if self._wants(host, me)}
         self._out = {host: self._outflow(host, ledger) for host in plan.hosts if self._wants(me, host)}
         self._banks: list[Bank] = []
+        self._lending: list[Pool] = []  # where payloads of any size lie that targets look at or read
+        self._payloads: list[_Payload] = []
         self._outboxes: list[Memory] = []
         self._loans: dict[int, tuple[Memory, Held]] = {}
         self._allocate()
@@ -96,16 +110,12 @@ class Wires:
         loans = {index: self.plan.edges[index].nbytes or 0 for index in edges if self.plan.edges[index].lent}
         channel = self._channel(host)
         nbytes = dict(self.plan.outbox)[host]
-        return Inflow(host, channel, edges, loans, self._dynamic(edges), nbytes, self._pools(channel.device), ledger)
+        return Inflow(host, channel, edges, loans, nbytes, self._pools(channel.device), ledger)
 
     def _outflow(self, host: str, ledger: Ledger) -> Outflow:
         edges = self._edges(self.me, host)
-        channel, dynamic = self._channel(host), self._dynamic(edges)
         banks = any(self.plan.edges[index].slot is not None for index in edges)
-        return Outflow(host, channel, edges, dynamic, banks, self._pools(channel.device), ledger)
-
-    def _dynamic(self, edges: list[int]) -> list[int]:
-        return [index for index in edges if self.plan.edges[index].kind == DYNAMIC]
+        return Outflow(host, self._channel(host), edges, banks, ledger)
 
     def _channel(self, host: str) -> Channel:
         role, _, index = host.partition(":")
@@ -154,7 +164,7 @@ class Wires:
                 if maps and host in self.plan.edges[index].targets
             }
             words = outflow.words.remote("write").pack()
-            self._tell(f"out/{host}", host, Door(words, banks, loans, outflow.rings, maps))
+            self._tell(f"out/{host}", host, Door(words, banks, loans, maps))
         for host, outflow in self._out.items():
             outflow.open(self._hear(f"in/{self.me}", host))
         for host, inflow in self._in.items():
@@ -193,6 +203,7 @@ class Wires:
             inflow.begin(self.run)
         for outflow in self._out.values():
             outflow.flush(self.run, self._timeout)
+        self.collect()
         if self._banks:
             start = clock()
             self.bank = self._free_bank()
@@ -257,30 +268,52 @@ class Wires:
         spans.add("push", self.run, start, clock(), self.what[index])
 
     def room(self, index: int, nbytes: int) -> Lease:
-        """Memory for edge ``index``, which is dynamic, to be born in. Raises `OutOfMemory` or `WaitTimeout`."""
-        target = self._out[self.plan.edges[index].targets[0]]
-        return target.producers[index].room(nbytes, self._timeout)
+        """Memory for edge ``index``, which is dynamic, to be born in. Raises `OutOfMemory`."""
+        return self._pool_of(self.plan.edges[index].targets[0]).lease(nbytes)
+
+    def _pool_of(self, target: str) -> Pool:
+        pool = self._pools(self._out[target].channel.device)
+        if pool not in self._lending:
+            self._lending.append(pool)
+            pool.keep(self)
+        return pool
 
     def send_dynamic(self, index: int, lease: Lease, spec: Spec) -> None:
         """Makes edge ``index``, which lies in ``lease`` of ``room(index)`` as ``spec``, arrive at its targets."""
-        edge, start = self.plan.edges[index], clock()
+        edge, bank, start = self.plan.edges[index], self.bank, clock()
+        assert bank is not None
+        assert edge.slot is not None
         leases = {lease.slab.device.name: lease}
-        for host in edge.targets:
-            target = self._out[host]
-            device = target.channel.device.name
+        for number, host in enumerate(edge.targets):
+            device = self._out[host].channel.device.name
             if device not in leases:  # memory of one device is not another's
-                leases[device] = other = target.producers[index].room(lease.nbytes, self._timeout)
+                leases[device] = other = self._pool_of(host).lease(lease.nbytes)
                 other.memory[:] = memoryview(lease.hold)
                 counters.add(copies=1, copied_bytes=lease.nbytes)
-            target.send_dynamic(index, self.run, leases[device], spec, self._timeout)
+            region, at = leases[device].slab.shown("write"), edge.slot + HEADER * number
+            pack_tensor(bank.memory, at, self.run, spec, region=region, offset=leases[device].offset)
+            source = self._outboxes[bank.number][device].view(at, HEADER)
+            self._out[host].send(index, self.run, bank, source, self._timeout)
+        self._payloads.append(_Payload(self.run, bank.number, edge.targets, [one.hold for one in leases.values()]))
         spans.add("push", self.run, start, clock(), self.what[index])
 
-    def receive_dynamic(self, index: int) -> Received:
+    def collect(self) -> None:
+        """Lets go of payloads of any size that their targets have read."""
+        self._payloads = [one for one in self._payloads if not self._is_read(one)]
+
+    def _is_read(self, payload: _Payload) -> bool:
+        return all(self._out[host].has_read(payload.run, payload.bank) for host in payload.targets)
+
+    def receive_dynamic(self, index: int) -> tuple[Hold | Held, Spec]:
         """Waits for edge ``index``, which is dynamic. Raises `PeerLost`, `WaitTimeout` or `OutOfMemory`."""
-        edge, start = self.plan.edges[index], clock()
-        received = self._in[edge.source].receive_dynamic(index, self.run, self._timeout)
+        edge, source, start = self.plan.edges[index], self._in[self.plan.edges[index].source], clock()
+        assert edge.slot is not None
+        held = source.receive(index, self.run, self._timeout)
+        header = unpack(held.data, edge.slot + HEADER * edge.targets.index(self.me), _ANY)
+        payload = source.payload(header, held, self._timeout)
         spans.add("wait", self.run, start, clock(), self.what[index])
-        return received
+        assert header.spec is not None  # a region goes with a tensor
+        return payload, header.spec
 
     def loan(self, index: int) -> Held:
         """The memory that edge ``index``, which is lent, is to live in."""
@@ -312,6 +345,7 @@ class Wires:
 
     def close(self) -> None:
         """Gives the memory back. Idempotent."""
+        self._payloads.clear()
         for inflow in self._in.values():
             inflow.close()
         for outflow in self._out.values():

@@ -11,7 +11,9 @@ import torch
 
 from tensorwire.device import Device, LoopbackDevice, TcpDevice
 from tensorwire.graph import Analysis, Output, analyze
+from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.party import Party
+from tensorwire.observe import counters
 from tensorwire.torch.graph.importer import Origin, import_graph
 from tensorwire.torch.graph.partition import partition
 from tensorwire.torch.graph.post import Post
@@ -22,12 +24,13 @@ HOSTS = ("worker:0", "worker:1")
 devices = pytest.mark.parametrize("device", [LoopbackDevice, TcpDevice])
 
 
-def moved(function: Callable[..., Any], example: torch.Tensor, kind: str) -> tuple[Any, Analysis]:
-    """``function`` runs on worker 1, its argument is on worker 0."""
-    module = captured(function, [example])
-    returned = [node.name for node in next(iter(reversed(module.graph.nodes))).args[0]]
-    outputs = [Output(name, HOSTS[1:]) for name in returned]
-    graph = import_graph(module, "test", HOSTS, [Origin(kind, HOSTS[:1])], outputs, lambda _: HOSTS[1])
+def moved(function: Callable[..., Any], example: torch.Tensor, origin: Origin, **options: Any) -> tuple[Any, Analysis]:
+    """What ``function`` returns is made on worker 1, all else on worker 0."""
+    module = captured(function, [example], **options)
+    returned = list(next(iter(reversed(module.graph.nodes))).args[0])
+    outputs = [Output(node.name, HOSTS[1:]) for node in returned]
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    graph = import_graph(module, "test", HOSTS, [origin] * len(given), outputs, lambda node: HOSTS[node in returned])
     return module, analyze(graph)
 
 
@@ -50,7 +53,7 @@ class Runs:
 def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device]) -> None:
     """Worker 0's run ends, so that an optimizer may change its parameter, only after worker 1's."""
     weight = torch.ones(64, 64)
-    module, analysis = moved(lambda w: (w.view(-1),), weight, "parameter")
+    module, analysis = moved(lambda w: (w.view(-1),), weight, Origin("parameter", HOSTS[:1]))
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     changed = threading.Event()
 
@@ -73,3 +76,42 @@ def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device
 
     with Together(2, device) as together:
         assert together.each(run)[1] == [64 * 64, 2 * 64 * 64]
+
+
+@devices
+def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[[], Device]) -> None:
+    """Worker 1 keeps what it made in every second run; the memory of the others is used again."""
+    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", HOSTS[:1]), symbolic=True)
+    assert [edge.kind for edge in analysis.plan.edges] == [DYNAMIC]
+    sizes = [7, 0, 100, 3000, 1, 64, 2, 900, 5, 31]
+
+    def run(party: Party) -> list[torch.Tensor]:
+        runs = Runs(party, module, analysis)
+        results = [runs(torch.full((size, 5), float(step)), lambda results: results) for step, size in enumerate(sizes)]
+        kept = [result[0] for result in results]
+        del results
+        del kept[1::2]
+        for step in range(8):
+            runs(torch.full((1000, 5), -1.0 - step))
+        return kept
+
+    with Together(2, device) as together:
+        kept = together.each(run)[1]
+        for step, (values, size) in enumerate(zip(kept, sizes[::2], strict=True)):
+            assert torch.equal(values, torch.full((5, size), 2.0 * step + 1))
+
+
+@devices
+def test_memory_of_tensors_of_any_size_is_used_again(device: Callable[[], Device]) -> None:
+    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", HOSTS[:1]), symbolic=True)
+
+    def run(party: Party) -> int:
+        runs = Runs(party, module, analysis)
+        for step in range(20):
+            if step == 10:
+                before = counters.snapshot()
+            runs(torch.ones(50_000 + step, 5), lambda results: None)
+        return counters.since(before).registrations
+
+    with Together(2, device) as together:
+        assert together.each(run) == [0, 0]

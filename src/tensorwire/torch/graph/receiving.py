@@ -94,9 +94,9 @@ def dynamic(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Rece
     assert isinstance(wires, Wires)
 
     def receive() -> torch.Tensor:
-        received = wires.receive_dynamic(index)
-        spec = _spec(edge, received.spec)
-        return over(received.memory, dtype=dtype, shape=spec.shape, strides=spec.strides)
+        payload, found = wires.receive_dynamic(index)
+        spec = _spec(edge, found)
+        return over(payload, dtype=dtype, shape=spec.shape, strides=spec.strides)
 
     return receive
 
