@@ -244,4 +244,4 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
     notes = Notes(lambda text: None, told.append)
     found = training.run(ways, Cast("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
     assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
-    assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20.0 GiB are left"]
+    assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20 GiB are left"]

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from tensorwire.graph import analyze
 from tensorwire.graph.blocks import BORN, BY_VALUE, LENT, Arrow, Block, fold
-from tensorwire.graph.draw import draw, size
+from tensorwire.graph.draw import draw
 from tests.graph.sketch import Sketch
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -96,8 +96,3 @@ def test_everything_is_on_the_paper() -> None:
         if rect.get("x") is not None:
             assert 0 <= float(rect.get("x") or 0) <= width - float(rect.get("width") or 0)
             assert 0 <= float(rect.get("y") or 0) <= height - float(rect.get("height") or 0)
-
-
-def test_sizes() -> None:
-    found = [size(n) for n in (0, 64, 1024, 1536, 2**20, 5 * 2**29, None)]
-    assert found == ["0 B", "64 B", "1 KiB", "1.5 KiB", "1 MiB", "2.5 GiB", "any size"]

@@ -13,8 +13,9 @@ import msgspec
 
 from tensorwire.cli.tables import show
 from tensorwire.graph.blocks import BY_VALUE, LENT, manner
-from tensorwire.graph.draw import draw, size
+from tensorwire.graph.draw import draw
 from tensorwire.graph.plan import Edge, Plan
+from tensorwire.sizes import size_text
 from tensorwire.torch.graph.draft import Planned
 
 MOST_EDGES = 16  # of a graph, that are shown one by one
@@ -43,8 +44,8 @@ class Report:
         elements = sum(n for _, n in self.parameters.values())
         click.echo(f"{self.name}: {elements:,} parameters in {len(sizes):,} variables, {sum(sizes) / MIB:,.2f} MiB")
         if sizes:
-            middle = statistics.median(sizes)
-            click.echo(f"mean {_about(statistics.fmean(sizes))}, median {_about(middle)}, largest {_about(max(sizes))}")
+            mean, median, largest = map(size_text, (statistics.fmean(sizes), statistics.median(sizes), max(sizes)))
+            click.echo(f"mean {mean}, median {median}, largest {largest}")
             click.echo()
             show(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
         click.echo(f"\ntraced in {self.seconds[0]:.2f} s, analysed in {self.seconds[1]:.2f} s\n")
@@ -58,9 +59,9 @@ class Report:
         rows = []
         for one in self._classes(sizes):
             least, limit, count = one["from"], one["below"], one["variables"]
-            words = f"{size(least)} and more" if limit is None else f"{size(least)} to {size(limit)}"
+            words = f"{size_text(least)} and more" if limit is None else f"{size_text(least)} to {size_text(limit)}"
             bar = "#" * round(_BAR * count / len(sizes)) or "." * bool(count)
-            words = words if least else f"less than {size(limit)}"
+            words = words if least else f"less than {size_text(limit)}"
             rows.append((words, f"{count:,}", f"{one['nbytes'] / MIB:,.2f}", bar))
         return rows
 
@@ -200,11 +201,3 @@ def _birth(edge: Edge) -> str:
 
 def _count(nbytes: int | None) -> str:
     return "any" if nbytes is None else f"{nbytes:,}"
-
-
-def _about(nbytes: float) -> str:
-    """With three digits, as papers have it."""
-    for unit, one in (("GiB", 2**30), ("MiB", MIB), ("KiB", KIB)):
-        if nbytes >= one or (unit == "MiB" and nbytes >= 100 * KIB):
-            return f"{nbytes / one:#,.3g}".rstrip(".") + f" {unit}"
-    return f"{nbytes:,.0f} B"

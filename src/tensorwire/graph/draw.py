@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from tensorwire.graph.blocks import BORN, BY_VALUE, COPIED, LENT, Arrow, Block, fold
 from tensorwire.graph.ir import Graph
 from tensorwire.graph.plan import Analysis
+from tensorwire.sizes import size_text
 
 Drawn = tuple[Graph, Analysis, Mapping[str, str]]
 
@@ -30,16 +31,6 @@ _WORDS = {BORN: "born in registered memory", LENT: "lent parameter", COPIED: "co
 def draw(title: str, drawn: Sequence[Drawn]) -> str:
     """The SVG of graphs, one below the other: of each the graph, its analysis, and the module of nodes by name."""
     return _Drawing(title, drawn).text()
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes for people."""
-    if nbytes is None:
-        return "any size"
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= one:
-            return f"{nbytes / one:,.1f}".removesuffix(".0") + f" {unit}"
-    return f"{nbytes} B"
 
 
 class _Drawing:
@@ -95,7 +86,7 @@ class _Drawing:
         for host, nbytes in analysis.plan.outbox:
             middle = self._left(host) + LANE / 2
             self._text(middle, top + 22, host, 14, anchor="middle", weight="bold")
-            self._text(middle, top + 40, f"outbox {size(nbytes)}", 12, anchor="middle")
+            self._text(middle, top + 40, f"outbox {size_text(nbytes)}", 12, anchor="middle")
         self.y = top + 54
         at = self._place(blocks, arrows)
         for host in graph.hosts:
@@ -208,7 +199,7 @@ def _words(arrow: Arrow) -> str:
     total = None if any(edge.nbytes is None for edge in edges) else sum(edge.nbytes or 0 for edge in edges)
     kinds = ", ".join(sorted({edge.kind for edge in edges}))
     what = _short(edges[0].name, 18) if len(edges) == 1 else f"{len(edges)} tensors"
-    return f"{what}: {size(total)}, {kinds}"
+    return f"{what}: {'any size' if total is None else size_text(total)}, {kinds}"
 
 
 def _modules(block: Block) -> list[str]:

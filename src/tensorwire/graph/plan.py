@@ -20,6 +20,7 @@ from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import PAGE, layout
+from tensorwire.sizes import round_up
 
 PREFIX = 128  # bytes in front of a tensor whose shape varies: its lengths and strides
 NUMBER = 8  # bytes of a number that is no tensor
@@ -255,7 +256,7 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
             ends[edge.source] += LAYOUT
         else:
             found.append(edge)
-    return tuple(found), {host: -(-nbytes // PAGE) * PAGE for host, nbytes in ends.items()}
+    return tuple(found), {host: round_up(nbytes, PAGE) for host, nbytes in ends.items()}
 
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:

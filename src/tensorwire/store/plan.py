@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.sizes import round_up, size_text
 
 PAGE = 4096
 ALIGNMENT = 64  # enough for every framework to alias a tensor
@@ -128,9 +129,9 @@ class Plan:
         """One line for people: what moves a step, and what servers register."""
         most = max(self.registered_bytes(s, workers, planes) for s in range(self.servers))
         return (
-            f"{readable(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
+            f"{size_text(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
             f"{counted(sum(map(len, self.buckets)), 'bucket')} on {counted(self.servers, 'server')}; "
-            f"{readable(most)} registered on {'it' if self.servers == 1 else 'the fullest one'}"
+            f"{size_text(most)} registered on {'it' if self.servers == 1 else 'the fullest one'}"
         )
 
     def digest(self, extra: bytes = b"") -> bytes:
@@ -140,19 +141,6 @@ class Plan:
     def registered_bytes(self, server: int, workers: int, planes: int = 1) -> int:
         """What server ``server`` registers: its parameters, ``planes`` times, and one gradient slot a worker."""
         return self.shard_bytes[server] * (planes + workers)
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below ``n``."""
-    return (n + multiple - 1) // multiple * multiple
-
-
-def readable(nbytes: int) -> str:
-    """A number of bytes for people, such as ``512 bytes`` or ``1.5 MiB``."""
-    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= one:
-            return f"{nbytes / one:.1f} {unit}"
-    return counted(nbytes, "byte")
 
 
 def counted(number: int, what: str) -> str:
