@@ -14,11 +14,12 @@ from tensorwire.control.settings import seconds
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.static import lane_of
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.pacing import Pacing
-from tensorwire.store.plan import DTYPES, Bucket, Plan
+from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
 from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 

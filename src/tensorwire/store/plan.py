@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import round_up, size_text
 
@@ -23,19 +24,8 @@ CUT = 1024  # elements: vectorised optimizers give the same bits on both sides o
 BUCKET_BYTES = 4 << 20
 MOST_BUCKET_BYTES = 1 << 40
 
-# Bytes of an element; the dtypes a parameter may have.
-DTYPES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+# What parameters, and the tensors that an optimizer keeps, may be made of.
+PARAMETER_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -227,8 +217,10 @@ def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> No
         if t.name in seen:
             raise ArgumentError(f"two parameters have the name {t.name!r}")
         seen.add(t.name)
-        if t.dtype not in DTYPES:
-            raise Unsupported(f"parameter {t.name!r} has dtype {t.dtype}; the store holds {', '.join(DTYPES)}")
+        if t.dtype not in PARAMETER_DTYPES:
+            raise Unsupported(
+                f"parameter {t.name!r} has dtype {t.dtype}; the store holds {', '.join(PARAMETER_DTYPES)}"
+            )
 
 
 def _chunk(size: int, bucket_bytes: int) -> int:

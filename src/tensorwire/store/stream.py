@@ -17,8 +17,9 @@ import msgspec
 
 from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Word
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError, TensorwireError
-from tensorwire.store.plan import DTYPES, PAGE
+from tensorwire.store.plan import PAGE, PARAMETER_DTYPES
 
 PART_BYTES = 4 << 20
 CREDIT_SECONDS = 60.0  # a receiver only copies a part away
@@ -174,7 +175,7 @@ def _unpack(part: memoryview) -> tuple[bool, RemoteRegion, _Table]:
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a part of an optimizer's state has a malformed table: {error}") from None
     for offset, entry in table:
-        known = entry.dtype in DTYPES and 0 <= entry.start <= entry.stop <= prod(entry.shape)
+        known = entry.dtype in PARAMETER_DTYPES and 0 <= entry.start <= entry.stop <= prod(entry.shape)
         if not known or offset < _HEAD.size or offset + entry.nbytes > at:
             raise ProtocolError(f"a part of an optimizer's state has a malformed entry: {entry}")
     return bool(last), RemoteRegion.unpack(credit), table
