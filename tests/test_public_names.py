@@ -24,6 +24,7 @@ LAYERS = [
     "graph",
     "store",
     "launch",
+    "trace",
     "doctor",
     "torch",
     "bench",

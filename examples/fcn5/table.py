@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tensorwire.observe.parts import Parts, Record, parts_of_trace, typical
+from tensorwire.trace.parts import Parts, Record, parts_of_trace, typical
 
 MIB = 2**20
 PARTS = ("compute", "update", "exposed", "idle", "hidden")

@@ -19,8 +19,8 @@ from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
 from tensorwire.errors import ProgramFailed, Unsupported
-from tensorwire.observe.parts import Record as Trace
 from tensorwire.testing.patience import patient
+from tensorwire.trace.parts import Record as Trace
 from tests.sandbox import Result, Sandbox
 
 TINY = 16  # divides the hidden sizes

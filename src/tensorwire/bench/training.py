@@ -23,9 +23,9 @@ from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
 from tensorwire.errors import ArgumentError, ProgramFailed, Unsupported
-from tensorwire.observe.parts import Record as Trace
-from tensorwire.observe.parts import parts_of_trace, typical
 from tensorwire.sizes import size_text
+from tensorwire.trace.parts import Record as Trace
+from tensorwire.trace.parts import parts_of_trace, typical
 
 WORKLOADS = (*MODELS, ELSEWHERE)
 PEERS = ("ddp", "grpc")

@@ -13,7 +13,7 @@ import click
 from tensorwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tensorwire.observe.parts import Parts, Record
+    from tensorwire.trace.parts import Parts, Record
 
 _MOST_NAMES = 3  # of files in a title
 _COLUMNS = ("step", "compute", "update", "exposed", "idle", "hidden")
@@ -34,10 +34,10 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     idle     waiting for another worker
     hidden   communication beside compute; not in the sum
     """
-    from tensorwire.observe.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
+    from tensorwire.trace.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
 
     if plot is not None:
-        from tensorwire.observe.plot import check_picture
+        from tensorwire.trace.plot import check_picture
 
         check_picture(plot)
     records = _read(files)
@@ -52,7 +52,7 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     if wrong:
         click.echo(f"the clocks of the machines agree to {wrong * 1e3:.3f} ms")
     if plot is not None:
-        from tensorwire.observe.plot import plot_steps
+        from tensorwire.trace.plot import plot_steps
 
         plot_steps(plot, records, of=_recorded(files))
 
@@ -66,8 +66,8 @@ def _recorded(files: Sequence[str]) -> str:
 
 
 def _read(files: Sequence[str]) -> dict[str, Record]:
-    from tensorwire.observe.chrome import read_chrome
-    from tensorwire.observe.parts import read_trace
+    from tensorwire.trace.chrome import read_chrome
+    from tensorwire.trace.parts import read_trace
 
     records: dict[str, Record] = {}
     for file in files:

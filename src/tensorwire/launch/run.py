@@ -36,7 +36,7 @@ from tensorwire.launch.place import (
 from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
 from tensorwire.launch.threads import shared_cores
-from tensorwire.launch.watch import Watch, job_members
+from tensorwire.launch.watch import Trace, Watch, job_members
 from tensorwire.store.client import step_timeout
 
 # After SIGTERM, before SIGKILL.
@@ -63,7 +63,7 @@ class RunOptions:
     device: str = "auto"
     prefix: bool = True
     metrics: str | None = None
-    trace: str | None = None
+    trace: Trace | None = None
     tensorboard: str | None = None
 
     def check(self) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe import plot
-from tensorwire.observe.parts import PARTS, steps_of_trace
-from tests.observe.traces import job, record
+from tensorwire.trace import plot
+from tensorwire.trace.parts import PARTS, steps_of_trace
+from tests.trace.traces import job, record
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

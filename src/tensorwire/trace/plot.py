@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tensorwire.errors import ArgumentError
 from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
-from tensorwire.observe.intervals import common
-from tensorwire.observe.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
+from tensorwire.trace.intervals import common
+from tensorwire.trace.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
