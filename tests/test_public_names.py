@@ -106,6 +106,24 @@ def test_layers_import_only_downward() -> None:
     assert wrong == []
 
 
+def imported_by(name: str, seen: set[str]) -> set[str]:
+    """The modules of ours that ``name`` imports, directly or through others, as their text says."""
+    path = SOURCE.parent.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if name in seen or not path.exists():
+        return seen
+    seen.add(name)
+    for found in re.findall(r"^\s*(?:from|import) (tensorwire[\w.]*)", path.read_text(), re.M):
+        imported_by(found, seen)
+    return seen
+
+
+def test_a_server_imports_nothing_of_the_workers_side() -> None:
+    found = imported_by("tensorwire.launch.server", set())
+    assert "tensorwire.store.server_state" in found
+    assert not found & {"tensorwire.store.client", "tensorwire.store.client_state"}
+
+
 def test_nothing_pickles_or_evaluates() -> None:
     wrong = []
     for path in modules():

@@ -59,6 +59,23 @@ Item = tuple[Entry, memoryview]  # the memory holds these elements and nothing e
 _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in the part
 
 
+class Ask(msgspec.Struct, frozen=True):
+    """Worker ``worker`` wants the state. ``doors[s]`` opens a slot for server ``s``."""
+
+    worker: int
+    doors: list[bytes]
+
+
+def ask_key(store: str, number: int) -> str:
+    """Where the `Ask` of that number is published."""
+    return f"{store}/ask/{number}"
+
+
+def load_key(store: str, step: int, server: int) -> str:
+    """Where ``server`` publishes the slot that worker 0 sends the state to in round ``step``."""
+    return f"{store}/load/{step}/server {server}"
+
+
 class Sender:
     """Fills the slot behind ``door``, which a `Receiver` at the other end of ``channel`` opened."""
 
