@@ -25,6 +25,7 @@ LAYERS = [
     "store",
     "launch",
     "trace",
+    "charts",
     "doctor",
     "torch",
     "bench",

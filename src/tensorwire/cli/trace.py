@@ -37,9 +37,9 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     from tensorwire.trace.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
 
     if plot is not None:
-        from tensorwire.trace.plot import check_picture
+        from tensorwire.charts.figure import check_picture
 
-        check_picture(plot)
+        check_picture(plot, option="--plot")
     records = _read(files)
     parts = parts_of_trace(records)
     if not parts:
@@ -52,7 +52,7 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     if wrong:
         click.echo(f"the clocks of the machines agree to {wrong * 1e3:.3f} ms")
     if plot is not None:
-        from tensorwire.trace.plot import plot_steps
+        from tensorwire.charts.steps import plot_steps
 
         plot_steps(plot, records, of=_recorded(files))
 

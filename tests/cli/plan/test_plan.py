@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -105,9 +104,9 @@ def crossing(file: Path) -> list[tuple[Any, ...]]:
 
 
 def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
-    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    files = tmp_path / "plan.json", tmp_path / "plan.png"
     places = ("--place", "layers.1=worker:1", "--place", "layers.2=worker:1")
-    status, out, _ = plan(script(tmp_path), "--json", str(files[0]), "--svg", str(files[1]), "--batch", "4", *places)
+    status, out, _ = plan(script(tmp_path), "--json", str(files[0]), "--plot", str(files[1]), "--batch", "4", *places)
     assert status == 0
     a, b, activation = "worker:0", "worker:1", 4 * 64 * 4
     assert crossing(files[0]) == [
@@ -121,23 +120,7 @@ def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
     assert "worker:0  all others" in out
     assert [graph["copies"] for graph in json.loads(files[0].read_text())["graphs"]] == [[], []]
     assert re.search(r"copies a step, in the steady state\n.*\nworker:0 +0 +0 +0\nworker:1 +0 +0 +0\n", out)
-    root = ElementTree.parse(files[1]).getroot()
-    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "layers.1" in words
-    assert "to layers.2" in words
-
-
-def test_a_repeated_layer_is_as_good_as_all(plan: Any, tmp_path: Path) -> None:
-    found = []
-    for layers, more in ((6, ()), (1, ("--repeat", "layers.0=6"))):
-        file = tmp_path / "plan.json"
-        status, _, err = plan(script(tmp_path, layers), "--hosts", "3", "--json", str(file), *more)
-        assert (status, err) == (0, "")
-        written = json.loads(file.read_text())
-        counted = [written[name] for name in ("parameters", "variables", "largest", "placement", "outboxes")]
-        found.append((crossing(file), counted, len(written["graphs"][0]["nodes"])))
-    assert found[0] == found[1]
-    assert len(found[0][0]) > 4
+    assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_hundreds_of_edges_are_folded(plan: Any, tmp_path: Path) -> None:
@@ -182,9 +165,6 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
             "'layer.1' is no module of the model, as its named_modules() names them; close to it: 'layers.1'",
         ),
         "part of a name": ([net, "--place", "lay=worker:1"], "'lay' is no module of the model"),
-        "repeat what": ([net, "--repeat", "head=3"], "--repeat is the path of a numbered layer"),
-        "repeat nothing": ([net, "--repeat", "blocks.0=3"], "'blocks.0' is no module of the model"),
-        "repeat one of many": ([net, "--repeat", "layers.1=0"], "--repeat is the path of a numbered layer"),
         "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
         "large batch": (["fcn5", "--batch", str(2**30)], "--batch 1073741824: its inputs take 3,"),
         "larger batch": (
@@ -194,7 +174,7 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "tokens": (["llama-70b", "--batch", str(2**30)], "--batch 1073741824: its inputs take 16,384.0 GiB"),
         "no script": (["/etc/passwd"], "/etc/passwd is no Python file: its name must end with .py"),
         "bytes": ([str(garbage)], "garbage.py: "),
-        "drawing": ([net, "--svg", "plan.png"], "--svg plan.png: a drawing's name ends with .svg"),
+        "picture": ([net, "--plot", "plan.gif"], "--plot plan.gif: a picture ends with .png, .svg, .pdf"),
         "no folder": ([net, "--json", "no/plan.json"], "--json no/plan.json: there is no folder "),
         "cannot run": ([str(narrow)], "Net cannot be traced: a and b must have same reduction dim"),
     }
@@ -213,8 +193,8 @@ MISTAKES = [
         "one host",
         "no host",
     ),
-    *("no place", "no path", "part of a name", "repeat what", "repeat nothing", "repeat one of many", "hosts"),
-    *("drawing", "no folder", "cannot run", "large batch", "larger batch", "tokens", "no script", "bytes"),
+    *("no place", "no path", "part of a name", "hosts"),
+    *("picture", "no folder", "cannot run", "large batch", "larger batch", "tokens", "no script", "bytes"),
 ]
 
 
@@ -230,11 +210,12 @@ def test_a_mistake_is_one_line(plan: Any, tmp_path: Path, name: str) -> None:
 def test_help_shows_a_script(plan: Any) -> None:
     status, out, _ = plan("--help")
     assert status == 0
-    for part in ("def model(): return MyModel()", "tensorwire plan vgg16", "--repeat PATH=N", "llama-70b"):
+    for part in ("def model(): return MyModel()", "tensorwire plan vgg16", "llama-70b"):
         assert part in out
 
 
-def test_seventy_billion_parameters_from_one_layer(plan: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_seventy_billion_parameters(plan: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "plan.json"
     status, out, _ = plan("llama-70b", "--hosts", "4", "--inference", "--json", str(file))
@@ -274,7 +255,7 @@ def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
 
 
 def test_the_documentation_shows_what_is_printed(plan: Any, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
     code, text = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[0] for kind in ("python", "console"))
     (tmp_path / "mlp.py").write_text(code)
     _, out, _ = plan(str(tmp_path / "mlp.py"))

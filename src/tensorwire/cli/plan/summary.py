@@ -1,4 +1,4 @@
-"""What ``tensorwire plan`` says of a model: in words, for programs, and as a drawing."""
+"""What ``tensorwire plan`` says of a model, in words and for programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import click
 import msgspec
 
+from tensorwire.cli.plan.blocks import BY_VALUE, LENT, manner
 from tensorwire.cli.tables import show
-from tensorwire.graph.blocks import BY_VALUE, LENT, manner
-from tensorwire.graph.draw import draw
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.sizes import size_text
 from tensorwire.torch.graph.draft import Planned
@@ -25,7 +24,7 @@ _BAR = 24  # characters
 
 
 @dataclass(frozen=True)
-class Report:
+class Summary:
     """``parameters``: bytes and elements by name; ``cut``: nobody said the placement; ``seconds``: of tracing, of
     analysis."""
 
@@ -138,7 +137,7 @@ class Report:
             inboxes.update(planned.analysis.plan.inboxes)
         return dict(outboxes), dict(inboxes)
 
-    # ---- for programs, and to look at
+    # ---- for programs
 
     def json(self) -> str:
         """All of it, as JSON."""
@@ -169,10 +168,6 @@ class Report:
             found.append({"from": least, "below": limit, "variables": len(inside), "nbytes": sum(inside)})
             least = limit or 0
         return found
-
-    def svg(self) -> str:
-        """The drawing."""
-        return draw(self.name, [(one.graph, one.analysis, one.labels) for one in self.planned])
 
 
 def _row(edge: Edge) -> tuple[str, ...]:
