@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorwire.errors import ArgumentError
+from tensorwire.tables import print_table
 
 if TYPE_CHECKING:
     from tensorwire.trace.parts import Parts, Record
@@ -88,20 +88,4 @@ def _cells(step: Parts) -> list[str]:
 
 
 def _show(rows: Sequence[tuple[str, Parts]]) -> None:
-    table = [["typical of", "steps", *_COLUMNS], *([name, f"{step.step:,}", *_cells(step)] for name, step in rows)]
-    if sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        shown = Table(box=box.SIMPLE_HEAD)
-        for number, column in enumerate(table[0]):
-            shown.add_column(column, justify="right" if number else "left", no_wrap=True)
-        for row in table[1:]:
-            shown.add_row(*row)
-        Console().print(shown)
-        return
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        line = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        click.echo("  ".join(line).rstrip())
+    print_table(("typical of", "steps", *_COLUMNS), [(name, f"{step.step:,}", *_cells(step)) for name, step in rows])

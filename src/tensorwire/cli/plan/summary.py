@@ -12,9 +12,9 @@ import click
 import msgspec
 
 from tensorwire.cli.plan.blocks import BY_VALUE, LENT, manner
-from tensorwire.cli.tables import show
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.sizes import size_text
+from tensorwire.tables import print_table
 from tensorwire.torch.graph.draft import Planned
 
 MOST_EDGES = 16  # of a graph, that are shown one by one
@@ -46,7 +46,7 @@ class Summary:
             mean, median, largest = map(size_text, (statistics.fmean(sizes), statistics.median(sizes), max(sizes)))
             click.echo(f"mean {mean}, median {median}, largest {largest}")
             click.echo()
-            show(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
+            print_table(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
         click.echo(f"\ntraced in {self.seconds[0]:.2f} s, analysed in {self.seconds[1]:.2f} s\n")
         self._show_placement()
         for planned in self.planned:
@@ -78,7 +78,7 @@ class Summary:
             some = paths[host]
             shown = ", ".join(some) if len(some) <= 4 else f"{some[0]}, {some[1]}, ... {some[-1]} ({len(some)} modules)"
             rows.append((host, shown or "nothing", f"{held[host] / MIB:,.2f}"))
-        show(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
+        print_table(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
 
     def _held(self) -> Counter[str]:
         """Bytes of parameters and buffers by host; of tied ones, once."""
@@ -97,9 +97,9 @@ class Summary:
             return
         if count <= MOST_EDGES:
             rows = [_row(edge) for edge in plan.edges]
-            show(("edge", "from", "to", "tensor", "kind", "bytes", "born"), rows, left=(0, 1, 2, 3, 4, 6))
+            print_table(("edge", "from", "to", "tensor", "kind", "bytes", "born"), rows, left=(0, 1, 2, 3, 4, 6))
         else:
-            show(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
+            print_table(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
         for one in plan.traffic:
             more = f", besides {one.unbounded} of any size" if one.unbounded else ""
             copies = f"{one.born} born, {one.lent} lent, {one.copied} copied, {one.values} by value"
@@ -116,7 +116,7 @@ class Summary:
             nbytes = f"{sum(one.nbytes for one in ours):,}" + (f", and {unbounded} of any size" if unbounded else "")
             rows.append((host, f"{sent:,}", f"{received:,}", nbytes))
         click.echo("\ncopies a step, in the steady state")
-        show(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
+        print_table(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
 
     def _show_memory(self) -> None:
         """What is registered: for all graphs together, since all stay."""
@@ -127,7 +127,7 @@ class Summary:
             rows.append((target, f"inbox for {source}, unless it maps that outbox", f"{nbytes:,}"))
         for planned in self.planned:
             rows += [(host, "parameters that it lends", f"{n:,}") for host, n in planned.analysis.plan.lent.items()]
-        show(("host", "memory", "bytes"), rows, left=(0, 1))
+        print_table(("host", "memory", "bytes"), rows, left=(0, 1))
 
     def _registered(self) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
         outboxes: Counter[str] = Counter()
