@@ -23,10 +23,14 @@ class _Loss(nn.Module):
         return self.llama(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def model() -> nn.Module:
-    """Of a batch of tokens, the mean loss of the next token.
+def model(layers: int = 80) -> nn.Module:
+    """Makes a module that computes, of a batch of tokens, the mean loss of the next token.
 
-    Raises `ArgumentError` where ``transformers`` is not installed.
+    Args:
+        layers: How many there are.
+
+    Raises:
+        ArgumentError: ``transformers`` is not installed.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,7 +40,7 @@ def model() -> nn.Module:
     shape = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
-        num_hidden_layers=80,
+        num_hidden_layers=layers,
         num_attention_heads=64,
         num_key_value_heads=8,
         vocab_size=_VOCABULARY,
