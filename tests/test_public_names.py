@@ -24,6 +24,8 @@ LAYERS = [
     "graph",
     "store",
     "launch",
+    "trace",
+    "charts",
     "doctor",
     "torch",
     "bench",
@@ -103,6 +105,24 @@ def test_layers_import_only_downward() -> None:
             if name in LAYERS and LAYERS.index(name) > LAYERS.index(layer):
                 wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert wrong == []
+
+
+def imported_by(name: str, seen: set[str]) -> set[str]:
+    """The modules of ours that ``name`` imports, directly or through others, as their text says."""
+    path = SOURCE.parent.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if name in seen or not path.exists():
+        return seen
+    seen.add(name)
+    for found in re.findall(r"^\s*(?:from|import) (tensorwire[\w.]*)", path.read_text(), re.M):
+        imported_by(found, seen)
+    return seen
+
+
+def test_a_server_imports_nothing_of_the_workers_side() -> None:
+    found = imported_by("tensorwire.launch.server", set())
+    assert "tensorwire.store.server_state" in found
+    assert not found & {"tensorwire.store.client", "tensorwire.store.client_state"}
 
 
 def test_nothing_pickles_or_evaluates() -> None:

@@ -19,7 +19,7 @@ from tensorwire.bench.baselines import peers_folder
 from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Program
 from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.observe.parts import Record, parts_of_trace, read_trace, typical
+from tensorwire.trace.parts import Record, parts_of_trace, read_trace, typical
 
 SCRIPT = Path(__file__).resolve().parent / "compare.py"
 SAME_LOSS = 1e-4  # of it: sums in another order round differently

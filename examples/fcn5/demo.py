@@ -20,7 +20,7 @@ import launch
 import table
 
 from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.observe.parts import read_trace
+from tensorwire.trace.parts import read_trace
 
 HERE = Path(__file__).resolve().parent
 

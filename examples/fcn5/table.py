@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from tensorwire.observe.parts import Parts, Record, parts_of_trace, typical
+from tensorwire.tables import print_table
+from tensorwire.trace.parts import Parts, Record, parts_of_trace, typical
 
 MIB = 2**20
 PARTS = ("compute", "update", "exposed", "idle", "hidden")
@@ -70,40 +68,23 @@ def rows(o: Outcome) -> list[tuple[str, str]]:
 
 
 def show(o: Outcome) -> None:
-    """Prints the table; without frames where there is no terminal."""
-    title = "from step on: per worker and step"
-    console = Console()
-    if not console.is_terminal:
-        print(f"\nFCN-5 ({title})")
-        for name, value in rows(o):
-            print(f"{name:<24} {value}")
-        return
-    table = Table("", "FCN-5", title_justify="left", caption=title)
-    for name, value in rows(o):
-        table.add_row(name, value)
-    console.print(table)
+    """Prints the table."""
+    print()
+    print_table(("", ""), rows(o), left=(0, 1), title="FCN-5 (from step on: per worker and step)")
 
 
 def show_beside(columns: list[dict[str, Any]]) -> None:
     """Prints two runs beside each other, and by how much the second one's step is longer."""
     first, second = columns
-    lines = [("", first["store"], second["store"], "")]
-    lines += [("device", first["device"], second["device"], "")]
+    head = ("", first["store"], second["store"], "")
+    lines: list[tuple[str, ...]] = [("device", first["device"], second["device"], "")]
     lines += [_times("step", first, second, "seconds")]
     lines += [_times(f"  {_PARTS_TOLD.get(name, name)}", first, second, name) for name in PARTS if name in first]
     rates = [f"{column['samples_per_second']:,.0f} samples/s" for column in columns]
     losses = [f"{column['loss']:.6f}" for column in columns]
     lines += [("throughput", *rates, ""), (f"loss after {first['steps']} steps", *losses, "")]
-    console = Console()
-    if not console.is_terminal:
-        print("\nFCN-5 (per worker and step)")
-        for name, *cells in lines:
-            print(f"{name:<24} {cells[0]:<22} {cells[1]:<22} {cells[2]}".rstrip())
-        return
-    shown = Table(*lines[0], title="FCN-5", title_justify="left", caption="per worker and step")
-    for line in lines[1:]:
-        shown.add_row(*line)
-    console.print(shown)
+    print()
+    print_table(head, lines, left=range(4), title="FCN-5 (per worker and step)")
 
 
 _PARTS_TOLD = {"exposed": "exposed communication", "hidden": "hidden, beside compute"}

@@ -17,6 +17,7 @@
     ├── ControlError
     │   ├── AuthenticationError         the other side does not hold the job's secret
     │   ├── ProtocolError               a malformed, oversized or unexpected frame
+    │   │   └── AlreadyPublished        the address book has an entry of that name
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
     │   └── WorkerFinished              a worker was done while this one went on with another step
@@ -31,6 +32,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AlreadyPublished",
     "ArgumentError",
     "AuthenticationError",
     "ContentMismatch",
@@ -116,6 +118,10 @@ class AuthenticationError(ControlError):
 
 class ProtocolError(ControlError):
     """A malformed, oversized or unexpected frame."""
+
+
+class AlreadyPublished(ProtocolError):
+    """The job's address book already has an entry of that name. What it holds stays."""
 
 
 class PlanMismatch(ControlError):

@@ -139,6 +139,6 @@ def test_what_does_not_fit_into_memory() -> None:
     notes = Notes(lambda text: None, said.append)
     assert fitting([first, again], 300, QUIET) == [{small.commands, large.commands, huge.commands}]
     assert fitting([first, again], 100, notes) == [{small.commands, large.commands}]
-    assert said == ["skipped: w: huge: it may take 200 bytes of memory, and 100 bytes are left"]
+    assert said == ["skipped: w: huge: it may take 200 B of memory, and 100 B are left"]
     assert fitting([first, again], 99, notes) == [{small.commands}, {large.commands}]
     assert "one after another" in said[-1]

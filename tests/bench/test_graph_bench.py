@@ -16,8 +16,8 @@ from tensorwire.bench.records import MODES
 from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.errors import ArgumentError, ProgramFailed
-from tensorwire.observe.parts import Record as Trace
 from tensorwire.testing.patience import patient
+from tensorwire.trace.parts import Record as Trace
 from tests.sandbox import Result, Sandbox
 
 TINY = 16  # divides the hidden sizes

@@ -13,7 +13,7 @@ from tensorwire.bench import suite
 from tensorwire.bench.actors.lines import check, pattern
 from tensorwire.bench.compare import Samples, Settings, Workload, compare_all, records
 from tensorwire.bench.programs import Contender, Stage, pair
-from tensorwire.bench.records import COUNTED, MODES, Target, size_text, time_text
+from tensorwire.bench.records import COUNTED, MODES, Target, time_text
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ProgramFailed
 from tests.cli.test_cli import complaint
@@ -112,14 +112,6 @@ def test_figures_for_people() -> None:
         "12.3 ms",
         "1 s",
         "120 s",
-    ]
-    assert [size_text(n) for n in (0, 64, 1000, 4096, 2**20, 3 * 2**30)] == [
-        "0 B",
-        "64 B",
-        "1000 B",
-        "4 KiB",
-        "1 MiB",
-        "3 GiB",
     ]
     assert str(Target(13e-6, {"libfabric": 1 / 1.3}, every=False)) == "<= 13 us or >= 0.77 of libfabric"
 

@@ -19,8 +19,8 @@ from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
 from tensorwire.errors import ProgramFailed, Unsupported
-from tensorwire.observe.parts import Record as Trace
 from tensorwire.testing.patience import patient
+from tensorwire.trace.parts import Record as Trace
 from tests.sandbox import Result, Sandbox
 
 TINY = 16  # divides the hidden sizes
@@ -244,4 +244,4 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
     notes = Notes(lambda text: None, told.append)
     found = training.run(ways, Cast("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
     assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
-    assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20.0 GiB are left"]
+    assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20 GiB are left"]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tensorwire.device.verbs.ports import has_active_port
-from tensorwire.doctor.findings import in_words
 from tests.sandbox import Result, Sandbox, free_port
 
 
@@ -94,7 +93,7 @@ def test_verbs_that_a_job_wants_and_cannot_have(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "what"),
-    [("-n 40", "RLIMIT_NOFILE: 40"), ("-f 1024", "RLIMIT_FSIZE: 1.0 MiB"), ("-n 12", "does not work")],
+    [("-n 40", "RLIMIT_NOFILE: 40"), ("-f 1024", "RLIMIT_FSIZE: 1 MiB"), ("-n 12", "does not work")],
 )
 def test_limits_that_stop_a_job(sandbox: Sandbox, limit: str, what: str) -> None:
     command = f"ulimit -S {limit}; exec {sys.executable} -m tensorwire.cli doctor"
@@ -159,10 +158,3 @@ def test_a_mistake_is_one_line(sandbox: Sandbox, arguments: tuple[str, ...], why
     result = doctor(sandbox, *arguments)
     assert result.status == 2
     assert why in result.one_line()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "words"), [(0, "0 bytes"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 52, "4096.0 TiB")]
-)
-def test_sizes_in_words(nbytes: int, words: str) -> None:
-    assert in_words(nbytes) == words

@@ -33,7 +33,7 @@ def test_ports_gids_and_the_one_that_is_picked(sysfs: Sysfs) -> None:
     sysfs.port("mlx5_1", state="1: DOWN")
     sysfs.port("rdmap0", kind="7: unspecified")
     found = findings(sysfs)
-    assert found["mlx5_0:1"].value == "ACTIVE, Ethernet, 100 Gb/sec (4X EDR), MTU 4096, messages of up to 1.0 GiB"
+    assert found["mlx5_0:1"].value == "ACTIVE, Ethernet, 100 Gb/sec (4X EDR), MTU 4096, messages of up to 1 GiB"
     assert found["mlx5_0:1 GID 3"].value == "RoCE v2, 10.0.0.1, eth0"
     assert "GID 3" in found["picked"].value
     assert (found["mlx5_1:1"].level, found["mlx5_1:1"].value[:4]) == ("note", "DOWN")
@@ -68,7 +68,7 @@ def test_the_library_is_missing(sysfs: Sysfs, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    assert memory._pinned().value == "8.0 MiB (only verbs would need it)"
+    assert memory._pinned().value == "8 MiB (only verbs would need it)"
     monkeypatch.setattr(memory, "has_active_port", lambda: True)
     monkeypatch.setattr(memory, "_capabilities", lambda: 0)
     assert "ulimit -l unlimited" in memory._pinned().advice

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from tensorwire.cli import main
-from tensorwire.observe.chrome import write_chrome
-from tensorwire.observe.parts import Record
 from tensorwire.observe.spans import Clock, Span
-from tests.observe.traces import job, record
+from tensorwire.trace.chrome import write_chrome
+from tensorwire.trace.parts import Record
+from tests.trace.traces import job, record
 
 trace = importlib.import_module("tensorwire.cli.trace")  # the package has a command of that name
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tensorwire.control import Client, Coordinator, frames
-from tensorwire.errors import JobEnded, PlanMismatch, ProtocolError, RemoteAccessError, WaitTimeout
+from tensorwire.errors import AlreadyPublished, JobEnded, PlanMismatch, ProtocolError, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tests.control.conftest import Jobs
 from tests.sandbox import every
@@ -48,7 +48,7 @@ def test_an_entry_is_published_once(pair: Pair) -> None:
     _, first, second = pair
     first.publish("key", b"value")
     for member in (first, second):
-        with pytest.raises(ProtocolError, match="'key' was published before"):
+        with pytest.raises(AlreadyPublished, match="'key' was published before"):
             member.publish("key", b"other")
     assert second.lookup("key") == b"value"
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.parts import parts_of_trace, read_trace, typical
 from tensorwire.testing.patience import patient
+from tensorwire.trace.parts import parts_of_trace, read_trace, typical
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 
 from tensorwire.launch import output
+from tensorwire.launch.lines import Lines
 from tests.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
 
 
-def stream() -> output._Stream:
-    return output._Stream("worker 0", -1, 1, b"w | ")
+def stream() -> Lines:
+    return Lines(b"w | ")
 
 
 @pytest.mark.parametrize(
@@ -260,3 +261,26 @@ def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_
     assert captured.out == "worker 0 | one\nworker 0 | tw\n"
     assert captured.err == "worker 0 | wrong\nsaid\n"
     assert NAMES.sub("", captured.out) == "one\ntw\n"
+
+
+def test_whatever_goes_wrong_no_process_waits_for_a_reader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(lines: Lines, data: bytes) -> bytes:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(Lines, "take", fail)
+    with nothing_kept():
+        made = output.Output(["worker 0"])
+        out, err = made.open("worker 0")
+        assert out is not None
+        assert err is not None
+        os.write(out, b"one")
+        assert made._thread is not None
+        made._thread.join(HANG_SECONDS)
+        with pytest.raises(BrokenPipeError):
+            os.write(out, b"two")
+        os.close(out)
+        os.close(err)
+        made.close()
+    assert "out of order" in caplog.text

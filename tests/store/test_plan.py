@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.plan import ALIGNMENT, CUT, DTYPES, PAGE, Plan, TensorSpec, make_plan
+from tensorwire.store.plan import ALIGNMENT, CUT, PAGE, Plan, TensorSpec, make_plan
 
 BUCKET = 4 * PAGE
 

@@ -207,7 +207,7 @@ def waits_alone(job: tw.Job) -> str:
         with pytest.raises(errors.JobEnded):
             job.member.client.lookup("something nobody publishes", 600.0)
         raise errors.JobEnded("as told")
-    os.environ["TENSORWIRE_TIMEOUT"] = "0.2"  # only now: the step before may take its time
+    store._parts[0].client.timeout = 0.2  # only now: the step before may take its time
     with job.uneven():
         pass
     return ""

@@ -12,8 +12,8 @@ from tensorwire._native import available_bytes
 from tensorwire.bench.programs import OURS, Answer, Contender, Stage
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
-from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ProgramFailed
+from tensorwire.sizes import size_text
 
 Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
@@ -138,7 +138,7 @@ def fitting(workloads: Sequence[Workload], left: int, notes: Notes) -> list[set[
     needs: dict[Commands, int] = {}
     for contender in (c for workload in workloads for c in workload.contenders):
         if contender.memory > left:
-            needed = f"it may take {in_words(contender.memory)} of memory, and {in_words(left)} are left"
+            needed = f"it may take {size_text(contender.memory)} of memory, and {size_text(left)} are left"
             notes.skip(f"{workloads[0].name}: {contender.name}: {needed}")
         else:
             needs[contender.commands] = contender.memory

@@ -21,9 +21,9 @@ from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.bench.training import WARM, Course, parts
 from tensorwire.bench.workloads import MODELS
-from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ProgramFailed
 from tensorwire.extras import how_to_install
+from tensorwire.sizes import size_text
 
 MODES = ("zerocopy", "copy", "rpc")
 TRANSFORMERS = {"bert": "BERT-base", "llama": "Llama of GPT-2's size", "vit": "ViT-small"}
@@ -136,7 +136,7 @@ def run(ways: dict[str, Way], casts: dict[str, Cast], course: Course, about: str
             notes.progress(f"{about}: starting {name}")
             before = available_bytes()
             if before < needed:
-                notes.skip(f"{about}: {name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
+                notes.skip(f"{about}: {name} may take {size_text(needed)} of memory, and {size_text(before)} are left")
                 continue
             team = teams[name] = stack.enter_context(Team(way, casts[name]))
             team.run(REHEARSED, 1, REHEARSAL)

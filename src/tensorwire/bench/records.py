@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tensorwire.sizes import size_text as size_text
+
 COUNTED = "0 copies, registrations, RPCs"  # a target of counts, which no load changes
 
 # The vocabulary of ``mode``; docs/benchmarks.md shows the same table.
@@ -113,11 +115,3 @@ def time_text(seconds: float) -> str:
     digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{digits}f}"
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes for people: the largest unit that divides them."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes and nbytes % factor == 0:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"

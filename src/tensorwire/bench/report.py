@@ -15,6 +15,7 @@ from tensorwire.bench.workloads import MODELS, Model
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file
+from tensorwire.sizes import size_text
 
 MIB = 2**20
 FORMATS = (".png", ".svg", ".pdf")
@@ -87,17 +88,12 @@ def size_rows(models: Sequence[Model] = tuple(MODELS.values())) -> list[tuple[st
             f"{m.nbytes / MIB:.2f}",
             str(len(m.tensors)),
             f"{m.parameters:,}",
-            *(_size(n) for n in (m.mean, m.median, m.largest)),
+            *(size_text(n) for n in (m.mean, m.median, m.largest)),
             str(m.small),
             str(m.large),
         )
         for m in models
     ]
-
-
-def _size(nbytes: float) -> str:
-    value, unit = (nbytes / MIB, "MiB") if nbytes >= MIB / 4 else (nbytes / 1024, "KiB")
-    return f"{value:.3g} {unit}"
 
 
 # ---- the chart

@@ -21,7 +21,7 @@ from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask,
 from tensorwire.errors import ProgramFailed
 from tensorwire.launch.secret import new_secret
 from tensorwire.launch.start import module_command
-from tensorwire.observe.parts import Record, read_trace
+from tensorwire.trace.parts import Record, read_trace
 
 STORES = ("store", "overlap")
 

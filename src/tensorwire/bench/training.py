@@ -22,10 +22,10 @@ from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.teams import Cast, Team, Way
 from tensorwire.bench.workloads import ELSEWHERE, MODELS
-from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ArgumentError, ProgramFailed, Unsupported
-from tensorwire.observe.parts import Record as Trace
-from tensorwire.observe.parts import parts_of_trace, typical
+from tensorwire.sizes import size_text
+from tensorwire.trace.parts import Record as Trace
+from tensorwire.trace.parts import parts_of_trace, typical
 
 WORKLOADS = (*MODELS, ELSEWHERE)
 PEERS = ("ddp", "grpc")
@@ -140,7 +140,9 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
             notes.progress(f"{told}: starting {way.name}")
             before, needed = available_bytes(), round(ROOM.get(way.kind, 0) * ours)
             if before < needed:
-                notes.skip(f"{told}: {way.name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
+                notes.skip(
+                    f"{told}: {way.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
+                )
                 continue
             with _tolerated(way, notes):
                 team = stack.enter_context(Team(way, cast))

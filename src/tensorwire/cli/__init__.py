@@ -10,7 +10,7 @@ import click
 
 from tensorwire.cli.bench import bench
 from tensorwire.cli.doctor import doctor
-from tensorwire.cli.plan import plan
+from tensorwire.cli.plan.command import plan
 from tensorwire.cli.run import run
 from tensorwire.cli.trace import trace
 from tensorwire.errors import ArgumentError, TensorwireError

@@ -52,7 +52,7 @@ from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
 @click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
 @click.option("--tensorboard", metavar="DIR", help="Write what job.report() is told to TensorBoard files in DIR.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(no_prefix: bool, **options: Any) -> int:
+def run(no_prefix: bool, trace: str | None, **options: Any) -> int:
     """Run COMMAND as the workers of a job, with parameter servers beside them.
 
     \b
@@ -75,7 +75,9 @@ def run(no_prefix: bool, **options: Any) -> int:
     """
     from tensorwire.launch.run import Run, RunOptions
     from tensorwire.launch.scarce import as_out_of_memory
+    from tensorwire.trace.collect import TraceFile
 
-    asked = RunOptions(prefix=not no_prefix, **options)
+    gathered = None if trace is None else TraceFile(trace)
+    asked = RunOptions(prefix=not no_prefix, trace=gathered, **options)
     with as_out_of_memory():
         return Run(asked)()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorwire.errors import ArgumentError
+from tensorwire.tables import print_table
 
 if TYPE_CHECKING:
-    from tensorwire.observe.parts import Parts, Record
+    from tensorwire.trace.parts import Parts, Record
 
 _MOST_NAMES = 3  # of files in a title
 _COLUMNS = ("step", "compute", "update", "exposed", "idle", "hidden")
@@ -34,12 +34,12 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     idle     waiting for another worker
     hidden   communication beside compute; not in the sum
     """
-    from tensorwire.observe.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
+    from tensorwire.trace.parts import WARM_UP_STEPS, parts_of_trace, settled, typical
 
     if plot is not None:
-        from tensorwire.observe.plot import check_picture
+        from tensorwire.charts.figure import check_picture
 
-        check_picture(plot)
+        check_picture(plot, option="--plot")
     records = _read(files)
     parts = parts_of_trace(records)
     if not parts:
@@ -52,7 +52,7 @@ def trace(files: tuple[str, ...], plot: str | None) -> None:
     if wrong:
         click.echo(f"the clocks of the machines agree to {wrong * 1e3:.3f} ms")
     if plot is not None:
-        from tensorwire.observe.plot import plot_steps
+        from tensorwire.charts.steps import plot_steps
 
         plot_steps(plot, records, of=_recorded(files))
 
@@ -66,8 +66,8 @@ def _recorded(files: Sequence[str]) -> str:
 
 
 def _read(files: Sequence[str]) -> dict[str, Record]:
-    from tensorwire.observe.chrome import read_chrome
-    from tensorwire.observe.parts import read_trace
+    from tensorwire.trace.chrome import read_chrome
+    from tensorwire.trace.parts import read_trace
 
     records: dict[str, Record] = {}
     for file in files:
@@ -88,20 +88,4 @@ def _cells(step: Parts) -> list[str]:
 
 
 def _show(rows: Sequence[tuple[str, Parts]]) -> None:
-    table = [["typical of", "steps", *_COLUMNS], *([name, f"{step.step:,}", *_cells(step)] for name, step in rows)]
-    if sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        shown = Table(box=box.SIMPLE_HEAD)
-        for number, column in enumerate(table[0]):
-            shown.add_column(column, justify="right" if number else "left", no_wrap=True)
-        for row in table[1:]:
-            shown.add_row(*row)
-        Console().print(shown)
-        return
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        line = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        click.echo("  ".join(line).rstrip())
+    print_table(("typical of", "steps", *_COLUMNS), [(name, f"{step.step:,}", *_cells(step)) for name, step in rows])

@@ -76,7 +76,7 @@ class Book:
         to = None if message.to is None else frozenset(message.to)
         entry = self._entries.setdefault(message.key, _Entry(member, to, message.parts))
         if entry.owner != member or message.part != len(entry.parts) or entry.whole:
-            return Answer(message.id, error=f"{message.key!r} was published before", type="ProtocolError")
+            return Answer(message.id, error=f"{message.key!r} was published before", type="AlreadyPublished")
         if message.parts != entry.total or entry.total > frames.MOST_PARTS:
             return Answer(message.id, error=f"{message.key!r} has a wrong number of parts", type="ProtocolError")
         entry.parts.append(message.value)

@@ -82,7 +82,12 @@ class Client:
     # ---- requests: each is an RPC
 
     def publish(self, key: str, value: bytes, to: list[str] | None = None) -> None:
-        """Puts ``value`` into the address book, for all or for those named. Raises `ProtocolError` above 32 MiB."""
+        """Puts ``value`` into the address book, for all or for those named.
+
+        Raises:
+            AlreadyPublished: Somebody did so before, under the same ``key``.
+            ProtocolError: ``value`` is above 32 MiB.
+        """
         parts = max(1, -(-len(value) // frames.PART_BYTES))
         if parts > frames.MOST_PARTS:
             raise ProtocolError(

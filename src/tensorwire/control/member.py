@@ -15,11 +15,11 @@ from tensorwire.control.reach import Card, Route, connect, stays_here, whereabou
 from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, VerbsDevice
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.errors import (
+    AlreadyPublished,
     ArgumentError,
     JobEnded,
     OutOfMemory,
     PeerLost,
-    ProtocolError,
     TensorwireError,
     VerbsUnavailable,
     WaitTimeout,
@@ -137,7 +137,7 @@ class Member:
         try:
             self.client.publish(key, msgspec.msgpack.encode(found), to=pair)
             return found
-        except ProtocolError:  # published before
+        except AlreadyPublished:
             return msgspec.msgpack.decode(self.client.lookup(key), type=str)
 
     def card(self, name: str, timeout: float = 60.0) -> Card:

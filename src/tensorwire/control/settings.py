@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from tensorwire.errors import ArgumentError
@@ -23,6 +24,11 @@ def seconds(environment: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < found < 1e6:
         raise ArgumentError(f"{name} must be a number of seconds above 0, not {text!r}")
     return found
+
+
+def step_timeout(environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds that a step may wait for other workers: ``TENSORWIRE_TIMEOUT`` (1800). Raises `ArgumentError`."""
+    return seconds(environment, "TENSORWIRE_TIMEOUT", 1800.0)
 
 
 def check_count(what: str, count: int, most: int = MOST_MEMBERS) -> None:

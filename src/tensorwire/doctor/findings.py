@@ -29,13 +29,3 @@ class Section:
 
     title: str
     findings: tuple[Finding, ...]
-
-
-def in_words(nbytes: int) -> str:
-    """``3.2 GiB``."""
-    size, unit = float(nbytes), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tensorwire._native import available_bytes
 from tensorwire.device.verbs.ports import has_active_port
-from tensorwire.doctor.findings import Finding, Level, Section, in_words
+from tensorwire.doctor.findings import Finding, Level, Section
+from tensorwire.sizes import size_text
 
 LEAST_BYTES = 64 << 20  # less is no room for a server with anything to serve
 FEW_DESCRIPTORS, LEAST_DESCRIPTORS = 1024, 64
@@ -34,12 +35,12 @@ def _machine() -> Iterator[Finding]:
     lines = Path("/proc/meminfo").read_text().splitlines()
     table = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total, left = table["MemTotal"], available_bytes()
-    yield Finding("machine", f"{in_words(total)}, {in_words(table['MemAvailable'])} available", number=total)
+    yield Finding("machine", f"{size_text(total)}, {size_text(table['MemAvailable'])} available", number=total)
     if left < LEAST_BYTES:
         advice = "end what uses the memory, or raise the limit of the control group"
-        yield Finding("left for regions", in_words(left), "stops", advice, left)
+        yield Finding("left for regions", size_text(left), "stops", advice, left)
     else:
-        yield Finding("left for regions", f"{in_words(left)}; allocate() refuses more", number=left)
+        yield Finding("left for regions", f"{size_text(left)}; allocate() refuses more", number=left)
 
 
 def _groups() -> Iterator[Finding]:
@@ -58,7 +59,7 @@ def _groups() -> Iterator[Finding]:
             except (OSError, ValueError):  # not mounted here, or a path of the host's
                 continue
             if text != "max" and int(text) < _NO_LIMIT:
-                yield Finding(f"control group {group}", in_words(int(text)), "note", number=int(text))
+                yield Finding(f"control group {group}", size_text(int(text)), "note", number=int(text))
 
 
 def _limit(name: str, what: str, command: str) -> Finding:
@@ -66,7 +67,7 @@ def _limit(name: str, what: str, command: str) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding(name, f"unlimited ({what})")
     level: Level = "stops" if soft < LEAST_BYTES else "note"
-    return Finding(name, f"{in_words(soft)} ({what})", level, f"{command}, where regions do not fit", soft)
+    return Finding(name, f"{size_text(soft)} ({what})", level, f"{command}, where regions do not fit", soft)
 
 
 def _pinned() -> Finding:
@@ -75,13 +76,13 @@ def _pinned() -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding(name, "unlimited (regions of verbs count)")
     if not has_active_port():
-        return Finding(name, f"{in_words(soft)} (only verbs would need it)", number=soft)
+        return Finding(name, f"{size_text(soft)} (only verbs would need it)", number=soft)
     if _capabilities() & _IPC_LOCK:
-        return Finding(name, f"{in_words(soft)}, which does not bind this process (CAP_IPC_LOCK)", number=soft)
+        return Finding(name, f"{size_text(soft)}, which does not bind this process (CAP_IPC_LOCK)", number=soft)
     advice = (
         "ulimit -l unlimited; LimitMEMLOCK=infinity in the systemd unit, also of slurmd; docker run --ulimit memlock=-1"
     )
-    return Finding(name, f"{in_words(soft)} (regions of verbs count)", "note", advice, soft)
+    return Finding(name, f"{size_text(soft)} (regions of verbs count)", "note", advice, soft)
 
 
 def _capabilities() -> int:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tensorwire.device.interfaces import interface_address
-from tensorwire.doctor.findings import Finding, Level, Section, in_words
+from tensorwire.doctor.findings import Finding, Level, Section
+from tensorwire.sizes import size_text
 
 _FUTEX_WAITV = 449  # the same on every architecture
 
@@ -67,7 +68,7 @@ def _futex_waitv() -> str:
 
 def _dev_shm() -> str:
     usage = shutil.disk_usage("/dev/shm")
-    return f"{in_words(usage.total)}, {in_words(usage.free)} free (not used by Tensorwire)"
+    return f"{size_text(usage.total)}, {size_text(usage.free)} free (not used by Tensorwire)"
 
 
 def sockets() -> Section:

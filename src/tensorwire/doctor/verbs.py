@@ -8,9 +8,10 @@ from pathlib import Path
 from tensorwire.device.verbs.choice import GID_INDEX, PORT, choose
 from tensorwire.device.verbs.library import DEVICES, load
 from tensorwire.device.verbs.ports import Port, Query, look, query
-from tensorwire.doctor.findings import Finding, Level, Section, in_words
+from tensorwire.doctor.findings import Finding, Level, Section
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tensorwire.launch.place import device_choice, listening_host
+from tensorwire.sizes import size_text
 
 
 def severity(environment: Mapping[str, str]) -> Level:
@@ -42,7 +43,7 @@ def _library(environment: Mapping[str, str]) -> Finding:
 def _port(port: Port) -> Iterator[Finding]:
     words = [port.state, port.link_layer, port.rate]
     if port.mtu:
-        words += [f"MTU {port.mtu}", f"messages of up to {in_words(port.max_message)}"]
+        words += [f"MTU {port.mtu}", f"messages of up to {size_text(port.max_message)}"]
     if port.lid:
         words.append(f"LID {port.lid}")
     trouble = "" if port.trouble == f"{port.name} is {port.state}" else port.trouble

@@ -20,6 +20,7 @@ from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.slots import PAGE, layout
+from tensorwire.sizes import round_up
 
 NUMBER = 8  # bytes of a number that is no tensor
 
@@ -250,7 +251,7 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
             ends[edge.source] += HEADER
         else:
             found.append(edge)
-    return tuple(found), {host: -(-nbytes // PAGE) * PAGE for host, nbytes in ends.items()}
+    return tuple(found), {host: round_up(nbytes, PAGE) for host, nbytes in ends.items()}
 
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:

@@ -14,6 +14,7 @@ from tensorwire.graph.crossing import Crossings
 from tensorwire.graph.ir import Graph
 from tensorwire.graph.kinds import DYNAMIC, kind_of
 from tensorwire.graph.space import Space
+from tensorwire.sizes import round_up
 
 ALIGNMENT = 64  # bytes: what vector instructions and TensorFlow ask for
 PAGE = 4096
@@ -105,7 +106,7 @@ def _tenants(
         key = (source, root if born else name, born is not None)
         tenant = found.get(key)
         if tenant is None:
-            tenant = found[key] = _Tenant(source, graph.place[born or name], _up(nbytes, ALIGNMENT))
+            tenant = found[key] = _Tenant(source, graph.place[born or name], round_up(nbytes, ALIGNMENT))
         tenant.names.append(name)
         tenant.last[source] = max(tenant.last.get(source, -1), graph.place[name])
         for host in (*targets, *((source,) if born else ())):
@@ -125,7 +126,3 @@ def _last_uses(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[tupl
         for host in (*crossing.holds[output.name], *wishing):
             last[aliases.root(output.name).name, host] = FOREVER
     return last
-
-
-def _up(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensorwire.control import Cause, Member
 from tensorwire.control.address import connect
 from tensorwire.control.reach import Route, apart
+from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server
@@ -37,7 +38,6 @@ from tensorwire.launch.threads import warn_if_crowded
 from tensorwire.launch.torchrun import JOIN_SECONDS, Rendezvous, agree
 from tensorwire.observe import spans
 from tensorwire.observe.scalars import scalars
-from tensorwire.store.client import step_timeout
 
 if TYPE_CHECKING:
     from tensorwire.launch.collectives import Collectives

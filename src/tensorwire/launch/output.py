@@ -1,33 +1,30 @@
 """What the processes of a job print, line by line, each with the name of who printed it.
 
-Every process has a pipe for each of its two streams; one thread here reads them all and writes whole lines. It never
-drops output: a reader that is slow slows the job down, as it would without us, and one that has gone is gone for the
-job's processes, too. On a terminal a picture of the job (`launch.table`) stays below the lines.
+Every process has a pipe for each of its two streams, and a thread's event loop reads them all and writes whole lines.
+It never drops output: a slow reader slows the job down, as it would without us, and one that has gone is gone for the
+job's processes, too. On a terminal rich keeps a picture of the job (`launch.table`) below the lines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
-import queue
 import selectors
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.launch.lines import Lines, last_state
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
 READ_BYTES = 1 << 16
-# A line longer than this is cut: memory is bounded.
-LINE_BYTES = 1 << 20
-# Where there is no terminal, how often a progress bar that rewrites its line becomes a line.
-PROGRESS_SECONDS = 10.0
 REFRESH_SECONDS = 0.5
 # Lines above a picture are collected, for each time the picture is drawn anew.
 COLLECT_SECONDS = 0.2
@@ -35,53 +32,14 @@ COLLECT_BYTES = 1 << 18
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
-def last_state(line: bytes) -> bytes:
-    """What a terminal shows in the end of a line that carriage returns rewrote."""
-    return next((part for part in reversed(line.split(b"\r")) if part), b"")
-
-
-@dataclass
+@dataclass(eq=False)
 class _Stream:
-    """One process's standard output or error."""
+    """One process's standard output or error: ``fd`` is what we read, ``target`` is 1 or 2."""
 
     name: str
-    fd: int  # what we read
-    target: int  # 1 or 2
-    prefix: bytes
-    rest: bytes = b""  # of a line that is not finished
-    told: bytes = b""  # of it, what has been shown already
-    shown: float | None = None  # when that was, or when its first state came
-
-    def take(self, data: bytes) -> bytes:
-        """The lines that ``data`` completes, with the name before each."""
-        whole, newline, rest = (self.rest + data).rpartition(b"\n")
-        if b"\r" in rest:
-            state = last_state(rest)
-            rest = b"\r" + state + (b"\r" if rest.endswith(b"\r") else b"")
-        self.rest = rest
-        if len(rest) > LINE_BYTES:
-            whole, newline, self.rest = whole + newline + rest, b"\n", b""
-        return self._lines(whole) if newline else b""
-
-    def flush(self) -> bytes:
-        """The unfinished line, as a line, unless it has been shown."""
-        rest, self.rest = self.rest, b""
-        return self._lines(rest) if rest and rest != self.told else b""
-
-    def progress(self, now: float) -> bytes:
-        """The present state of a line that is rewritten again and again, if it is time to show it."""
-        if not self.rest.startswith(b"\r"):
-            return b""
-        self.shown = now if self.shown is None else self.shown
-        if now - self.shown < PROGRESS_SECONDS:
-            return b""
-        self.shown, told, self.told = now, self.told, self.rest
-        return self._lines(self.rest) if self.rest != told else b""
-
-    def _lines(self, whole: bytes) -> bytes:
-        if b"\r" in whole:
-            whole = b"\n".join(last_state(line) for line in whole.split(b"\n"))
-        return self.prefix + whole.replace(b"\n", b"\n" + self.prefix) + b"\n"
+    fd: int
+    target: int
+    lines: Lines
 
 
 class Output:
@@ -104,16 +62,12 @@ class Output:
         self._console = _terminal() if prefix and sys.stdout.isatty() else None
         self._live: Live | None = None
         self._above: list[bytes] = []  # what is to be shown above the picture
-        self._drawn = 0.0  # when it was
-        self._streams: dict[int, _Stream] = {}
-        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closing = False
+        self._streams: list[_Stream] = []
         self._broken: set[int] = set()
+        self._thread: threading.Thread | None = None
         if prefix:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector = selectors.DefaultSelector()
-            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(_stop)
             self._thread = threading.Thread(target=self._run, name="tensorwire-output", daemon=True)
             self._thread.start()
 
@@ -133,8 +87,7 @@ class Output:
         for target in (1, 2):
             reader, writer = os.pipe()  # neither is inherited but where Popen says so
             os.set_blocking(reader, False)
-            stream = _Stream(name, reader, target, prefix)
-            self._tell(lambda s=stream: self._add(s))  # type: ignore[misc]
+            self._tell(self._add, _Stream(name, reader, target, Lines(prefix)))
             writers.append(writer)
         return writers[0], writers[1]
 
@@ -143,13 +96,9 @@ class Output:
         data = (text + "\n").encode("utf-8", "replace")
         if self._thread is None:
             self._write(2, data)
-            return
-
-        def speak() -> None:
-            self._drain()
-            self._write(2, data)
-
-        self._tell(speak)
+        else:
+            self._tell(self._drain)
+            self._tell(self._write, 2, data)
 
     def show_cursor(self, *, shown: bool) -> None:
         """Where a picture hides the terminal's cursor, shows it to others for a while."""
@@ -167,19 +116,13 @@ class Output:
 
         The processes should have ended: what those print that live on is shown to nobody.
         """
-        if self._thread is None:
-            return
+        if self._thread is not None:
+            self._tell(self._loop.stop)
+            self._thread.join(timeout)
 
-        def end() -> None:
-            self._closing = True
-
-        self._tell(end)
-        self._thread.join(timeout)
-
-    def _tell(self, call: Callable[[], None]) -> None:
-        self._news.put(call)
-        with contextlib.suppress(OSError):  # closed before
-            os.eventfd_write(self._wake, 1)
+    def _tell(self, call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     # ---- the thread
 
@@ -187,38 +130,27 @@ class Output:
         try:
             if self.watched:
                 self._start_picture()
-            while not self._closing:
-                self._look_around()
-                self._hear()
-                self._show_progress()
+            self._tick()
+            self._loop.run_forever()
             self._drain()
         finally:  # whatever went wrong: no process may wait for a reader that is not there
-            for stream in list(self._streams.values()):
+            for stream in list(self._streams):
                 self._remove(stream)
             self._stop_picture()
-            self._selector.close()
-            os.close(self._wake)
+            self._loop.close()
 
-    def _look_around(self) -> None:
-        patience = COLLECT_SECONDS if self._above else REFRESH_SECONDS if self._live or self._progress() else None
-        for key, _ in self._selector.select(patience):
-            if key.fd == self._wake:
-                os.eventfd_read(self._wake)
-            else:
-                self._read(self._streams[key.fd])
-
-    def _progress(self) -> bool:
-        """Whether somebody draws a progress bar."""
-        return any(s.rest.startswith(b"\r") for s in self._streams.values())
-
-    def _hear(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._news.get_nowait()()
+    def _tick(self) -> None:
+        """What is shown again and again: the picture, or the state of progress bars."""
+        self._loop.call_later(REFRESH_SECONDS, self._tick)
+        if self._live is not None:
+            self._draw()
+            return
+        for stream in self._streams:
+            self._write(stream.target, stream.lines.progress(self._loop.time()))
 
     def _add(self, stream: _Stream) -> None:
-        self._streams[stream.fd] = stream
-        self._selector.register(stream.fd, selectors.EVENT_READ)
+        self._streams.append(stream)
+        self._loop.add_reader(stream.fd, self._read, stream)
 
     def _read(self, stream: _Stream) -> bool:
         """Whether there was something."""
@@ -226,22 +158,22 @@ class Output:
             data = os.read(stream.fd, READ_BYTES)
         except BlockingIOError:
             return False
-        self._write(stream.target, stream.take(data) if data else stream.flush())
+        self._write(stream.target, stream.lines.take(data))
         if not data or stream.target in self._broken:
             self._remove(stream)
         return bool(data)
 
     def _remove(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.fd, None) is not None:
-            self._write(stream.target, stream.flush())
-            self._selector.unregister(stream.fd)
-            os.close(stream.fd)
+        self._write(stream.target, stream.lines.flush())
+        self._streams.remove(stream)
+        self._loop.remove_reader(stream.fd)
+        os.close(stream.fd)
 
     def _drain(self) -> None:
         """All that is in the pipes by now, and no more: somebody may go on printing."""
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             left = 1 << 20  # a pipe holds no more, unless root made it
-            while left > 0 and stream.fd in self._streams and self._read(stream):
+            while left > 0 and stream in self._streams and self._read(stream):
                 left -= READ_BYTES
 
     # ---- what people see
@@ -257,6 +189,8 @@ class Output:
         if not data or target in self._broken:
             return
         if self._live is not None and (target == 1 or sys.stderr.isatty()):
+            if not self._above:
+                self._loop.call_later(COLLECT_SECONDS, self._draw)
             self._above.append(data)
             if sum(map(len, self._above)) > COLLECT_BYTES:
                 self._draw()
@@ -273,21 +207,12 @@ class Output:
         os.dup2(nowhere, target)
         os.close(nowhere)
 
-    def _show_progress(self) -> None:
-        now = time.monotonic()
-        if self._live is not None:
-            if now - self._drawn >= (COLLECT_SECONDS if self._above else REFRESH_SECONDS):
-                self._draw()
-            return
-        for stream in list(self._streams.values()):
-            self._write(stream.target, stream.progress(now))
-
     def _draw(self) -> None:
         """The lines that came meanwhile, and the picture anew below them."""
-        assert self._live is not None
+        if self._live is None:
+            return
         assert self._console is not None
         data, self._above = b"".join(self._above), []
-        self._drawn = time.monotonic()
         try:
             if data:
                 self._console.print(_Raw(data.decode("utf-8", "replace")), soft_wrap=True, end="")
@@ -311,12 +236,11 @@ class Output:
 
     def _look(self) -> RenderableType:
         assert self._picture is not None
-        unfinished = {s.name: last_state(s.rest).decode("utf-8", "replace") for s in self._streams.values() if s.rest}
-        return self._picture(unfinished)
+        rests = {s.name: last_state(s.lines.rest) for s in self._streams if s.lines.rest}
+        return self._picture({name: rest.decode("utf-8", "replace") for name, rest in rests.items()})
 
     def _stop_picture(self) -> None:
-        if self._live is not None:
-            self._draw()
+        self._draw()
         if self._live is not None:
             live, self._live = self._live, None
             with contextlib.suppress(OSError):
@@ -333,6 +257,12 @@ class _Raw:
         from rich.segment import Segment
 
         yield Segment(self._text)
+
+
+def _stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Something went wrong: it is told, and nothing more is read."""
+    loop.default_exception_handler(context)
+    loop.stop()
 
 
 def _terminal() -> Console:

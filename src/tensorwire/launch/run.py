@@ -18,7 +18,7 @@ from typing import Any
 from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, connect, split_address
 from tensorwire.control.names import describe_exit, member_name
-from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count
+from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count, step_timeout
 from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.ports import look
 from tensorwire.errors import ArgumentError
@@ -36,8 +36,7 @@ from tensorwire.launch.place import (
 from tensorwire.launch.scarce import check_limits, scarcity
 from tensorwire.launch.stops import Stops
 from tensorwire.launch.threads import shared_cores
-from tensorwire.launch.watch import Watch, job_members
-from tensorwire.store.client import step_timeout
+from tensorwire.launch.watch import Trace, Watch, job_members
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
@@ -63,7 +62,7 @@ class RunOptions:
     device: str = "auto"
     prefix: bool = True
     metrics: str | None = None
-    trace: str | None = None
+    trace: Trace | None = None
     tensorboard: str | None = None
 
     def check(self) -> None:

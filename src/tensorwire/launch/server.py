@@ -31,7 +31,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
 
     from tensorwire.store.agreement import Disagreement, Finished
     from tensorwire.store.server import StoreServer
-    from tensorwire.store.state import answer_asks
+    from tensorwire.store.server_state import answer_asks
 
     asks: threading.Thread | None = None
     try:
@@ -39,7 +39,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
         try:
-            asks = _started(f"{name} asks", answer_asks, server)
+            asks = _started(f"{name} asks", answer_asks, member, name, server.rule)
             server.run()
         finally:
             server.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tensorwire.control.coordinator import Report
 from tensorwire.control.frames import Stats
+from tensorwire.sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -95,15 +96,7 @@ class Rates:
         if seconds <= 0:
             return ""
         sent = sum(last.stats.counters.get(n, 0) - before.stats.counters.get(n, 0) for n in ("bytes", "mapped_bytes"))
-        return f"{_amount(sent / seconds)}/s"
-
-
-def _amount(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
+        return f"{size_text(sent / seconds)}/s"
 
 
 class JobTable:

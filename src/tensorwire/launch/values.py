@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.sizes import round_up
 
 ALIGNMENT = 64  # of each array: of a cache line, and of every dtype
 MOST_DEPTH = 64
@@ -36,7 +37,7 @@ class Packed:
         """Bytes that ``write`` fills."""
         end = len(self.tree)
         for array in self.arrays:
-            end = _aligned(end) + array.nbytes
+            end = round_up(end, ALIGNMENT) + array.nbytes
         return end
 
     def write(self, target: Bytes) -> None:
@@ -44,7 +45,7 @@ class Packed:
         end = len(self.tree)
         target[:end] = np.frombuffer(self.tree, np.uint8)
         for array in self.arrays:
-            start = _aligned(end)
+            start = round_up(end, ALIGNMENT)
             end = start + array.nbytes
             target[start:end] = array
 
@@ -184,13 +185,9 @@ class _Reader:
         return torch.from_numpy(data).view(dtype).reshape(shape) if data.nbytes else torch.empty(shape, dtype=dtype)
 
     def _take(self, nbytes: int) -> Bytes:
-        start = _aligned(self._end)
+        start = round_up(self._end, ALIGNMENT)
         self._end = start + nbytes
         if nbytes < 0 or self._end > self._data.nbytes:
             raise ValueError("its arrays are longer than its bytes")
         found = self._data[start : self._end]
         return found.copy() if self._copy else found
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

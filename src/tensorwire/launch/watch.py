@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from tensorwire.control import Coordinator
 from tensorwire.control.coordinator import Report
 from tensorwire.control.names import describe_exit
 from tensorwire.launch.output import Output
 from tensorwire.launch.table import STATS_SECONDS, JobTable
-from tensorwire.launch.tracing import TraceFile
 
 # A launcher that was interrupted does not wait longer for whoever reads its output.
 HURRY_SECONDS = 2.0
 
 
+class Trace(Protocol):
+    """Gathers what the processes record of their time: `tensorwire.trace.collect.TraceFile`, which is above us."""
+
+    def folder(self, environment: Mapping[str, str]) -> str:
+        """Where each process leaves its records."""
+
+    def finish(self) -> str:
+        """All processes have ended: gathers their records, and says in words how that went."""
+
+
 class Watch:
     """One launcher's view. ``members``: all of the job, by name, with the node each runs on; ``node``: ours.
 
-    Raises `ArgumentError` for a port or a file that cannot be had.
+    Raises `ArgumentError` for a port that cannot be had.
     """
 
     def __init__(
-        self, members: Mapping[str, int], node: int, *, prefix: bool, metrics: str | None, trace: str | None
+        self, members: Mapping[str, int], node: int, *, prefix: bool, metrics: str | None, trace: Trace | None
     ) -> None:
         self._members = members
         self._coordinator: Coordinator | None = None
-        self._trace = None if trace is None else TraceFile(trace)
+        self._trace = trace
         self._metrics = None
         if metrics is not None:
             from tensorwire.launch.metrics import MetricsServer, parse_metrics_address

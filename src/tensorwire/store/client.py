@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
-from tensorwire.control.settings import seconds
+from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.static import lane_of
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.pacing import Pacing
-from tensorwire.store.plan import DTYPES, Bucket, Plan
+from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
 from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _TILE = 2 << 20
-
-
-def step_timeout(environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds that a step may wait for other workers: ``TENSORWIRE_TIMEOUT`` (1800). Raises `ArgumentError`."""
-    return seconds(environment, "TENSORWIRE_TIMEOUT", 1800.0)
 
 
 class _Server:
@@ -37,6 +32,7 @@ class _Server:
         plan, spec, member = client.plan, client.spec, client.member
         self.index = index
         self.name = f"server {index}"
+        self._timeout = client.timeout
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel("server", index)
         key = f"{client.name}/server {index}/{member.name}"
@@ -92,7 +88,7 @@ class _Server:
         assert self.staging is not None
         earlier = self._said[bucket]
         if earlier is not None:
-            earlier.wait(step_timeout())  # it was there before a version that has come; now its source is free
+            earlier.wait(self._timeout)  # it was there before a version that has come; now its source is free
         memoryview(self.staging)[at : at + nbytes] = present
         lane = lane_of(self.channel, self.inbox.view(self.layout.word(bucket), 8))  # which keeps it ahead
         self._said[bucket] = lane.write(self.staging.view(at, nbytes), self.inbox.view(at, nbytes))
@@ -121,6 +117,7 @@ class StoreClient:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
+        self.timeout = step_timeout()  # seconds that a step may wait for other workers
         if member.index == 0:
             member.client.publish(name, spec.encoded())
         self.step = 0  # rounds begun
@@ -203,7 +200,7 @@ class StoreClient:
             raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
         for server in self._servers:
             if server.pacing is not None:
-                server.pacing.flush(step_timeout())
+                server.pacing.flush(self.timeout)
             self._wait(server.version(0), self.step)  # then the head of the round before has been read
         self.step += 1
         self.updates += operation in STEPS
@@ -214,7 +211,7 @@ class StoreClient:
 
     def slot(self, bucket: Bucket) -> memoryview:
         """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
-        self._servers[bucket.server].pushes[bucket.index].slot(self.step, step_timeout())
+        self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 
     def memory(self, bucket: Bucket) -> memoryview:
@@ -229,7 +226,7 @@ class StoreClient:
         server = self._servers[bucket.server]
         if self.step < 0 or server.version(bucket.index).value < self._posted.get(id(bucket), 0):
             return False
-        server.pushes[bucket.index].flush(step_timeout())  # it has left: the server had it
+        server.pushes[bucket.index].flush(self.timeout)  # it has left: the server had it
         return True
 
     def _rooms_of(self, bucket: Bucket) -> list[memoryview]:
@@ -277,7 +274,7 @@ class StoreClient:
 
     def _wait(self, word: Word, step: int) -> None:
         try:
-            word.wait(step, step_timeout())
+            word.wait(step, self.timeout)
         except WaitTimeout:
             raise self._too_long() from None
 
@@ -288,7 +285,7 @@ class StoreClient:
         total = 0.0
         for server in self._servers:
             try:
-                part = server.norm_part.receive(self.step, step_timeout())
+                part = server.norm_part.receive(self.step, self.timeout)
             except WaitTimeout:
                 raise self._too_long() from None
             assert part is not None
@@ -306,7 +303,7 @@ class StoreClient:
 
     def _too_long(self) -> WaitTimeout:
         return WaitTimeout(
-            f"step {self.updates} of {self.name} did not complete within {step_timeout():g} s: "
+            f"step {self.updates} of {self.name} did not complete within {self.timeout:g} s: "
             "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
         )
 
@@ -340,13 +337,13 @@ class StoreClient:
         seen: list[int] = []
         while True:
             try:
-                server.together.wait(self.step, step_timeout())
+                server.together.wait(self.step, self.timeout)
                 return server.together.value
             except WaitTimeout:
                 now = [s.version(b.index).value for s in self._servers for b in s.buckets]
                 if now == seen:
                     raise WaitTimeout(
-                        f"at the end of job.uneven() no other worker took a step for {step_timeout():g} s "
+                        f"at the end of job.uneven() no other worker took a step for {self.timeout:g} s "
                         "(TENSORWIRE_TIMEOUT sets the limit)"
                     ) from None
                 seen = now

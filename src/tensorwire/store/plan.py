@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.sizes import round_up, size_text
 
 PAGE = 4096
 ALIGNMENT = 64  # enough for every framework to alias a tensor
@@ -22,19 +24,8 @@ CUT = 1024  # elements: vectorised optimizers give the same bits on both sides o
 BUCKET_BYTES = 4 << 20
 MOST_BUCKET_BYTES = 1 << 40
 
-# Bytes of an element; the dtypes a parameter may have.
-DTYPES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+# What parameters, and the tensors that an optimizer keeps, may be made of.
+PARAMETER_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -128,9 +119,9 @@ class Plan:
         """One line for people: what moves a step, and what servers register."""
         most = max(self.registered_bytes(s, workers, planes) for s in range(self.servers))
         return (
-            f"{readable(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
+            f"{size_text(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
             f"{counted(sum(map(len, self.buckets)), 'bucket')} on {counted(self.servers, 'server')}; "
-            f"{readable(most)} registered on {'it' if self.servers == 1 else 'the fullest one'}"
+            f"{size_text(most)} registered on {'it' if self.servers == 1 else 'the fullest one'}"
         )
 
     def digest(self, extra: bytes = b"") -> bytes:
@@ -140,19 +131,6 @@ class Plan:
     def registered_bytes(self, server: int, workers: int, planes: int = 1) -> int:
         """What server ``server`` registers: its parameters, ``planes`` times, and one gradient slot a worker."""
         return self.shard_bytes[server] * (planes + workers)
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below ``n``."""
-    return (n + multiple - 1) // multiple * multiple
-
-
-def readable(nbytes: int) -> str:
-    """A number of bytes for people, such as ``512 bytes`` or ``1.5 MiB``."""
-    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= one:
-            return f"{nbytes / one:.1f} {unit}"
-    return counted(nbytes, "byte")
 
 
 def counted(number: int, what: str) -> str:
@@ -239,8 +217,10 @@ def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> No
         if t.name in seen:
             raise ArgumentError(f"two parameters have the name {t.name!r}")
         seen.add(t.name)
-        if t.dtype not in DTYPES:
-            raise Unsupported(f"parameter {t.name!r} has dtype {t.dtype}; the store holds {', '.join(DTYPES)}")
+        if t.dtype not in PARAMETER_DTYPES:
+            raise Unsupported(
+                f"parameter {t.name!r} has dtype {t.dtype}; the store holds {', '.join(PARAMETER_DTYPES)}"
+            )
 
 
 def _chunk(size: int, bucket_bytes: int) -> int:

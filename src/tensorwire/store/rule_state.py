@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.plan import DTYPES, Piece, TensorSpec
+from tensorwire.store.plan import PARAMETER_DTYPES, Piece, TensorSpec
 from tensorwire.store.stream import NUMBER, Entry, Item
 
 # The float32 values that a half-precision parameter is rounded from.
@@ -53,7 +53,7 @@ def entries(held: Iterable[Held]) -> Iterator[Item]:
         for key, value in values.items():
             if value is None:
                 continue
-            if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") not in DTYPES:
+            if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") not in PARAMETER_DTYPES:
                 if h.piece.start == 0:
                     yield number_item(h.piece.tensor, key, value)
                 continue

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
+from tensorwire.sizes import round_up
 from tensorwire.store.foreign import import_path, is_foreign, load_class
-from tensorwire.store.plan import Bucket, Piece, Plan
+from tensorwire.store.plan import ALIGNMENT, Bucket, Piece, Plan
 from tensorwire.store.rule_state import Held, entries, load_entries, number_item, number_of
 from tensorwire.store.stream import GROUP, Item
 from tensorwire.store.wiring import StoreSpec
@@ -295,7 +296,7 @@ class _BucketRule:
     @property
     def sum_bytes(self) -> int:
         """What the sums of its gradients take."""
-        return sum(_padded(m) for m in self._masters if m is not None)
+        return sum(round_up(m.nbytes, ALIGNMENT) for m in self._masters if m is not None)
 
     def share(self, memory: torch.Tensor) -> None:
         """Where sums go that are not kept."""
@@ -309,7 +310,7 @@ class _BucketRule:
                 sums.append(None)
                 continue
             sums.append(memory[: master.nbytes].view(master.dtype).view(master.shape))
-            memory = memory[_padded(master) :]
+            memory = memory[round_up(master.nbytes, ALIGNMENT) :]
         return sums
 
     def _slot(self, worker: int, memory: memoryview) -> list[torch.Tensor]:
@@ -392,10 +393,6 @@ class _BucketRule:
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
             if master is not None and self.optimizer is not None:
                 yield Held(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
-
-
-def _padded(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // 64) * 64
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from tensorwire.store.plan import Plan
 from tensorwire.store.rounds import LEFT_OUT, NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.sameness import Sameness
-from tensorwire.store.state import take_state
+from tensorwire.store.server_state import take_state
 from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
@@ -181,7 +181,7 @@ class StoreServer:
     def _stay(self, operation: Operation) -> None:
         """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
         if operation is Operation.LOAD:
-            take_state(self)
+            take_state(self.member, self.name, self.step, self.rule)
         for bucket in range(len(self.plan.buckets[self.index])):
             self.rule.carry(bucket, self.step)
             self._publish(bucket)

@@ -17,8 +17,9 @@ import msgspec
 
 from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Word
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError, TensorwireError
-from tensorwire.store.plan import DTYPES, PAGE
+from tensorwire.store.plan import PAGE, PARAMETER_DTYPES
 
 PART_BYTES = 4 << 20
 CREDIT_SECONDS = 60.0  # a receiver only copies a part away
@@ -56,6 +57,23 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 NUMBER, GROUP = "number", "group"
 Item = tuple[Entry, memoryview]  # the memory holds these elements and nothing else
 _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in the part
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Worker ``worker`` wants the state. ``doors[s]`` opens a slot for server ``s``."""
+
+    worker: int
+    doors: list[bytes]
+
+
+def ask_key(store: str, number: int) -> str:
+    """Where the `Ask` of that number is published."""
+    return f"{store}/ask/{number}"
+
+
+def load_key(store: str, step: int, server: int) -> str:
+    """Where ``server`` publishes the slot that worker 0 sends the state to in round ``step``."""
+    return f"{store}/load/{step}/server {server}"
 
 
 class Sender:
@@ -174,7 +192,7 @@ def _unpack(part: memoryview) -> tuple[bool, RemoteRegion, _Table]:
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a part of an optimizer's state has a malformed table: {error}") from None
     for offset, entry in table:
-        known = entry.dtype in DTYPES and 0 <= entry.start <= entry.stop <= prod(entry.shape)
+        known = entry.dtype in PARAMETER_DTYPES and 0 <= entry.start <= entry.stop <= prod(entry.shape)
         if not known or offset < _HEAD.size or offset + entry.nbytes > at:
             raise ProtocolError(f"a part of an optimizer's state has a malformed entry: {entry}")
     return bool(last), RemoteRegion.unpack(credit), table

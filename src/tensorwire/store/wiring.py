@@ -12,7 +12,8 @@ from tensorwire.edge import Producer
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan, round_up
+from tensorwire.sizes import round_up
+from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan
 from tensorwire.store.rounds import head_bytes
 
 WORD = 64  # bytes between signal words: each has its cache line

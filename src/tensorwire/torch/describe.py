@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorwire.control.reach import Route
-from tensorwire.store.plan import Plan, counted, readable
+from tensorwire.sizes import size_text
+from tensorwire.store.plan import Plan, counted
 
 
 def describe(
@@ -20,7 +21,7 @@ def describe(
     buckets = sum(len(b) for plan in plans for b in plan.buckets)
     servers = plans[0].servers
     lines = [
-        f"StoreOptimizer of {name}: {counted(len(tensors), 'tensor')}, {readable(sum(t.nbytes for t in tensors))}, "
+        f"StoreOptimizer of {name}: {counted(len(tensors), 'tensor')}, {size_text(sum(t.nbytes for t in tensors))}, "
         f"{counted(buckets, 'bucket')} on {counted(servers, 'server')}",
         "  " + ", ".join(f"{key}={value!r}" for key, value in own.items()),
     ]

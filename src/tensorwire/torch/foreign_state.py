@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError
-from tensorwire.store.plan import DTYPES
+from tensorwire.store.plan import PARAMETER_DTYPES
 from tensorwire.torch.layout import Checker, OptimizerClass, Options
 from tensorwire.torch.options import NOT_OPTIONS, is_number, is_numbers
 
@@ -45,7 +45,7 @@ class ForeignChecker(Checker):
         for key, value in found.items():
             if value is None:
                 continue
-            if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in DTYPES:
+            if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in PARAMETER_DTYPES:
                 values[key] = value.detach().to("cpu")
             elif is_number(value):
                 values[key] = value

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, GradientModified
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.client import step_timeout
 from tensorwire.store.plan import Bucket
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.courier import Courier
@@ -37,6 +37,7 @@ class Overlap:
 
     def __init__(self, begin: Callable[[], bool], alone: Alone) -> None:
         self._begin, self.alone = begin, alone
+        self._timeout = step_timeout()
         self.courier = Courier()
         self._watched: list[_Watched] = []
         self._pauses = 0
@@ -69,7 +70,7 @@ class Overlap:
     def settle(self) -> None:
         """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
         self._late = False
-        self.courier.drain(step_timeout())
+        self.courier.drain(self._timeout)
         for watched in self._watched:
             watched.settle()
 

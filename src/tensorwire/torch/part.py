@@ -18,11 +18,11 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
 from tensorwire.store.client import agree
+from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
 from tensorwire.store.plan import PAGE, Bucket, Plan
 from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import is_whole, tensor_over, versions
-from tensorwire.store.state import load_state
 from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch import options

@@ -113,7 +113,7 @@ def test_the_doctor_opens_verbs_and_says_what_it_picked() -> None:
     assert section is not None
     findings = {finding.name: finding for finding in section.findings}
     assert all(finding.level == "fine" for finding in findings.values())
-    assert "MTU 4096, messages of up to 8.0 MiB" in findings["rxa:1"].value
+    assert "MTU 4096, messages of up to 8 MiB" in findings["rxa:1"].value
     assert findings["picked"].value.startswith("rxb:1: asked for by TENSORWIRE_VERBS_PORT; GID 1 (RoCE v2, 10.5.0.2")
 
 

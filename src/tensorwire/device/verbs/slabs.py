@@ -12,6 +12,7 @@ import ctypes
 from tensorwire._native import PAGE, Memory
 from tensorwire.device.verbs.pins import MR
 from tensorwire.errors import OutOfMemory
+from tensorwire.sizes import round_up
 
 SLAB = 16 << 20
 LARGEST_PIECE = SLAB // 4  # larger ones would leave holes that fit nobody: they get a slab of their own
@@ -19,7 +20,7 @@ LARGEST_PIECE = SLAB // 4  # larger ones would leave holes that fit nobody: they
 
 def rounded(nbytes: int) -> int:
     """Whole pages, at least one: no two pieces share a page, and an empty one has an address of its own."""
-    return max(PAGE, -(-nbytes // PAGE) * PAGE)
+    return max(PAGE, round_up(nbytes, PAGE))
 
 
 def new_memory(nbytes: int) -> Memory:

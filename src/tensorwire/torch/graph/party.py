@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 
+from tensorwire.control.settings import step_timeout
 from tensorwire.graph.party import Party
 from tensorwire.launch.job import Job
-from tensorwire.store.client import step_timeout
 
 _parties: weakref.WeakKeyDictionary[Job, Party] = weakref.WeakKeyDictionary()
 

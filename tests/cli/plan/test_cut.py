@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tensorwire.cli.plan.cut import cut
 from tensorwire.errors import ArgumentError
-from tensorwire.graph.cut import cut
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The shape of Llama 3 70B, of which one layer is traced: its others are equal. It has shapes, no weights."""
+"""The shape of Llama 3 70B. It is made where tensors have no memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tensorwire.errors import ArgumentError
 
-LAYERS, LAYER = 80, "llama.model.layers.0"
 _VOCABULARY, _TOKENS = 128256, 2048
 
 
@@ -24,10 +23,14 @@ class _Loss(nn.Module):
         return self.llama(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def one_layer() -> nn.Module:
-    """The model with one layer: of a batch of tokens, the mean loss of the next token.
+def model(layers: int = 80) -> nn.Module:
+    """Makes a module that computes, of a batch of tokens, the mean loss of the next token.
 
-    Raises `ArgumentError` where ``transformers`` is not installed.
+    Args:
+        layers: How many there are.
+
+    Raises:
+        ArgumentError: ``transformers`` is not installed.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,7 +40,7 @@ def one_layer() -> nn.Module:
     shape = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=64,
         num_key_value_heads=8,
         vocab_size=_VOCABULARY,

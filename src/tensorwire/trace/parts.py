@@ -23,9 +23,10 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.edges import Edges, Host, of_graph, overlapping
-from tensorwire.observe.intervals import Interval, common, length, union, within, without
+from tensorwire.observe.edges import of_graph
 from tensorwire.observe.spans import Clock, Span
+from tensorwire.trace.edges import Edges, Host, overlapping
+from tensorwire.trace.intervals import Interval, common, length, union, within, without
 
 # What a step consists of, in the order people are shown it.
 PARTS = ("compute", "update", "exposed", "idle", "hidden")

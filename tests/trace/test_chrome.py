@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.chrome import read_chrome, write_chrome
-from tensorwire.observe.parts import parts_of_trace
 from tensorwire.observe.spans import Clock, Span
-from tests.observe.traces import job, record
+from tensorwire.trace.chrome import read_chrome, write_chrome
+from tensorwire.trace.parts import parts_of_trace
+from tests.trace.traces import job, record
 
 
 def written(tmp_path: Path, **options: Any) -> tuple[Path, dict[str, Any]]:

@@ -1,47 +1,21 @@
-"""A picture of a step: when each process did what, and what the typical step of each worker consists of.
-
-Drawn by matplotlib, the extra ``plot``. Parts differ in hatching as well as in colour, so that a grey print is read.
-"""
+"""A picture of a step: when each process did what, and what the typical step of each worker consists of."""
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tensorwire.charts.figure import OUTLINE, PART_NAMES, PART_STYLES, check_picture, save_picture
 from tensorwire.errors import ArgumentError
-from tensorwire.extras import how_to_install
-from tensorwire.observe.files import check_file, save_file
-from tensorwire.observe.intervals import common
-from tensorwire.observe.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
+from tensorwire.trace.intervals import common
+from tensorwire.trace.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = ("png", "svg", "pdf")
-# Colours of Okabe and Ito, which people with any colour vision tell apart; from dark to light.
-STYLES: Mapping[str, Mapping[str, Any]] = {
-    "compute": {"facecolor": "#0072B2"},
-    "update": {"facecolor": "#D55E00", "hatch": "////"},
-    "exposed": {"facecolor": "#E69F00", "hatch": "xxxx"},
-    "idle": {"facecolor": "#F2F2F2", "hatch": "...."},
-    "hidden": {"facecolor": "#9CCFEA", "hatch": "----"},
-}
-_EDGE: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.6}
-
-
-def check_picture(path: str | Path) -> None:
-    """Raises `ArgumentError` for a picture that cannot be drawn: no matplotlib, another format, no such folder."""
-    path = Path(path)
-    if path.suffix.lower().removeprefix(".") not in FORMATS:
-        raise ArgumentError(f"--plot {path}: a picture ends with .{', .'.join(FORMATS)}")
-    check_file(path, option="--plot")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ArgumentError(f"--plot needs matplotlib: {how_to_install('plot')}") from None
+_OPTION = "--plot"
 
 
 def median_step(steps: Sequence[Step]) -> int:
@@ -66,9 +40,9 @@ def plot_steps(path: str | Path, trace: Mapping[str, Record], *, of: str = "") -
 
     Raises:
         ArgumentError: It cannot be drawn, or the trace holds no whole step.
+        MissingPackage: matplotlib is not installed.
     """
-    check_picture(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    check_picture(path, option=_OPTION)
     from matplotlib.figure import Figure
 
     steps = steps_of_trace(trace)
@@ -77,7 +51,6 @@ def plot_steps(path: str | Path, trace: Mapping[str, Record], *, of: str = "") -
     servers = sorted(name for name in trace if name.startswith("server-"))
     rows = len({s.worker for s in chosen}) + len(servers)
     figure = Figure(figsize=(10, 2.6 + 0.42 * rows + 0.36 * len({s.worker for s in steps})), layout="constrained")
-    FigureCanvasAgg(figure)
     counts = [_count(len({s.worker for s in steps}), "worker"), _count(len(servers), "server")]
     # Dollars would be formulas.
     figure.suptitle(
@@ -86,9 +59,7 @@ def plot_steps(path: str | Path, trace: Mapping[str, Record], *, of: str = "") -
     above, below = figure.subplots(2, 1, height_ratios=[rows + 1, len({s.worker for s in steps}) + 1])
     _draw_step(above, chosen, {name: trace[name] for name in servers}, number)
     _draw_parts(below, [s.parts() for s in steps])
-    picture = io.BytesIO()
-    figure.savefig(picture, format=Path(path).suffix.lower().removeprefix("."), dpi=150)
-    save_file(path, picture.getvalue(), option="--plot")
+    save_picture(figure, path, option=_OPTION)
 
 
 def _count(number: int, what: str) -> str:
@@ -119,7 +90,7 @@ def _bars(
     axes: Axes, part: str, intervals: Sequence[tuple[float, float]], place: tuple[float, float], start: float
 ) -> None:
     bars = [((a - start) * 1e3, (b - a) * 1e3) for a, b in intervals]
-    axes.broken_barh(bars, place, **STYLES[part], **_EDGE)
+    axes.broken_barh(bars, place, **PART_STYLES[part], **OUTLINE)
 
 
 def _draw_parts(axes: Axes, parts: Sequence[Parts]) -> None:
@@ -132,7 +103,7 @@ def _draw_parts(axes: Axes, parts: Sequence[Parts]) -> None:
         for part in PARTS:
             seconds = getattr(step, part) * 1e3
             at, height, shift = (left, 0.54, -0.36) if part != "hidden" else (0.0, 0.18, 0.2)
-            axes.barh(row + shift, seconds, height, left=at, align="edge", **STYLES[part], **_EDGE)
+            axes.barh(row + shift, seconds, height, left=at, align="edge", **PART_STYLES[part], **OUTLINE)
             left += seconds if part != "hidden" else 0.0
     axes.set_yticks(range(len(workers)), [f"worker {w}" for w in workers])
     axes.set_ylim(len(workers) - 0.5, -0.6)
@@ -145,6 +116,5 @@ def _draw_parts(axes: Axes, parts: Sequence[Parts]) -> None:
 def _legend(axes: Axes) -> None:
     from matplotlib.patches import Patch
 
-    names = {"exposed": "exposed communication", "hidden": "hidden communication (beside compute)"}
-    handles = [Patch(**STYLES[part], **_EDGE, label=names.get(part, part)) for part in PARTS]
+    handles = [Patch(**PART_STYLES[part], **OUTLINE, label=PART_NAMES.get(part, part)) for part in PARTS]
     axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What ``tensorwire plan`` says of a model: in words, for programs, and as a drawing."""
+"""What ``tensorwire plan`` says of a model, in words and for programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import click
 import msgspec
 
-from tensorwire.cli.tables import show
-from tensorwire.graph.blocks import BY_VALUE, LENT, manner
-from tensorwire.graph.draw import draw, size
+from tensorwire.cli.plan.blocks import BY_VALUE, LENT, manner
 from tensorwire.graph.plan import Edge, Plan
+from tensorwire.sizes import size_text
+from tensorwire.tables import print_table
 from tensorwire.torch.graph.draft import Planned
 
 MOST_EDGES = 16  # of a graph, that are shown one by one
@@ -24,7 +24,7 @@ _BAR = 24  # characters
 
 
 @dataclass(frozen=True)
-class Report:
+class Summary:
     """``parameters``: bytes and elements by name; ``cut``: nobody said the placement; ``seconds``: of tracing, of
     analysis."""
 
@@ -43,10 +43,10 @@ class Report:
         elements = sum(n for _, n in self.parameters.values())
         click.echo(f"{self.name}: {elements:,} parameters in {len(sizes):,} variables, {sum(sizes) / MIB:,.2f} MiB")
         if sizes:
-            middle = statistics.median(sizes)
-            click.echo(f"mean {_about(statistics.fmean(sizes))}, median {_about(middle)}, largest {_about(max(sizes))}")
+            mean, median, largest = map(size_text, (statistics.fmean(sizes), statistics.median(sizes), max(sizes)))
+            click.echo(f"mean {mean}, median {median}, largest {largest}")
             click.echo()
-            show(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
+            print_table(("bytes of a variable", "variables", "MiB", ""), self._histogram(sizes), left=(0, 3))
         click.echo(f"\ntraced in {self.seconds[0]:.2f} s, analysed in {self.seconds[1]:.2f} s\n")
         self._show_placement()
         for planned in self.planned:
@@ -58,9 +58,9 @@ class Report:
         rows = []
         for one in self._classes(sizes):
             least, limit, count = one["from"], one["below"], one["variables"]
-            words = f"{size(least)} and more" if limit is None else f"{size(least)} to {size(limit)}"
+            words = f"{size_text(least)} and more" if limit is None else f"{size_text(least)} to {size_text(limit)}"
             bar = "#" * round(_BAR * count / len(sizes)) or "." * bool(count)
-            words = words if least else f"less than {size(limit)}"
+            words = words if least else f"less than {size_text(limit)}"
             rows.append((words, f"{count:,}", f"{one['nbytes'] / MIB:,.2f}", bar))
         return rows
 
@@ -78,7 +78,7 @@ class Report:
             some = paths[host]
             shown = ", ".join(some) if len(some) <= 4 else f"{some[0]}, {some[1]}, ... {some[-1]} ({len(some)} modules)"
             rows.append((host, shown or "nothing", f"{held[host] / MIB:,.2f}"))
-        show(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
+        print_table(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
 
     def _held(self) -> Counter[str]:
         """Bytes of parameters and buffers by host; of tied ones, once."""
@@ -97,9 +97,9 @@ class Report:
             return
         if count <= MOST_EDGES:
             rows = [_row(edge) for edge in plan.edges]
-            show(("edge", "from", "to", "tensor", "kind", "bytes", "born"), rows, left=(0, 1, 2, 3, 4, 6))
+            print_table(("edge", "from", "to", "tensor", "kind", "bytes", "born"), rows, left=(0, 1, 2, 3, 4, 6))
         else:
-            show(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
+            print_table(("edges", "from", "to", "kind", "bytes", "born"), _folded(plan), left=(1, 2, 3, 5))
         for one in plan.traffic:
             more = f", besides {one.unbounded} of any size" if one.unbounded else ""
             copies = f"{one.born} born, {one.lent} lent, {one.copied} copied, {one.values} by value"
@@ -116,7 +116,7 @@ class Report:
             nbytes = f"{sum(one.nbytes for one in ours):,}" + (f", and {unbounded} of any size" if unbounded else "")
             rows.append((host, f"{sent:,}", f"{received:,}", nbytes))
         click.echo("\ncopies a step, in the steady state")
-        show(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
+        print_table(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
 
     def _show_memory(self) -> None:
         """What is registered: for all graphs together, since all stay."""
@@ -127,7 +127,7 @@ class Report:
             rows.append((target, f"inbox for {source}, unless it maps that outbox", f"{nbytes:,}"))
         for planned in self.planned:
             rows += [(host, "parameters that it lends", f"{n:,}") for host, n in planned.analysis.plan.lent.items()]
-        show(("host", "memory", "bytes"), rows, left=(0, 1))
+        print_table(("host", "memory", "bytes"), rows, left=(0, 1))
 
     def _registered(self) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
         outboxes: Counter[str] = Counter()
@@ -137,7 +137,7 @@ class Report:
             inboxes.update(planned.analysis.plan.inboxes)
         return dict(outboxes), dict(inboxes)
 
-    # ---- for programs, and to look at
+    # ---- for programs
 
     def json(self) -> str:
         """All of it, as JSON."""
@@ -169,10 +169,6 @@ class Report:
             least = limit or 0
         return found
 
-    def svg(self) -> str:
-        """The drawing."""
-        return draw(self.name, [(one.graph, one.analysis, one.labels) for one in self.planned])
-
 
 def _row(edge: Edge) -> tuple[str, ...]:
     spec = "a number" if edge.spec is None else f"{edge.spec.dtype}[{', '.join(map(str, edge.spec.shape))}]"
@@ -200,11 +196,3 @@ def _birth(edge: Edge) -> str:
 
 def _count(nbytes: int | None) -> str:
     return "any" if nbytes is None else f"{nbytes:,}"
-
-
-def _about(nbytes: float) -> str:
-    """With three digits, as papers have it."""
-    for unit, one in (("GiB", 2**30), ("MiB", MIB), ("KiB", KIB)):
-        if nbytes >= one or (unit == "MiB" and nbytes >= 100 * KIB):
-            return f"{nbytes / one:#,.3g}".rstrip(".") + f" {unit}"
-    return f"{nbytes:,.0f} B"

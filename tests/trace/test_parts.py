@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.intervals import common, length, union, within, without
-from tensorwire.observe.parts import Parts, parts_of_spans, parts_of_trace, read_trace, steps_of_spans, typical
 from tensorwire.observe.spans import Clock, Span
+from tensorwire.trace.intervals import common, length, union, within, without
+from tensorwire.trace.parts import Parts, parts_of_spans, parts_of_trace, read_trace, steps_of_spans, typical
 
 # Points on a grid of whole seconds, so that sums are exact.
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (float(min(p)), float(max(p)))))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tensorwire.observe.edges import edge_of
-from tensorwire.observe.parts import Parts, parts_of_spans
 from tensorwire.observe.spans import Span
+from tensorwire.trace.parts import Parts, parts_of_spans
 
 
 def push(edge: str, start: float, stop: float, *, graph: str = "0 (forward)", run: int = 1) -> Span:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tensorwire.observe.parts import Record
 from tensorwire.observe.spans import Clock, Span
+from tensorwire.trace.parts import Record
 
 
 def record(process: str, spans: list[Span], clock: Clock | None = None) -> Record:

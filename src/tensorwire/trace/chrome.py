@@ -14,8 +14,8 @@ import msgspec
 
 from tensorwire.errors import ArgumentError
 from tensorwire.observe.files import write_file
-from tensorwire.observe.parts import PARTS, Record, steps_of_trace
 from tensorwire.observe.spans import Clock, Span
+from tensorwire.trace.parts import PARTS, Record, steps_of_trace
 
 # The order of a process's tracks.
 _TRACKS = ("compute", "push", "wait", "copy", "update", "transfer")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.chrome import write_chrome
 from tensorwire.observe.files import check_file
-from tensorwire.observe.parts import read_trace
+from tensorwire.trace.chrome import write_chrome
+from tensorwire.trace.parts import read_trace
 
 
 class TraceFile:

@@ -17,48 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorwire.bench import llama
 from tensorwire.bench.models import MODELS
+from tensorwire.cli.plan import llama
 from tensorwire.errors import ArgumentError
-from tensorwire.torch.graph.draft import Repeated
 
 NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 
 @dataclass(frozen=True)
 class Model:
-    """``make()`` makes the module, ``inputs()`` its arguments; ``repeated``: the layer that stands for more;
-    ``hosts``: where its modules go, if it says so."""
+    """``make()`` makes the module, ``inputs()`` its arguments; ``hosts``: where its modules go, if it says so."""
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[], Sequence[Any]]
-    repeated: Repeated | None = None
     hosts: Mapping[str, str] | None = None
 
 
-def find_model(what: str, batch: int | None, times: tuple[str, int] | None) -> Model:
-    """The model of that name or script. ``times``: the layer that stands for so many.
-
-    Raises `ArgumentError` if there is none, or the script fails.
-    """
-    repeated = None if times is None else Repeated(*times)
+def find_model(what: str, batch: int | None) -> Model:
+    """The model of that name or script. Raises `ArgumentError` if there is none, or the script fails."""
     if what in NAMES:
         known = MODELS[what]
         size = batch or known.size
-
-        def known_inputs() -> Sequence[Any]:
-            _check_size(known.inputs(1, torch.Generator()), size)
-            return known.inputs(size, torch.Generator().manual_seed(0))
-
-        return Model(what, lambda: known.build(1), known_inputs, repeated)
+        _check_size(known.inputs(1, torch.Generator()), size)
+        return Model(what, lambda: known.build(1), lambda: known.inputs(size, torch.Generator().manual_seed(0)))
     if what == "llama-70b":
-
-        def tokens() -> Sequence[Any]:
-            _check_size(llama.tokens(1), batch or 1)
-            return llama.tokens(batch or 1)
-
-        return Model(what, llama.one_layer, tokens, repeated or Repeated(llama.LAYER, llama.LAYERS))
+        _check_size(llama.tokens(1), batch or 1)
+        return Model(what, llama.model, lambda: llama.tokens(batch or 1))
     path = Path(what)
     if path.suffix != ".py" and not path.exists():
         raise ArgumentError(f"there is no model {what!r}: it is {', '.join(NAMES)}, llama-70b, or a Python file")
@@ -66,7 +51,7 @@ def find_model(what: str, batch: int | None, times: tuple[str, int] | None) -> M
         raise ArgumentError(f"there is no script {what}")
     if path.suffix != ".py":
         raise ArgumentError(f"{what} is no Python file: its name must end with .py")
-    return _of_script(path, batch, repeated)
+    return _of_script(path, batch)
 
 
 def _check_size(one: Sequence[torch.Tensor], batch: int) -> None:
@@ -80,7 +65,7 @@ def _check_size(one: Sequence[torch.Tensor], batch: int) -> None:
         )
 
 
-def _of_script(path: Path, batch: int | None, repeated: Repeated | None) -> Model:
+def _of_script(path: Path, batch: int | None) -> Model:
     script = _Script(path)
     module = script.run(lambda: _import(path))
     for name in ("model", "inputs"):
@@ -94,7 +79,7 @@ def _of_script(path: Path, batch: int | None, repeated: Repeated | None) -> Mode
     if hosts is not None and not isinstance(hosts, dict):
         raise ArgumentError(f"{path}: hosts is a dict of module paths to hosts, not {type(hosts).__name__}")
     make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
-    return Model(path.stem, make, inputs, repeated, hosts)
+    return Model(path.stem, make, inputs, hosts)
 
 
 def _import(path: Path) -> ModuleType:

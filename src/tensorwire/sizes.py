@@ -1,0 +1,20 @@
+"""Numbers of bytes: how they are written for people, and how they are rounded up."""
+
+from __future__ import annotations
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(nbytes: float) -> str:
+    """Writes a number of bytes for people: three digits and a unit, such as ``512 B``, ``1.61 MiB`` or ``22 KiB``."""
+    size, unit = float(nbytes), 0
+    while round(size) >= 1024 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    text = f"{size:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {UNITS[unit]}"
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Returns the least multiple of ``multiple`` that is not below ``number``."""
+    return -(-number // multiple) * multiple

@@ -1,0 +1,80 @@
+"""Saving and loading what optimizers keep on the servers, as a worker sees it. None of it runs in a step.
+
+Saving: a worker *asks*. It numbers its ask by who publishes that number first, and every server answers the asks in
+their order, from a thread of its own. This is safe between two steps of the worker that asks: a server changes a
+bucket only when every worker has pushed its gradient, and this one is here.
+
+Loading: a round of its kind. The servers take what worker 0 sends, and publish the versions of that round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
+from tensorwire.store.client import StoreClient
+from tensorwire.store.rounds import Operation
+from tensorwire.store.stream import Ask, Item, Receiver, Sender, ask_key, load_key
+
+# ---- saving
+
+
+def fetch_state(client: StoreClient) -> Iterator[Item]:
+    """What the servers keep for the optimizer, server after server; each memory is valid until the next is asked for.
+
+    Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
+    """
+    if client.step < 0:
+        raise JobEnded(f"this worker has left the job, and {client.name} is on its servers: save before job.close()")
+    receivers: list[Receiver] = []
+    try:
+        for channel in client.channels:
+            receivers.append(Receiver(channel))
+        _publish(client, Ask(client.member.index, [r.door for r in receivers]))
+        for receiver in receivers:
+            yield from receiver.receive(client.timeout)
+    finally:
+        for receiver in receivers:
+            receiver.close()
+
+
+def _publish(client: StoreClient, ask: Ask) -> None:
+    """As the first ask whose number nobody has taken."""
+    servers = [f"server {s}" for s in range(client.plan.servers)]
+    encoded = msgspec.msgpack.encode(ask)
+    while True:
+        key = ask_key(client.name, client.asks)
+        client.asks += 1
+        try:
+            client.member.client.publish(key, encoded, to=servers)
+            return
+        except AlreadyPublished:
+            continue
+
+
+# ---- loading
+
+
+def load_state(client: StoreClient, options: Sequence[float], items: Callable[[int], Iterable[Item]]) -> None:
+    """A round in which the state of all optimizers becomes ``items(server)`` for each server; worker 0's count.
+
+    Every worker calls it in the same round. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
+    """
+    client.begin(Operation.LOAD, options)
+    if client.member.index == 0:
+        for index, channel in enumerate(client.channels):
+            with Sender(channel, _door(client, index)) as sender:
+                sender.send(items(index))
+    client.wait()
+
+
+def _door(client: StoreClient, server: int) -> bytes:
+    try:
+        return client.member.client.lookup(load_key(client.name, client.step, server), client.timeout)
+    except WaitTimeout:
+        raise WaitTimeout(
+            f"server {server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
+            "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+        ) from None

@@ -1,0 +1,48 @@
+"""A server's part in saving and loading what optimizers keep there; `client_state` is the workers'."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+
+import msgspec
+
+from tensorwire.control import Member
+from tensorwire.control.settings import step_timeout
+from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
+from tensorwire.store.rules import Rule
+from tensorwire.store.stream import Ask, Receiver, Sender, ask_key, load_key
+
+_LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
+
+
+def answer_asks(member: Member, store: str, rule: Rule) -> None:
+    """Gives every worker that asks this server's part of the state of ``store``, until the job ends."""
+    try:
+        for number in itertools.count():
+            ask = _next_ask(member, ask_key(store, number))
+            try:
+                channel = member.channel("worker", ask.worker)
+                with Sender(channel, ask.doors[member.index]) as sender:
+                    sender.send(rule.state())
+            except (RemoteAccessError, WaitTimeout):
+                continue  # that worker has given up, and knows why
+    except (JobEnded, PeerLost):
+        return  # the job's end has a cause of its own
+    except Exception as error:
+        member.fail(f"cannot give its state: {type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _next_ask(member: Member, key: str) -> Ask:
+    while True:
+        try:
+            return msgspec.msgpack.decode(member.client.lookup(key, _LOOKUP_SECONDS), type=Ask)
+        except WaitTimeout:
+            continue
+
+
+def take_state(member: Member, store: str, step: int, rule: Rule) -> None:
+    """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
+    with Receiver(member.channel("worker", 0)) as receiver:
+        member.client.publish(load_key(store, step, member.index), receiver.door, to=["worker 0"])
+        rule.load_state(receiver.receive(step_timeout()))
