@@ -66,9 +66,10 @@ def test_elsewhere_is_reached_by_tcp(devices: dict[str, Device], card: Card, why
 def test_what_cannot_be_mapped_after_all_is_reached_by_tcp(devices: dict[str, Device], card: Card) -> None:
     assert card.shm is not None
     assert card.probe is not None
+    other_key = card.probe[:16] + bytes(8) + card.probe[24:]
     lies = {
         "cannot reach that device": msgspec.structs.replace(card, shm=bytes(16) + card.shm[16:]),
-        "no open region has that key": msgspec.structs.replace(card, probe=card.probe[:8] + bytes(8) + card.probe[16:]),
+        "no open region has that key": msgspec.structs.replace(card, probe=other_key),
     }
     for why, lie in lies.items():
         channel, route = connect(devices, HERE, lie)
