@@ -13,9 +13,12 @@ from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tensorwire.launch.place import device_choice, listening_host
 
 
-def severity(environment: Mapping[str, str]) -> Level:
-    """What it means if verbs does not work: a job stops only where ``TENSORWIRE_DEVICE`` wants nothing else."""
-    return "stops" if device_choice(environment) == "verbs" else "note"
+def severity(environment: Mapping[str, str], device: str = "verbs") -> Level:
+    """What it means if a device does not work that ``auto`` can do without.
+
+    A job stops only where ``TENSORWIRE_DEVICE`` wants nothing else.
+    """
+    return "stops" if device_choice(environment) == device else "note"
 
 
 def verbs(environment: Mapping[str, str], root: Path = DEVICES, ask: Query = query) -> Section | None:

@@ -118,6 +118,14 @@ class VerbsDevice(Device):
         self._address = Address(host, listener.getsockname()[1], self._token, "verbs")
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-verbs-setup")
 
+    @classmethod
+    def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> VerbsDevice:
+        return cls(host=interface, heartbeat=heartbeat)  # retries and timeout_exponent say when a peer is lost
+
+    @classmethod
+    def check_available(cls) -> None:
+        choose(look())
+
     def _listen(self, host: str) -> socket.socket:
         listener = _socket(host)
         try:
