@@ -42,7 +42,7 @@ def find_device(name: str) -> type[Device]:
     if not entries:
         raise ArgumentError(f"there is no device {name!r}: use one of {', '.join(device_names())}")
     if len({entry.value for entry in entries}) > 1:
-        raise ArgumentError(f"two packages have a device {name!r}: {' and '.join(map(_in_words, entries))}")
+        raise ArgumentError(f"two packages have a device {name!r}: {' and '.join(sorted(map(_origin, entries)))}")
     return _load(entries[0])
 
 
@@ -61,17 +61,17 @@ def find_job_device(name: str) -> type[Device]:
 
 def _load(entry: EntryPoint) -> type[Device]:
     check_name(entry.name)
+    what = f"the device {entry.name!r} ({_origin(entry)})"
     try:
         kind = entry.load()
     except Exception as error:  # whatever the package's own code raises
-        raise ArgumentError(f"{_in_words(entry)} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(kind) or not issubclass(kind, Device) or inspect.isabstract(kind):
-        raise ArgumentError(f"{_in_words(entry)} is not a complete subclass of tensorwire.device.Device")
+        raise ArgumentError(f"{what} is not a complete subclass of tensorwire.device.Device")
     if getattr(kind, "name", None) != entry.name or not hasattr(kind, "capabilities"):
-        raise ArgumentError(f"{_in_words(entry)} needs the class attributes name = {entry.name!r} and capabilities")
+        raise ArgumentError(f"{what} needs the class attributes name = {entry.name!r} and capabilities")
     return kind
 
 
-def _in_words(entry: EntryPoint) -> str:
-    package = f"package {entry.dist.name}, " if entry.dist is not None else ""
-    return f"the device {entry.name!r} ({package}{entry.value})"
+def _origin(entry: EntryPoint) -> str:
+    return entry.value if entry.dist is None else f"package {entry.dist.name}, {entry.value}"
