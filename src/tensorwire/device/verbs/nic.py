@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from tensorwire._native import ATTEND, Life, Memory, Sleepers, close_on_fork, forget_fd
 from tensorwire.device.verbs import library
-from tensorwire.device.verbs.choice import Choice
 from tensorwire.device.verbs.memory import Registrar
+from tensorwire.device.verbs.port_selection import PortChoice
 from tensorwire.errors import VerbsUnavailable
 
 if TYPE_CHECKING:
-    from tensorwire.device.verbs.pair import Pair
+    from tensorwire.device.verbs.queue_pair import QueuePair
 
 _COMPLETIONS = 16384  # of one completion queue: about thirty channels
 _BATCH = 64
@@ -39,7 +39,7 @@ class Nic:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: PortChoice,
         life: Life,
         *,
         completion_queues: int,
@@ -51,7 +51,7 @@ class Nic:
         self.port, self.gid = choice.port, choice.gid
         self.life = life
         self._heartbeat, self._tick = heartbeat, tick
-        self._queues: dict[int, Pair] = {}
+        self._pairs: dict[int, QueuePair] = {}
         self._lock = threading.Lock()  # whoever drains
         self._closed = False
         try:
@@ -107,14 +107,14 @@ class Nic:
             self._free[at] -= sends + receives
             return pair, at
 
-    def enter(self, number: int, queue: Pair) -> None:
-        """From now on what completes on queue pair ``number`` goes to ``queue``."""
-        self._queues[number] = queue
+    def add(self, number: int, pair: QueuePair) -> None:
+        """From now on what completes on the NIC's queue pair ``number`` goes to ``pair``."""
+        self._pairs[number] = pair
 
     def destroy(self, pair: Any, at: int, room: int) -> None:
         """When it returns, the NIC touches no memory for that queue pair any more."""
         number = pair.qp_num
-        self._queues.pop(number, None)
+        self._pairs.pop(number, None)
         with contextlib.suppress(self.ib.VerbsError):
             pair.close()
         self.drain()  # what it left behind would count against the room of the next one
@@ -138,22 +138,22 @@ class Nic:
             found, touched = self._poll()
         finally:
             self._lock.release()
-        for queue in touched:
-            queue.drained()
+        for pair in touched:
+            pair.drained()
         if found:
             self.sleepers.told()
         return found
 
-    def _poll(self) -> tuple[int, set[Pair]]:
+    def _poll(self) -> tuple[int, set[QueuePair]]:
         found, touched = 0, set()
         for completions in self._completions:
             while batch := completions.poll(_BATCH):
                 found += len(batch)
                 for each in batch:
-                    queue = self._queues.get(each.qp_num)
-                    if queue is not None:
-                        queue.reap(each)
-                        touched.add(queue)
+                    pair = self._pairs.get(each.qp_num)
+                    if pair is not None:
+                        pair.reap(each)
+                        touched.add(pair)
                 if len(batch) < _BATCH:
                     break
         return found, touched

@@ -10,7 +10,7 @@ import bisect
 import ctypes
 
 from tensorwire._native import PAGE, Memory
-from tensorwire.device.verbs.pins import MR
+from tensorwire.device.verbs.registrations import MR
 from tensorwire.errors import OutOfMemory
 
 SLAB = 16 << 20
