@@ -109,6 +109,7 @@ class VerbsDevice(Device):
                 naps=signals != "immediate",
                 heartbeat=heartbeat,
                 tick=self._tick,
+                failed=self.abort,
             )
         except BaseException:
             close_socket(listener)

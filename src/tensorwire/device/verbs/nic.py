@@ -34,7 +34,8 @@ _opening = threading.Lock()
 class Nic:
     """``naps``: signals come without a completion, so waiters look at their words now and then.
 
-    ``tick`` is called every ``heartbeat`` seconds. Raises `VerbsUnavailable`.
+    ``tick`` is called every ``heartbeat`` seconds, ``failed`` with the reason if the NIC itself fails. Raises
+    `VerbsUnavailable`.
     """
 
     def __init__(
@@ -46,18 +47,25 @@ class Nic:
         naps: bool,
         heartbeat: float,
         tick: Callable[[], None],
+        failed: Callable[[str], None],
     ) -> None:
         self.ib = library.load()
         self.port, self.gid = choice.port, choice.gid
         self.life = life
-        self._heartbeat, self._tick = heartbeat, tick
+        self._heartbeat, self._tick, self._failed = heartbeat, tick, failed
         self._pairs: dict[int, QueuePair] = {}
         self._lock = threading.Lock()  # whoever drains
         self._closed = False
+        self._descriptors: set[int] = set()
+        self._opened: list[Any] = []  # besides completion queues; what was opened last is closed first
+        self._completions: list[Any] = []
         try:
             self._open(completion_queues)
-        except OSError as error:
-            raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error}") from None
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
+                raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error}") from None
+            raise
         self.sleepers = Sleepers(self._channel.fd, naps)
         self._thread = threading.Thread(target=self._attend, name="tensorwire-verbs", daemon=True)
         self._thread.start()
@@ -65,8 +73,8 @@ class Nic:
     def _open(self, completion_queues: int) -> None:
         with _opening:
             before = _verbs_descriptors()
-            self.context = library.open_device(self.port.device)
-            self._channel = self.context.create_comp_channel()
+            self.context = self._hold(library.open_device(self.port.device))
+            self._channel = self._hold(self.context.create_comp_channel())
             self._descriptors = _verbs_descriptors() - before
         for fd in self._descriptors:  # a forked child's copies would keep our queue pairs alive, or destroy them
             close_on_fork(fd)
@@ -75,10 +83,21 @@ class Nic:
         self.most_requests = int(attributes.max_qp_wr)
         self.most_reads = max(1, min(16, int(attributes.max_qp_rd_atom)))
         self._size = min(_COMPLETIONS, int(attributes.max_cqe))
-        self.domain = self.context.alloc_pd()
+        self.domain = self._hold(self.context.alloc_pd())
         self.registrar = Registrar(self.domain)
-        self._completions = [self._make_completions() for _ in range(completion_queues)]
+        for _ in range(completion_queues):
+            self._completions.append(self._make_completions())
         self._free = [completions.cqe for completions in self._completions]
+
+    def _hold(self, opened: Any) -> Any:
+        self._opened.append(opened)
+        return opened
+
+    def _release(self) -> None:
+        for fd in self._descriptors:
+            forget_fd(fd)
+        for each in (*self._completions, *reversed(self._opened)):
+            each.close()
 
     def _make_completions(self) -> Any:
         return self.context.create_cq(self._size, self._channel)
@@ -186,7 +205,7 @@ class Nic:
         try:
             self._attend_until_closed()
         except self.ib.VerbsError as error:
-            self.life.lose(f"{self.port.device} failed: {error}")
+            self._failed(f"{self.port.device} failed: {error}")
 
     def _attend_until_closed(self) -> None:
         next_tick = time.monotonic() + self._heartbeat
@@ -217,11 +236,7 @@ class Nic:
             self._closed = True
             self.registrar.close()
             self._take_events()
-            for each in (*self._completions, self._channel, self.domain):
-                each.close()
-        for fd in self._descriptors:
-            forget_fd(fd)
-        self.context.close()
+            self._release()
 
 
 def _verbs_descriptors() -> set[int]:
