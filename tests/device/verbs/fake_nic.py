@@ -20,14 +20,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tensorwire.device.verbs import device
+from tensorwire.device.verbs import VerbsDevice, device
 from tensorwire.device.verbs.ports import ACTIVE, ROCE_2, Gid, Port
 
 NAME = "fake0"
@@ -450,6 +450,18 @@ def make_fabric() -> Fabric:
     here = SimpleNamespace(name=NAME, open=lambda: FakeContext(fabric))
     ib.__dict__["get_device_list"] = lambda: [here]
     return fabric
+
+
+class VerbsInProcess(VerbsDevice):
+    """A device for the conformance suite, whose peers are in its own process; for a process that has no other NIC."""
+
+    capabilities = replace(VerbsDevice.capabilities, other_processes=False)
+
+    def __init__(self) -> None:
+        if not hasattr(sys.modules.get("ibverbs"), "fabric"):
+            sys.modules["ibverbs"] = make_fabric().ib
+            vars(device)["scan_ports"] = lambda: [PORT]
+        super().__init__()
 
 
 @pytest.fixture
