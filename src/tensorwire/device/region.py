@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 Access = Literal["read", "write"]
 
-# Version, access, length (its low 32 bits and its high 16), the device's name, key, address.
-_WIRE = struct.Struct("<BBIH8sQQ")
+# Version (8 bits), access (8) and length (48) as one number; the device's name, key, address.
+_WIRE = struct.Struct("<Q8sQQ")
 _VERSION = 2  # version 1 began with the letter T
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,7}", re.ASCII)
 
@@ -30,6 +31,19 @@ def check_name(name: str) -> None:
         raise ArgumentError(
             f"a device's name is 1 to 8 lower-case letters, digits, '-' or '_', with a letter first, not {name!r}"
         )
+
+
+@functools.lru_cache(64)  # edges pack and unpack regions for each tensor of unknown shape
+def _pack_name(name: str) -> bytes:
+    check_name(name)
+    return name.encode()
+
+
+@functools.lru_cache(64)
+def _unpack_name(packed: bytes) -> str:
+    name = packed.rstrip(b"\0").decode("latin-1")
+    check_name(name)
+    return name
 
 
 def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
@@ -149,11 +163,10 @@ class RemoteRegion:
 
     def pack(self) -> bytes:
         """The capability as bytes, for the control connection. Raises `ArgumentError` for fields that do not fit."""
-        check_name(self.device)
-        access = 1 if self.access == "write" else 0
-        low, high = self.length & 0xFFFFFFFF, self.length >> 32
+        device = _pack_name(self.device)
+        head = _VERSION | (0x100 if self.access == "write" else 0) | self.length << 16
         try:
-            return _WIRE.pack(_VERSION, access, low, high, self.device.encode(), self.key, self.address)
+            return _WIRE.pack(head, device, self.key, self.address)
         except struct.error as error:
             raise ArgumentError(f"not a remote region that can be sent: {error}") from None
 
@@ -162,8 +175,8 @@ class RemoteRegion:
         """Raises `ArgumentError` for anything but what ``pack`` made."""
         if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) != _WIRE.size:
             raise ArgumentError(f"a remote region is {_WIRE.size} bytes")
-        version, access, low, high, packed, key, address = _WIRE.unpack(data)
-        name = packed.rstrip(b"\0").decode("latin-1")
-        if version != _VERSION or access > 1 or not _NAME.fullmatch(name):
+        head, name, key, address = _WIRE.unpack(data)
+        access = head >> 8 & 0xFF
+        if head & 0xFF != _VERSION or access > 1:
             raise ArgumentError("not a remote region of this version of Tensorwire")
-        return cls(name, key, high << 32 | low, "write" if access else "read", address)
+        return cls(_unpack_name(name), key, head >> 16, "write" if access else "read", address)
