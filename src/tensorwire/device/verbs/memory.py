@@ -153,21 +153,21 @@ class Registrar:
         else:
             slab, offset = self._add(nbytes or 1, shared=False), 0
         piece = memoryview(slab.memory)[offset : offset + nbytes]
-        self._when_gone(piece, functools.partial(self._give, slab, offset, size))
+        self._when_gone(piece, functools.partial(self._release, slab, offset, size))
         memory = Memory.wrap(piece)
         memory.lies_in(slab.memory, offset)
         return memory
 
     def _place(self, size: int) -> tuple[Slab, int]:
         for slab in self._slabs:
-            offset = slab.take(size)
+            offset = slab.acquire(size)
             if offset is not None:
                 return slab, offset
         try:
             slab = self._add(SLAB, shared=True)
         except OutOfMemory:  # there may be enough for this one
             return self._add(size, shared=False), 0
-        offset = slab.take(size)
+        offset = slab.acquire(size)
         assert offset is not None
         return slab, offset
 
@@ -177,11 +177,11 @@ class Registrar:
         self._slabs.append(slab)
         return slab
 
-    def _give(self, slab: Slab, offset: int, size: int) -> None:
+    def _release(self, slab: Slab, offset: int, size: int) -> None:
         if slab not in self._slabs:  # closed
             return
         if slab.shared:
-            slab.give(offset, size)
+            slab.release(offset, size)
             if not slab.empty or sum(each.shared for each in self._slabs) == 1:
                 return
         self._slabs.remove(slab)
