@@ -19,6 +19,7 @@ from tensorwire._native import Life, Memory
 from tensorwire.device.contract import Completion
 from tensorwire.device.verbs.failures import loss, refusal
 from tensorwire.device.verbs.operation import Operation
+from tensorwire.device.verbs.registrations import remote_access
 from tensorwire.device.verbs.requests import Local, Remote, Requests, Word
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.observe import counters
@@ -79,18 +80,15 @@ class QueuePair:
 
     def prepare(self) -> Any:
         """A fresh queue pair in state INIT; what the peer must know of it. Raises `PeerLost`."""
-        ib, nic = self.nic.ib, self.nic
+        nic = self.nic
         with self._making:
             self._check_alive()
             self._qp, self._at = nic.create(self.sends, self.receives)
             self._start = secrets.randbits(24)
-            access = ib.AccessFlags
-            self._qp.to_init(
-                nic.port.number, access.REMOTE_WRITE | access.REMOTE_READ | access.REMOTE_ATOMIC | access.LOCAL_WRITE
-            )
+            self._qp.to_init(nic.port.number, remote_access("write"))
             number = self._qp.qp_num
             nic.add(number, self)
-        return ib.QPInfo(number, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
+        return nic.ib.QPInfo(number, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
 
     def connect(self, peer: Any, credits: int, *, timeout: int, retries: int) -> None:
         """To the peer's queue pair, which has posted ``credits`` receives. Raises `PeerLost`."""
