@@ -1,7 +1,7 @@
 """The devices by name: those of Tensorwire, and those that installed packages add.
 
 A package adds a device with an entry point of the group ``tensorwire.devices``, whose name is the device's name and
-whose value is its class. Nothing of such a package is imported before a job, or a command, names the device.
+whose value is its class. Nothing of such a package is imported before somebody asks for the device.
 """
 
 from __future__ import annotations
