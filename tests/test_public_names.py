@@ -49,6 +49,8 @@ PUBLIC = {
         "VerbsDevice",
         "View",
         "connect_peer",
+        "device_names",
+        "find_device",
     },
     "tensorwire.graph": {"Analysis", "Edge", "Graph", "Node", "Output", "Plan", "TensorSpec", "Unknown", "analyze"},
     "tensorwire.edge": {

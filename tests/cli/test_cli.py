@@ -55,7 +55,7 @@ MISTAKES = [
     (["run", "--workers"], "'--workers' requires an argument"),
     (["run", "--servers", "-1", "--", "true"], "'--servers': -1 is not in the range 0<=x<=512"),
     (["run", "--servers", "513", "--", "true"], "'--servers': 513 is not in the range 0<=x<=512"),
-    (["run", "--device", "fax", "--", "true"], "'--device': 'fax' is not one of 'auto', 'shm', 'tcp'"),
+    (["run", "--device", "fax", "--", "true"], "'--device': device is one of auto, shm, tcp, verbs, not 'fax'"),
     (["run", "--nodes", "0", "--", "true"], "'--nodes': 0 is not in the range 1<=x<=4096"),
     (["run", "--nodes", "4097", "--", "true"], "'--nodes': 4097 is not in the range 1<=x<=4096"),
     (["run", "--nodes", "4096", "--workers", "512", "--", "true"], "the workers of all nodes: at most 65536, not "),

@@ -91,6 +91,25 @@ def test_verbs_that_a_job_wants_and_cannot_have(sandbox: Sandbox) -> None:
     assert "rdma link add rxe0" in sections["verbs"]["picked"]["advice"]  # what to do
 
 
+@pytest.mark.parametrize("chosen", ["auto", "fax"])
+def test_a_device_of_a_package_that_does_not_work(sandbox: Sandbox, chosen: str) -> None:
+    info = sandbox.folder / "faxes-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faxes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tensorwire.devices]\nfax = faxes:Fax\n")
+    (sandbox.folder / "faxes.py").write_text(
+        "from tensorwire.device import LoopbackDevice, TcpDevice\n"
+        "class Fax(LoopbackDevice):\n"
+        "    name, capabilities = 'fax', TcpDevice.capabilities\n"
+        "    def __init__(self): raise KeyError('line is busy')\n"
+    )
+    result = doctor(sandbox, "--json", TENSORWIRE_DEVICE=chosen, PYTHONPATH=str(sandbox.folder))
+    assert result.status == (1 if chosen == "fax" else 0)
+    finding = found(result)["devices"]["fax"]
+    assert finding["value"] == "does not work: 'line is busy'"
+    assert finding["level"] == ("stops" if chosen == "fax" else "note")
+
+
 @pytest.mark.parametrize(
     ("limit", "what"),
     [("-n 40", "RLIMIT_NOFILE: 40"), ("-f 1024", "RLIMIT_FSIZE: 1 MiB"), ("-n 12", "does not work")],

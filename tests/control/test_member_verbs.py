@@ -10,8 +10,8 @@ from functools import partial
 import msgspec
 import pytest
 
-from tensorwire.control import Member, member
-from tensorwire.device import LoopbackDevice
+from tensorwire.control import Member, member, reach
+from tensorwire.device import LoopbackDevice, registry
 from tensorwire.device.verbs import VerbsDevice
 from tensorwire.errors import OutOfMemory, PeerLost, VerbsUnavailable
 from tests.control.conftest import SECRET, Jobs
@@ -27,12 +27,14 @@ class StandIn(LoopbackDevice):
     made = 0
     refuses = False
 
-    def __init__(self, *, host: str, heartbeat: float) -> None:
+    name = "verbs"
+    capabilities = VerbsDevice.capabilities
+
+    def __init__(self) -> None:
         if self.trouble:
             raise self.trouble
         super().__init__()
         StandIn.made += 1
-        self.host = host
 
     def connect(self, address: bytes, timeout: float = 30.0) -> object:  # type: ignore[override]
         if self.refuses:
@@ -50,8 +52,8 @@ def break_verbs(one: Member) -> None:
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Joins a job from a machine of its own that has an active RDMA port."""
-    monkeypatch.setattr(member, "VerbsDevice", StandIn)
-    monkeypatch.setattr(member, "has_active_port", lambda: True)
+    monkeypatch.setitem(registry.BUILT_IN, "verbs", StandIn)
+    monkeypatch.setattr(reach, "has_active_port", lambda: True)
     for name, value in (("trouble", None), ("made", 0)):
         monkeypatch.setattr(StandIn, name, value)
     with contextlib.closing(Jobs()) as jobs, contextlib.ExitStack() as stack:
@@ -97,7 +99,7 @@ def test_a_way_in_one_direction_is_an_error(join: Join) -> None:
 def test_auto_goes_on_without_verbs(join: Join, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(StandIn, "trouble", error)
     one, other = join(0), join(1)
-    assert one.card("worker 1").verbs is None
+    assert one.card("worker 1").devices.keys() == {"shm", "tcp"}
     assert one.channel("worker", 1).device is one.devices["tcp"]
     assert f"not verbs: {error}" in one.routes["worker 1"].why
     assert other.channel("worker", 0).device.name == "tcp"
@@ -106,11 +108,11 @@ def test_auto_goes_on_without_verbs(join: Join, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_nothing_is_opened_without_an_active_port(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "has_active_port", lambda: False)
+    monkeypatch.setattr(reach, "has_active_port", lambda: False)
     one, _ = join(0), join(1)
     assert (StandIn.made, "verbs" in one.devices) == (0, False)
     assert one.channel("worker", 1).device.name == "tcp"
-    assert "not verbs: no active RDMA port here" in one.routes["worker 1"].why
+    assert "not verbs: no active RDMA port" in one.routes["worker 1"].why
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
@@ -130,4 +132,4 @@ def test_verbs_by_name_is_all_there_is(join: Join) -> None:
 
 def test_the_real_device_takes_what_members_give_it() -> None:
     with pytest.raises(VerbsUnavailable):  # no port here; any other error is a wrong argument
-        VerbsDevice(host="127.0.0.1", heartbeat=1.0)
+        VerbsDevice.for_job(interface="127.0.0.1", heartbeat=1.0, lost_after=10.0)

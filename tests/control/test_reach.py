@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tensorwire.control.reach import TOLD, Card, Whereabouts, connect, expected, whereabouts, why_not_shm
+from tensorwire.control.reach import TOLD, Card, Endpoint, connect, endpoint, expected
+from tensorwire.control.whereabouts import Whereabouts, whereabouts, why_not_shm
 from tensorwire.device import Device, LoopbackDevice, Region, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 from tensorwire.testing import FaultyDevice
@@ -41,7 +42,13 @@ def devices() -> Iterator[dict[str, Device]]:
 def card() -> Iterator[Card]:
     """Another one's card; its devices are in this process, which makes no difference to them."""
     with ShmDevice() as shm, TcpDevice() as tcp:
-        yield Card(HERE, shm.address, shm.allocate(8).remote("read").pack(), tcp.address)
+        yield Card(HERE, {"shm": endpoint(shm), "tcp": endpoint(tcp)})
+
+
+def replaced(card: Card, name: str, there: Endpoint | None) -> Card:
+    """The card with another entry for a device, or with none."""
+    others = {other: each for other, each in card.devices.items() if other != name}
+    return msgspec.structs.replace(card, devices=others if there is None else {**others, name: there})
 
 
 def test_memory_that_can_be_mapped_is(devices: dict[str, Device], card: Card) -> None:
@@ -57,18 +64,18 @@ def test_elsewhere_is_reached_by_tcp(devices: dict[str, Device], card: Card, why
     channel, route = connect(devices, HERE, there)
     assert (channel.device.name, route.device) == ("tcp", "tcp")
     assert why in route.why
-    assert expected(HERE, there.where).device == "tcp"  # what the doctor says is what happens
-    assert why in expected(HERE, there.where).why
+    foreseen = expected(HERE, there.where, {"verbs": "no active RDMA port"})
+    assert foreseen.device == "tcp"  # what the doctor says is what happens
+    assert why in foreseen.why
     with pytest.raises(PeerLost, match=why):
         connect({"shm": devices["shm"]}, HERE, there)
 
 
 def test_what_cannot_be_mapped_after_all_is_reached_by_tcp(devices: dict[str, Device], card: Card) -> None:
-    assert card.shm is not None
-    assert card.probe is not None
+    address, probe = card.devices["shm"].address, card.devices["shm"].probe
     lies = {
-        "cannot reach that device": msgspec.structs.replace(card, shm=bytes(16) + card.shm[16:]),
-        "no open region has that key": msgspec.structs.replace(card, probe=card.probe[:8] + bytes(8) + card.probe[16:]),
+        "cannot reach that device": replaced(card, "shm", Endpoint(bytes(16) + address[16:], probe)),
+        "no open region has that key": replaced(card, "shm", Endpoint(address, probe[:16] + bytes(8) + probe[24:])),
     }
     for why, lie in lies.items():
         channel, route = connect(devices, HERE, lie)
@@ -80,11 +87,11 @@ def test_what_cannot_be_mapped_after_all_is_reached_by_tcp(devices: dict[str, De
 
 
 def test_one_device_is_what_both_were_told(devices: dict[str, Device], card: Card) -> None:
-    told = msgspec.structs.replace(card, shm=None, probe=None)
+    told = replaced(card, "shm", None)
     _, route = connect({"tcp": devices["tcp"]}, HERE, told)
     assert route.device == "tcp"
     assert "told to use" in route.why
-    with pytest.raises(PeerLost, match="no device in common"):
+    with pytest.raises(PeerLost, match="no device in common: shm here, tcp there"):
         connect({"shm": devices["shm"]}, HERE, told)
 
 
@@ -107,10 +114,10 @@ def word() -> Iterator[Region]:
         yield region
 
 
-def far(card: Card, word: Region, why: str = "different machines", **changes: object) -> Card:
+def far(card: Card, word: Region, why: str = "different machines", *, address: bytes = b"", probe: bytes = b"") -> Card:
     """The card of a process elsewhere that has verbs."""
-    there = {"where": OTHERS[why], "verbs": word.device.address, "verbs_probe": word.remote("write").pack()}
-    return msgspec.structs.replace(card, **{**there, **changes})
+    there = Endpoint(address or word.device.address, probe or word.remote("write").pack())
+    return msgspec.structs.replace(replaced(card, "verbs", there), where=OTHERS[why])
 
 
 @pytest.mark.parametrize("why", ["different machines", "different network namespaces"])
@@ -119,31 +126,31 @@ def test_over_a_network_verbs_is_taken_once_a_write_arrived(
 ) -> None:
     found: list[str] = []
     there = far(card, word, why)
-    channel, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda own: found.append(own) or own)
+    channel, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda _, own: found.append(own) or own)
     assert (channel.device, route.device, found) == (rdma, "verbs", [""])
     assert why in route.why
     assert "a first write arrived" in route.why
     assert bytes(memoryview(word)) == bytes(8), "nothing was written"
-    assert expected(HERE, there.where, rdma=True).device == "verbs"
+    assert expected(HERE, there.where).device == "verbs"
 
 
 def test_on_one_machine_verbs_is_never_taken(
     devices: dict[str, Device], rdma: Device, card: Card, word: Region
 ) -> None:
     for why, device in (("different users", "tcp"), (None, "shm")):
-        there = far(card, word, where=OTHERS[why] if why else HERE)
-        _, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda _: pytest.fail("nothing to agree on"))
+        there = msgspec.structs.replace(far(card, word), where=OTHERS[why] if why else HERE)
+        _, route = connect({**devices, "verbs": rdma}, HERE, there, agree=lambda *_: pytest.fail("nothing to agree on"))
         assert route.device == device
         assert "verbs" not in route.why
-        assert expected(HERE, there.where, rdma=True).device == device
+        assert expected(HERE, there.where).device == device
 
 
 def test_without_verbs_at_one_end_it_is_tcp(devices: dict[str, Device], rdma: Device, card: Card, word: Region) -> None:
-    _, route = connect(devices, HERE, far(card, word), no_verbs="memlock is too small")
-    assert str(route).startswith("tcp: not shm: the processes run on different machines; not verbs: memlock")
-    there = far(card, word, verbs=None, verbs_probe=None)
+    _, route = connect(devices, HERE, far(card, word), absent={"verbs": "memlock is too small"})
+    assert str(route) == "tcp: not shm: the processes run on different machines; not verbs: memlock is too small"
+    there = msgspec.structs.replace(replaced(far(card, word), "verbs", None), absent={"verbs": "no active RDMA port"})
     _, route = connect({**devices, "verbs": rdma}, HERE, there)
-    assert "not verbs: no active RDMA port there" in str(route)
+    assert str(route).endswith("; not verbs: no active RDMA port (at the other end)")
 
 
 def test_verbs_that_does_not_work_is_not_taken(
@@ -151,8 +158,8 @@ def test_verbs_that_does_not_work_is_not_taken(
 ) -> None:
     there, other_key = far(card, word), LoopbackDevice().allocate(8).remote().pack()
     tries = {
-        "no open device": (FaultyDevice(rdma), far(card, word, verbs=bytes(16))),
-        "no open region has that key": (FaultyDevice(rdma), far(card, word, verbs_probe=other_key)),
+        "no open device": (FaultyDevice(rdma), far(card, word, address=bytes(16))),
+        "no open region has that key": (FaultyDevice(rdma), far(card, word, probe=other_key)),
         "injected": (FaultyDevice(rdma, refuse_memory_at=1), there),
         "within 2 s": (FaultyDevice(rdma, fail_every=1, error=lambda: WaitTimeout("within 2 s")), there),
     }
@@ -164,15 +171,15 @@ def test_verbs_that_does_not_work_is_not_taken(
 
 
 def test_both_sides_take_the_same(devices: dict[str, Device], rdma: Device, card: Card, word: Region) -> None:
-    channel, route = connect({**devices, "verbs": rdma}, HERE, far(card, word), agree=lambda _: "it does not get back")
+    channel, route = connect({**devices, "verbs": rdma}, HERE, far(card, word), agree=lambda *_: "it does not get back")
     assert channel.device.name == "tcp"
     assert "not verbs: it does not get back" in route.why
     with pytest.raises(PeerLost, match=r"the other side reached us, and we cannot reach it .*no open device"):
-        connect({**devices, "verbs": rdma}, HERE, far(card, word, verbs=bytes(16)), agree=lambda _: "")
+        connect({**devices, "verbs": rdma}, HERE, far(card, word, address=bytes(16)), agree=lambda *_: "")
 
 
 def test_verbs_alone_is_used_on_one_machine_too(rdma: Device, card: Card, word: Region) -> None:
-    there = far(card, word, where=HERE, shm=None, probe=None, tcp=None)
+    there = Card(HERE, {"verbs": far(card, word).devices["verbs"]})
     channel, route = connect({"verbs": rdma}, HERE, there)
     assert (channel.device, route.device, route.why) == (rdma, "verbs", TOLD)
 

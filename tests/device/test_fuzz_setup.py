@@ -108,8 +108,14 @@ def test_any_capability_without_a_key_is_refused(pair: Pair) -> None:
     region, mine = pair.target.allocate(64), pair.initiator.allocate(64)
     array(region)[:] = array(mine)[:] = 5
     real = region.remote().pack()
-    heads = st.tuples(st.sampled_from([0, 1, 2, 3]), st.sampled_from([0, 1])).map(lambda head: real[:6] + bytes(head))
-    bodies = st.binary(min_size=24, max_size=24)
+    names = st.sampled_from([real[8:16], b"verbs\0\0\0", b"fax\0\0\0\0\0"])
+    heads = st.builds(
+        lambda access, length, name: real[:1] + bytes([access]) + length + name,
+        st.sampled_from([0, 1]),
+        st.binary(min_size=6, max_size=6),
+        names,
+    )
+    bodies = st.binary(min_size=16, max_size=16)
 
     @settings(SEEDED, max_examples=100)
     @given(st.one_of(st.binary(min_size=32, max_size=32), st.builds(bytes.__add__, heads, bodies)))

@@ -13,11 +13,12 @@ from tensorwire.errors import ArgumentError
 from tensorwire.testing.fixtures import SEEDED
 
 U64 = st.integers(0, 2**64 - 1)
+NAMES = st.sampled_from(["loopback", "shm", "tcp", "verbs"]) | st.from_regex(r"[a-z][a-z0-9_-]{0,7}", fullmatch=True)
 REGIONS = st.builds(
     RemoteRegion,
-    st.sampled_from(["loopback", "shm", "tcp", "verbs"]),
+    NAMES,
     U64,
-    U64,
+    st.integers(0, 2**48 - 1),
     st.sampled_from(["read", "write"]),
     U64,
 )
@@ -33,7 +34,7 @@ def test_round_trip(region: RemoteRegion) -> None:
 
 
 @SEEDED
-@given(REGIONS, st.integers(0, 7), st.integers(0, 255))
+@given(REGIONS, st.integers(0, 15), st.integers(0, 255))
 def test_a_damaged_head_is_refused(region: RemoteRegion, at: int, value: int) -> None:
     data = bytearray(region.pack())
     data[at] = value
@@ -41,17 +42,18 @@ def test_a_damaged_head_is_refused(region: RemoteRegion, at: int, value: int) ->
         got = RemoteRegion.unpack(bytes(data))
     except ArgumentError:
         return
-    # Only the device and the access have other lawful values.
+    # Only the access, the length and the name have other lawful values.
     assert got.pack() == data
-    assert at in (6, 7) or got == region
+    assert at > 0 or got == region
 
 
 def test_every_corrupt_form_is_refused() -> None:
     good = RemoteRegion("tcp", 1, 2, "write").pack()
     wrong = [good[:n] for n in range(32)] + [good + b"\0", good * 2, b"\0" * 32, pickle.dumps(good)]
-    wrong += [good[:at] + bytes([value]) + good[at + 1 :] for at in range(6) for value in (0xFF, good[at] ^ 1)]
-    wrong += [good[:6] + bytes([device]) + good[7:] for device in range(4, 256)]
-    wrong += [good[:7] + bytes([access]) + good[8:] for access in range(2, 256)]
+    wrong += [bytes([version]) + good[1:] for version in range(256) if version != 2]
+    wrong += [good[:1] + bytes([access]) + good[2:] for access in range(2, 256)]
+    names = (b"", b"TCP", b"1tcp", b"-tcp", b"t p", b"tc\0p", b"\0tcp", b"tcp\n", b"t\xe9p", b"\xc3\xa9", b"\xff" * 8)
+    wrong += [good[:8] + name.ljust(8, b"\0") + good[16:] for name in names]
     for data in [*wrong, None, 32, "x" * 32, [0] * 32]:
         with pytest.raises(ArgumentError):
             RemoteRegion.unpack(data)  # type: ignore[arg-type]
@@ -60,7 +62,11 @@ def test_every_corrupt_form_is_refused() -> None:
 def test_what_does_not_fit_is_not_packed() -> None:
     for region in (
         RemoteRegion("carrier pigeon", 1, 2, "write"),
+        RemoteRegion("nine_char", 1, 2, "write"),
+        RemoteRegion("", 1, 2, "write"),
+        RemoteRegion("t\u00e9l\u00e9", 1, 2, "write"),
         RemoteRegion("tcp", 2**64, 2, "write"),
+        RemoteRegion("tcp", 1, 2**48, "write"),
         RemoteRegion("tcp", 1, -1, "write"),
         RemoteRegion("tcp", 1, 2, "write", 2**64),
     ):

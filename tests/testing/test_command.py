@@ -44,6 +44,12 @@ def test_a_good_device_passes(tmp_path: Path) -> None:
     ]
 
 
+def test_an_installed_device_has_a_name(tmp_path: Path) -> None:
+    done = run(tmp_path, "loopback", "-k", "test_refusals")
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
 def test_a_bad_device_fails(tmp_path: Path) -> None:
     done = run(tmp_path, "mydevices:Forgetful", "-k", "test_memory")
     assert done.returncode == 1

@@ -17,11 +17,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 from tensorwire.device.verbs import device, library
-from tensorwire.device.verbs.choice import choose
+from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import ACTIVE, ROCE_2, Gid, Port
 
 _CREDITS = 64  # signals that are credited together
-_WRITE_IMM, _SIGNALED = 1, 2  # IBV_WR_RDMA_WRITE_WITH_IMM, IBV_SEND_SIGNALED
 _PORT = Port(
     device="none0",
     number=1,
@@ -63,6 +62,8 @@ class QueuePair:
         self.qp_num = next(self._numbers)
         self._completions = completions
         self._signals = 0
+        ib = library.load()
+        self._write_imm, self._signaled = int(ib.WROpcode.RDMA_WRITE_WITH_IMM), int(ib.SendFlags.SIGNALED)
         self.posted = self.posts = self.requests = 0
         self.made.append(self)
 
@@ -72,8 +73,8 @@ class QueuePair:
         self.posts += 1
         self.requests += len(requests)
         for request in requests:
-            self._signals += request.opcode == _WRITE_IMM
-            if request.send_flags & _SIGNALED:
+            self._signals += request.opcode == self._write_imm
+            if request.send_flags & self._signaled:
                 done = SimpleNamespace(wr_id=request.wr_id, status=0, qp_num=self.qp_num, imm_data=0)
                 self._completions.waiting.append(done)
         if self._signals >= _CREDITS:
@@ -168,4 +169,4 @@ def install() -> None:
     fake.QPInitAttr = lambda **fields: SimpleNamespace(**fields)  # type: ignore[attr-defined]
     sys.modules["ibverbs"] = fake
     vars(library)["open_device"] = lambda *_: Context(real.VerbsError)
-    vars(device).update(look=lambda: [_PORT], choose=lambda *_, **__: choose([_PORT], environment={}))
+    vars(device).update(scan_ports=lambda: [_PORT], select_port=lambda *_, **__: select_port([_PORT], environment={}))

@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from tensorwire.cli.interrupts import interruptible
+from tensorwire.device.registry import BUILT_IN_FOR_JOBS
 from tensorwire.errors import ArgumentError
 from tensorwire.progress import progress
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_DEVICES = ("shm", "tcp", "verbs")
 _LINKS = ("1gbit", "10gbit")
 _MODELS = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 _TRANSFORMERS = ("bert", "llama", "vit")
@@ -83,7 +83,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
         default="shm,tcp",
         show_default=True,
         metavar="NAMES",
-        callback=_names("device", _DEVICES),
+        callback=_names("device", BUILT_IN_FOR_JOBS),
         help="Which transports.",
     )
     return _plain(option(command))

@@ -6,8 +6,19 @@ from typing import Any
 
 import click
 
-from tensorwire.control.member import DEVICES
 from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
+from tensorwire.device.registry import AUTO, BUILT_IN_FOR_JOBS, find_job_device
+from tensorwire.errors import ArgumentError
+
+
+def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """``auto``, or the name of a device of ours or of an installed package."""
+    try:
+        if value != AUTO:
+            find_job_device(value)
+    except ArgumentError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
 
 
 @click.command(
@@ -41,11 +52,12 @@ from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE
 )
 @click.option(
     "--device",
-    type=click.Choice(DEVICES),
-    default="auto",
+    metavar=f"[{'|'.join((AUTO, *BUILT_IN_FOR_JOBS))}|NAME]",
+    callback=_device,
+    default=AUTO,
     show_default=True,
     envvar="TENSORWIRE_DEVICE",
-    help="The transport.",
+    help="The transport; NAME: a device of an installed package.",
 )
 @click.option("--no-prefix", is_flag=True, help="Processes keep this terminal: no names before lines, no table.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Serve OpenMetrics of all processes there; port 0: any.")

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.

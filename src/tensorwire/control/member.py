@@ -11,12 +11,12 @@ import msgspec
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import member_name
-from tensorwire.control.reach import Card, Route, connect, stays_here, whereabouts
-from tensorwire.device import Channel, Device, ShmDevice, TcpDevice, VerbsDevice
-from tensorwire.device.verbs.ports import has_active_port
+from tensorwire.control.reach import CANDIDATES, Card, Endpoint, Route, connect, endpoint, not_opened
+from tensorwire.control.whereabouts import whereabouts
+from tensorwire.device import Channel, Device
+from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import (
     AlreadyPublished,
-    ArgumentError,
     JobEnded,
     OutOfMemory,
     PeerLost,
@@ -26,7 +26,6 @@ from tensorwire.errors import (
 )
 from tensorwire.observe import spans
 
-DEVICES = ("auto", "shm", "tcp", "verbs")
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
@@ -36,10 +35,10 @@ class Member:
     """Joins the job at ``address`` as ``role index`` and opens its devices.
 
     ``device`` is ``auto`` (shm where a peer's memory really can be mapped, verbs over a network where a first write
-    really arrived, else tcp), ``shm``, ``tcp`` or ``verbs``; ``host`` is the interface that tcp listens on, and whose
-    RDMA port is preferred; ``timeout`` is how many seconds the coordinator may take for each answer while we join.
+    really arrived, else tcp), or the name of the only device to use; ``host`` is the address of the interface that
+    devices listen on; ``timeout`` is how many seconds the coordinator may take for each answer while we join.
 
-    Raises `ArgumentError`, `PeerLost`, `AuthenticationError`, `JobEnded`, or `VerbsUnavailable` (``verbs`` only).
+    Raises `ArgumentError`, `PeerLost`, `AuthenticationError`, `JobEnded`, or what opening the device raises.
     """
 
     def __init__(
@@ -53,57 +52,52 @@ class Member:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
-        if device not in DEVICES:
-            raise ArgumentError(f"device is one of {', '.join(DEVICES)}, not {device!r}")
+        if device != AUTO:
+            find_job_device(device)  # refused before anybody hears of us
         self.role, self.index = role, index
         self.client = Client(address, secret, role, index, timeout=timeout)
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
         self.host = host
         self.where = whereabouts()
-        self._no_verbs = "no active RDMA port here"
+        self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
         try:
             if spans.enabled:
                 spans.clock = self.client.clock()
-            card = self._open_devices(device, host)
+            card = self._open_devices(device)
             self.client.on_end(self._ended)
             self.client.publish(f"card/{self.name}", msgspec.msgpack.encode(card))
         except BaseException:
             self.close(goodbye=False)
             raise
 
-    def _open_devices(self, device: str, host: str) -> Card:
-        shm = probe = tcp = None
-        beat, lost_after = self.client.welcome.beat, self.client.welcome.lost_after  # the devices keep the job's time
-        if device in ("auto", "shm"):
-            self.devices["shm"] = ShmDevice(beat, lost_after)
-            self._probe = self.devices["shm"].allocate(8)
-            shm, probe = self.devices["shm"].address, self._probe.remote("read").pack()
-        if device in ("auto", "tcp"):
-            self.devices["tcp"] = TcpDevice(host, heartbeat=beat, lost_after=lost_after)
-            tcp = self.devices["tcp"].address
-        verbs, verbs_probe = self._open_verbs(device, host)
+    def _open_devices(self, device: str) -> Card:
+        names = [device]
+        if device == AUTO:
+            self._absent = not_opened(self.host)
+            names = [name for name in CANDIDATES if name not in self._absent]
+        table: dict[str, Endpoint] = {}
+        for name in names:
+            try:
+                self.devices[name] = self.new_device(name)
+                table[name] = endpoint(self.devices[name])
+            except (VerbsUnavailable, OutOfMemory) as error:
+                if device != AUTO or not CANDIDATES[name].agreed:
+                    raise
+                if name in self.devices:
+                    self.devices.pop(name).close()
+                self._absent[name] = str(error)
         frameworks = tuple(f for f in FRAMEWORKS if f in sys.modules)
-        return Card(self.where, shm, probe, tcp, frameworks, verbs, verbs_probe, host)
+        return Card(self.where, table, self._absent, frameworks, self.host)
 
-    def _open_verbs(self, device: str, host: str) -> tuple[bytes | None, bytes | None]:
-        """Address and probe. ``auto`` goes on without, and does not even load the library where it can be of no use."""
-        if device not in ("auto", "verbs") or (device == "auto" and (stays_here(host) or not has_active_port())):
-            return None, None
-        try:
-            opened = self.devices["verbs"] = VerbsDevice(host=host, heartbeat=self.client.welcome.beat)
-            self._verbs_probe = opened.allocate(8)
-            return opened.address, self._verbs_probe.remote("write").pack()
-        except (VerbsUnavailable, OutOfMemory) as error:
-            if device == "verbs":
-                raise
-            if "verbs" in self.devices:
-                self.devices.pop("verbs").close()
-            self._no_verbs = str(error)
-            return None, None
+    def new_device(self, name: str) -> Device:
+        """Another device of that name, with the job's settings; the caller closes it. Raises as its class does."""
+        welcome = self.client.welcome
+        kind = find_job_device(name)
+        return kind.for_job(interface=self.host, heartbeat=welcome.beat, lost_after=welcome.lost_after)
 
     @property
     def name(self) -> str:
@@ -124,16 +118,16 @@ class Member:
     def _connect(self, name: str) -> Channel:
         try:
             channel, self.routes[name] = connect(
-                self.devices, self.where, self.card(name), agree=partial(self._agree, name), no_verbs=self._no_verbs
+                self.devices, self.where, self.card(name), agree=partial(self._agree, name), absent=self._absent
             )
         except PeerLost as error:
             raise PeerLost(f"no device reaches {name}: {error}") from None
         return channel
 
-    def _agree(self, name: str, found: str) -> str:
-        """Whoever tried verbs first decides for both: '' to use it, else why not."""
+    def _agree(self, name: str, device: str, found: str) -> str:
+        """Whoever tried the device first decides for both: '' to use it, else why not."""
         pair = sorted((self.name, name))
-        key = f"verbs/{'/'.join(pair)}"
+        key = f"{device}/{'/'.join(pair)}"
         try:
             self.client.publish(key, msgspec.msgpack.encode(found), to=pair)
             return found

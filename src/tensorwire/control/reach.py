@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
+from tensorwire.control.whereabouts import Whereabouts, apart, stays_here, why_not_shm
 from tensorwire.device import Channel, Device, RemoteRegion
-from tensorwire.errors import ArgumentError, AuthenticationError, DeviceError, OutOfMemory, PeerLost, RemoteAccessError
+from tensorwire.device.verbs.ports import has_active_port
+from tensorwire.errors import AuthenticationError, DeviceError, OutOfMemory, PeerLost
 
 PROBE_SECONDS = 2.0  # in which verbs has to connect, and then to write, to be taken
 TOLD = "the device that both sides were told to use"
-# From what this side found about verbs ('': it works, else why not) to what counts for both sides.
-Agree = Callable[[str], str]
+NONE_ABSENT: Mapping[str, str] = MappingProxyType({})
+# From a device's name and what this side found about it ('': it works, else why not) to what counts for both sides.
+Agree = Callable[[str, str], str]
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
-    """Where a process is, as far as sharing memory goes."""
+class Endpoint(msgspec.Struct, frozen=True):
+    """How others reach one device of a process."""
 
-    boot: str  # equal on one machine, until it starts anew
-    network: str  # its network namespace: abstract Unix sockets do not cross it
-    user: int
-    users: str  # the user namespace that ``user`` is a number of
+    address: bytes
+    probe: bytes = b""  # 8 bytes that anybody in the job may write, where the device is tried before it is taken
 
 
 class Card(msgspec.Struct, frozen=True):
     """A member's entry in the address book."""
 
     where: Whereabouts
-    shm: bytes | None
-    probe: bytes | None
-    tcp: bytes | None
+    devices: dict[str, Endpoint]  # by name
+    absent: dict[str, str] = {}  # devices that `auto` would have opened, and why it could not
     frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
-    verbs: bytes | None = None
-    verbs_probe: bytes | None = None  # 8 bytes that anybody in the job may write
     host: str = ""  # the address on which it listens
 
 
@@ -51,60 +48,128 @@ class Route:
         return f"{self.device}: {self.why}"
 
 
-def whereabouts(pid: int | None = None) -> Whereabouts:
-    """Of this process, or of another one that we may look at. Raises `ArgumentError` for one that we may not."""
-    process = Path("/proc", "self" if pid is None else str(pid))
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    users = str(Path("/proc/self/ns/user").readlink())  # numbers in /proc are those of the reader's namespace
-    try:
-        network = str((process / "ns/net").readlink())
-        user = os.getuid() if pid is None else _user(process)
-    except FileNotFoundError:
-        raise ArgumentError(f"there is no process {pid} here") from None
-    except OSError as error:
-        raise ArgumentError(
-            f"process {pid} cannot be looked at ({error.strerror}): ask as its user or as root"
-        ) from None
-    return Whereabouts(boot, network, user, users)
+# ---- what auto tries
 
 
-def _user(process: Path) -> int:
-    line = next(line for line in (process / "status").read_text().splitlines() if line.startswith("Uid:"))
-    return int(line.split()[2])  # the effective one
-
-
-def why_not_shm(one: Whereabouts, other: Whereabouts) -> str | None:
-    """What keeps two processes from sharing memory, as far as one can tell without trying; None: nothing."""
-    if one.boot != other.boot:
-        return "the processes run on different machines"
-    if one.network != other.network:
-        return "the processes are in different network namespaces, which Unix sockets without a name do not cross"
-    if one.users == other.users and one.user != other.user:
-        return f"the processes belong to different users ({one.user} and {other.user})"
+def _never(*_: object) -> None:
     return None
 
 
-def apart(one: Whereabouts, other: Whereabouts) -> bool:
-    """Whether a network lies between two processes: then verbs may be quicker than tcp."""
-    return (one.boot, one.network) != (other.boot, other.network)
+def _connected(device: Device, there: Endpoint) -> Channel:
+    return device.connect(there.address)
 
 
-def stays_here(host: str) -> bool:
-    """Whether nobody outside this machine, or network namespace, reaches what listens on ``host``."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+def _mapped(device: Device, there: Endpoint) -> Channel:
+    channel = device.connect(there.address)
+    try:
+        channel.map(RemoteRegion.unpack(there.probe).view())  # only a real mapping counts
+    except BaseException:
+        channel.close()
+        raise
+    return channel
 
 
-def expected(one: Whereabouts, other: Whereabouts, *, rdma: bool = False) -> Route:
+def _written(device: Device, there: Endpoint) -> Channel:
+    channel = device.connect(there.address, PROBE_SECONDS)
+    try:
+        with device.allocate(8) as source:
+            channel.write(source.view(), RemoteRegion.unpack(there.probe).view()).wait(PROBE_SECONDS)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _why_no_verbs(interface: str) -> str | None:
+    """Looks at what costs nothing; the library is not loaded where it can be of no use."""
+    if stays_here(interface):
+        return f"nobody on another machine reaches {interface}"
+    return None if has_active_port() else "no active RDMA port"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device that ``auto`` may take.
+
+    Attributes:
+        device: Its name.
+        outlook: What is known in its favour before anything was tried, in words.
+        proof: What showed that it works, in words.
+        connect: Connects, and tries it.
+        why_not: What keeps two processes from using it, as far as one can tell without trying.
+        why_not_open: What keeps a process that listens on an interface from opening it at all.
+        probed: Whether ``connect`` needs memory to try it on.
+        agreed: Whether both ends decide together, and a process that cannot open it goes on without.
+    """
+
+    device: str
+    outlook: str = ""
+    proof: str = ""
+    connect: Callable[[Device, Endpoint], Channel] = _connected
+    why_not: Callable[[Whereabouts, Whereabouts], str | None] = _never
+    why_not_open: Callable[[str], str | None] = _never
+    probed: bool = False
+    agreed: bool = False
+
+
+_SHM = Candidate(
+    "shm",
+    outlook="one machine, one network namespace, one user",
+    proof="its memory could be mapped",
+    connect=_mapped,
+    why_not=why_not_shm,
+    probed=True,
+)
+_VERBS = Candidate(
+    "verbs",
+    outlook=f"if a first write arrives within {PROBE_SECONDS:g} s, else tcp",
+    proof="a first write arrived",
+    connect=_written,
+    why_not_open=_why_no_verbs,
+    probed=True,
+    agreed=True,
+)
+_TCP = Candidate("tcp")
+CANDIDATES = {candidate.device: candidate for candidate in (_SHM, _VERBS, _TCP)}
+
+
+def candidates(one: Whereabouts, other: Whereabouts) -> tuple[Candidate, ...]:
+    """What ``auto`` tries between two processes, the best first: verbs only where a network lies between them."""
+    return (_SHM, _VERBS, _TCP) if apart(one, other) else (_SHM, _TCP)
+
+
+def not_opened(interface: str) -> dict[str, str]:
+    """The devices that ``auto`` does not open in a process that listens on ``interface``, and why."""
+    reasons = {name: candidate.why_not_open(interface) for name, candidate in CANDIDATES.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def expected(one: Whereabouts, other: Whereabouts, absent: Mapping[str, str] = NONE_ABSENT) -> Route:
     """What ``auto`` will take between two processes, unless trying it shows something else.
 
-    ``rdma``: both have a port that is active.
+    Args:
+        one: Where the one process is.
+        other: Where the other one is.
+        absent: The devices that they do not have, and why.
     """
-    obstacle = why_not_shm(one, other)
-    if obstacle is None:
-        return Route("shm", "one machine, one network namespace, one user")
-    if rdma and apart(one, other):
-        return Route("verbs", f"{obstacle}; if a first write arrives within {PROBE_SECONDS:g} s, tcp else")
-    return Route("tcp", obstacle)
+    reasons: list[str] = []
+    for candidate in candidates(one, other):
+        obstacle = absent.get(candidate.device) or candidate.why_not(one, other)
+        if obstacle is None:
+            return Route(candidate.device, _in_words(reasons, candidate.outlook))
+        reasons.append(f"not {candidate.device}: {obstacle}")
+    raise PeerLost("; ".join(reasons))
+
+
+# ---- a channel
+
+
+def endpoint(device: Device) -> Endpoint:
+    """How others reach ``device``, for a card."""
+    candidate = CANDIDATES.get(device.name)
+    if candidate is None or not candidate.probed:
+        return Endpoint(device.address)
+    return Endpoint(device.address, device.allocate(8).remote("write").pack())
 
 
 def connect(
@@ -112,72 +177,73 @@ def connect(
     here: Whereabouts,
     card: Card,
     *,
-    agree: Agree = str,
-    no_verbs: str = "no active RDMA port here",
+    agree: Agree = lambda device, found: found,
+    absent: Mapping[str, str] = NONE_ABSENT,
 ) -> tuple[Channel, Route]:
-    """A channel over the best of our ``devices`` that reaches the member with that card.
+    """A channel over the best of our ``devices`` that reaches the process with that card.
 
-    shm where a region of it really could be mapped; verbs over a network where a first write really arrived; else tcp.
-    ``agree`` is asked about verbs, because both sides must take the same. ``no_verbs``: why our ``devices`` lack it.
-    Raises `PeerLost` with the reasons.
+    Args:
+        devices: This process's devices, by name.
+        here: Where this process is.
+        card: The other process's entry in the address book.
+        agree: Is asked about a device that both ends take, or neither.
+        absent: The devices that ``auto`` would have opened here and could not, and why.
+
+    Raises:
+        PeerLost: If no device reaches it; says what kept each from it.
     """
-    reasons = []
-    if "shm" in devices and card.shm is not None and card.probe is not None:
-        obstacle = why_not_shm(here, card.where)
-        if obstacle is None:
-            try:
-                return _by_mapping(devices["shm"], card.shm, card.probe), Route("shm", "its memory could be mapped")
-            except (PeerLost, RemoteAccessError, AuthenticationError) as error:
-                obstacle = str(error).removeprefix("shm: ")
-        reasons.append(f"not shm: {obstacle}")
-    if "tcp" in devices and card.tcp is not None:
-        if reasons and apart(here, card.where):
-            channel, obstacle = _by_probe(devices.get("verbs"), card, agree, no_verbs)
+    common = [name for name in devices if name in card.devices]
+    if not common:
+        raise PeerLost(f"no device in common: {', '.join(devices)} here, {', '.join(card.devices)} there")
+    if len(common) == 1:
+        return _as_told(common[0], devices[common[0]], here, card)
+    reasons: list[str] = []
+    for candidate in candidates(here, card.where):
+        name = candidate.device
+        if name in common:
+            channel, obstacle = _try(candidate, devices[name], here, card, agree)
             if channel is not None:
-                return channel, Route("verbs", f"{'; '.join(reasons)}; a first write arrived")
-            reasons.append(f"not verbs: {obstacle}")
-        return devices["tcp"].connect(card.tcp), Route("tcp", "; ".join(reasons) or TOLD)
-    if "verbs" in devices and card.verbs is not None:
-        return devices["verbs"].connect(card.verbs), Route("verbs", TOLD)
-    raise PeerLost("; ".join(reasons) or "no device in common")
+                return channel, Route(name, _in_words(reasons, candidate.proof))
+        elif name in absent:
+            obstacle = absent[name]
+        elif name in card.absent:
+            obstacle = f"{card.absent[name]} (at the other end)"
+        else:  # one end was told not to use it
+            continue
+        reasons.append(f"not {name}: {obstacle}")
+    raise PeerLost("; ".join(reasons))
 
 
-def _by_mapping(device: Device, address: bytes, probe: bytes) -> Channel:
-    channel = device.connect(address)
+def _in_words(reasons: Sequence[str], favour: str) -> str:
+    return "; ".join(filter(None, (*reasons, favour)))
+
+
+def _as_told(name: str, device: Device, here: Whereabouts, card: Card) -> tuple[Channel, Route]:
+    candidate = CANDIDATES.get(name)
+    if candidate is not None and (obstacle := candidate.why_not(here, card.where)) is not None:
+        raise PeerLost(f"not {name}: {obstacle}")
+    return device.connect(card.devices[name].address), Route(name, TOLD)
+
+
+def _try(
+    candidate: Candidate, device: Device, here: Whereabouts, card: Card, agree: Agree
+) -> tuple[Channel | None, str]:
+    """A channel, or why there is none. Where both ends agree on a device, both come here, or neither."""
+    if (obstacle := candidate.why_not(here, card.where)) is not None:
+        return None, obstacle
+    name, channel, found = candidate.device, None, ""
     try:
-        channel.map(RemoteRegion.unpack(probe).view())  # only a real mapping counts
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
-def _by_probe(device: Device | None, card: Card, agree: Agree, no_verbs: str) -> tuple[Channel | None, str]:
-    """A channel over verbs if both sides are to use it, else why not. Both sides come here, or neither asks."""
-    if device is None:
-        return None, no_verbs
-    if card.verbs is None or card.verbs_probe is None:
-        return None, "no active RDMA port there"
-    channel, found = None, ""
-    try:
-        channel = _written(device, card.verbs, card.verbs_probe)
-    except (DeviceError, AuthenticationError, OutOfMemory) as error:
-        found = str(error).removeprefix("verbs: ")
-    verdict = agree(found)
+        channel = candidate.connect(device, card.devices[name])
+    except (DeviceError, AuthenticationError) as error:
+        found = str(error).removeprefix(f"{name}: ")
+    except OutOfMemory as error:
+        if not candidate.agreed:  # the other end would still take it
+            raise
+        found = str(error).removeprefix(f"{name}: ")
+    verdict = agree(name, found) if candidate.agreed else found
     if channel is not None and verdict:
         channel.close()
         return None, verdict
     if channel is None and not verdict:
-        raise PeerLost(f"verbs: the other side reached us, and we cannot reach it (--device tcp helps): {found}")
+        raise PeerLost(f"{name}: the other side reached us, and we cannot reach it (--device tcp helps): {found}")
     return channel, verdict
-
-
-def _written(device: Device, address: bytes, probe: bytes) -> Channel:
-    channel = device.connect(address, PROBE_SECONDS)
-    try:
-        with device.allocate(8) as source:
-            channel.write(source.view(), RemoteRegion.unpack(probe).view()).wait(PROBE_SECONDS)
-    except BaseException:
-        channel.close()
-        raise
-    return channel

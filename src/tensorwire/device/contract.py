@@ -229,6 +229,26 @@ class Device(ABC):
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._regions_lock = threading.Lock()
 
+    @classmethod
+    def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> Device:
+        """A device as a process of a job opens it. A device without such settings needs no version of its own.
+
+        Args:
+            interface: The address of the network interface to listen on.
+            heartbeat: Seconds between two signs of life of this process.
+            lost_after: Seconds of silence after which a peer is lost.
+
+        Raises:
+            DeviceError: If this machine cannot have such a device, as an error of `check_available`.
+            ArgumentError: If the settings make no sense.
+        """
+        return cls()
+
+    @classmethod
+    def check_available(cls) -> None:
+        """Raises `DeviceError` where this machine cannot have such a device. Opens nothing."""
+        return
+
     @property
     @abstractmethod
     def address(self) -> bytes:

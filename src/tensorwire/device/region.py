@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,17 +12,38 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from tensorwire._native import Memory, RemoteView, View
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
 
-__all__ = ["Access", "Region", "RemoteRegion", "RemoteView", "View", "check_range"]
+__all__ = ["Access", "Region", "RemoteRegion", "RemoteView", "View", "check_name", "check_range"]
 
 if TYPE_CHECKING:
     from tensorwire.device.contract import Channel, Device
 
 Access = Literal["read", "write"]
 
-_DEVICES = ("loopback", "shm", "tcp", "verbs")
-_WIRE = struct.Struct("<4sHBBQQQ")  # magic, version, device, access, key, length, address
-_MAGIC = b"TWRR"
-_VERSION = 1
+# Version (8 bits), access (8) and length (48) as one number; the device's name, key, address.
+_WIRE = struct.Struct("<Q8sQQ")
+_VERSION = 2  # version 1 began with the letter T
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,7}", re.ASCII)
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that no device may have: it travels in each remote region, in 8 bytes."""
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"a device's name is 1 to 8 lower-case letters, digits, '-' or '_', with a letter first, not {name!r}"
+        )
+
+
+@functools.lru_cache(64)  # edges pack and unpack regions for each tensor of unknown shape
+def _pack_name(name: str) -> bytes:
+    check_name(name)
+    return name.encode()
+
+
+@functools.lru_cache(64)
+def _unpack_name(packed: bytes) -> str:
+    name = packed.rstrip(b"\0").decode("latin-1")
+    check_name(name)
+    return name
 
 
 def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
@@ -140,11 +163,11 @@ class RemoteRegion:
 
     def pack(self) -> bytes:
         """The capability as bytes, for the control connection. Raises `ArgumentError` for fields that do not fit."""
-        access = 1 if self.access == "write" else 0
+        device = _pack_name(self.device)
+        head = _VERSION | (0x100 if self.access == "write" else 0) | self.length << 16
         try:
-            device = _DEVICES.index(self.device)
-            return _WIRE.pack(_MAGIC, _VERSION, device, access, self.key, self.length, self.address)
-        except (ValueError, struct.error) as error:
+            return _WIRE.pack(head, device, self.key, self.address)
+        except struct.error as error:
             raise ArgumentError(f"not a remote region that can be sent: {error}") from None
 
     @classmethod
@@ -152,7 +175,8 @@ class RemoteRegion:
         """Raises `ArgumentError` for anything but what ``pack`` made."""
         if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) != _WIRE.size:
             raise ArgumentError(f"a remote region is {_WIRE.size} bytes")
-        magic, version, device, access, key, length, address = _WIRE.unpack(data)
-        if magic != _MAGIC or version != _VERSION or device >= len(_DEVICES) or access > 1:
+        head, name, key, address = _WIRE.unpack(data)
+        access = head >> 8 & 0xFF
+        if head & 0xFF != _VERSION or access > 1:
             raise ArgumentError("not a remote region of this version of Tensorwire")
-        return cls(_DEVICES[device], key, length, "write" if access else "read", address)
+        return cls(_unpack_name(name), key, head >> 16, "write" if access else "read", address)

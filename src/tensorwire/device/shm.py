@@ -51,6 +51,10 @@ class ShmDevice(Device):
         listener.listen(128)
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", look=_peer_of)
 
+    @classmethod
+    def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> ShmDevice:
+        return cls(heartbeat, lost_after)
+
     @property
     def address(self) -> bytes:
         return self._name + self._token

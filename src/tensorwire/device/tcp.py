@@ -93,6 +93,10 @@ class TcpDevice(Device):
         self._address = Address(host, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
+    @classmethod
+    def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> TcpDevice:
+        return cls(interface, heartbeat=heartbeat, lost_after=lost_after)
+
     @property
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._address)

@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping
 
 from tensorwire.control.address import split_address
-from tensorwire.control.reach import Whereabouts, expected, whereabouts, why_not_shm
-from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice
+from tensorwire.control.reach import CANDIDATES, expected
+from tensorwire.control.whereabouts import Whereabouts, whereabouts, why_not_shm
+from tensorwire.device import Device, device_names, find_device
+from tensorwire.device.registry import BUILT_IN
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.doctor.findings import Finding, Level, Section
 from tensorwire.doctor.verbs import severity
-from tensorwire.errors import TensorwireError
 
 _SECONDS = 10.0
 _ADVICE = {
@@ -24,25 +25,30 @@ _ADVICE = {
 
 
 def devices(environment: Mapping[str, str]) -> Section:
-    """Each device of this version: two of them opened, a write and its signal seen, and read back."""
-    kinds = (LoopbackDevice, ShmDevice, TcpDevice)
-    return Section("devices", (*(_try_device(kind, "stops") for kind in kinds), _try_verbs(severity(environment))))
+    """Each device that is installed: two of them opened, a write and its signal seen, and read back."""
+    return Section("devices", tuple(_examine(name, environment) for name in device_names()))
 
 
-def _try_verbs(trouble: Level) -> Finding:
-    if has_active_port():
-        return _try_device(VerbsDevice, trouble)
-    advice = "shm and tcp do all that it would, slower over a network" if trouble == "note" else "see verbs above"
-    return Finding("verbs", "no active RDMA port here", trouble, advice)
+def _examine(name: str, environment: Mapping[str, str]) -> Finding:
+    """What ``auto`` needs, and what a job was told to use, stops a job where it does not work."""
+    candidate = CANDIDATES.get(name)
+    needed = name in BUILT_IN and not (candidate is not None and candidate.agreed)
+    trouble: Level = "stops" if needed else severity(environment, name)
+    if name == "verbs" and not has_active_port():
+        advice = "shm and tcp do all that it would, slower over a network" if trouble == "note" else "see verbs above"
+        return Finding(name, "no active RDMA port here", trouble, advice)
+    return _try_device(name, trouble)
 
 
-def _try_device(kind: type[LoopbackDevice | ShmDevice | TcpDevice | VerbsDevice], trouble: Level) -> Finding:
+def _try_device(name: str, trouble: Level) -> Finding:
     try:
+        kind = find_device(name)
         with kind() as one, kind() as other:
             _probe(one, other)
-    except (TensorwireError, OSError) as error:
-        return Finding(kind.name, f"does not work: {error}", trouble, _ADVICE[kind.name])
-    return Finding(kind.name, "works: a write and its signal arrived, and were read back")
+    except Exception as error:  # whatever the code of an installed package raises
+        advice = _ADVICE.get(name, "ask the package that it belongs to")
+        return Finding(name, f"does not work: {error}", trouble, advice)
+    return Finding(name, "works: a write and its signal arrived, and were read back")
 
 
 def _probe(one: Device, other: Device) -> None:
@@ -62,7 +68,7 @@ def _probe(one: Device, other: Device) -> None:
 def between(one: int | None = None, other: int | None = None) -> Section:
     """Which device two processes get, by what ``auto`` decides; without numbers, two of this user here."""
     first, second = whereabouts(one), whereabouts(other)
-    route = expected(first, second, rdma=has_active_port())
+    route = expected(first, second, {} if has_active_port() else {"verbs": "no active RDMA port here"})
     who = "two processes of this user here" if one is None and other is None else f"processes {one} and {other}"
     findings = [Finding(f"process {pid}", _at(where)) for pid, where in ((one, first), (other, second)) if pid]
     obstacle = why_not_shm(first, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from tensorwire.control.member import DEVICES
+from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.memory import memory
@@ -51,8 +51,8 @@ def settings(environment: Mapping[str, str]) -> Section:
 
 def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
     def device() -> str:
-        if (chosen := device_choice(environment)) not in DEVICES:
-            raise ArgumentError(f"TENSORWIRE_DEVICE is one of {', '.join(DEVICES)}, not {chosen!r}")
+        if (chosen := device_choice(environment)) != AUTO:
+            find_job_device(chosen)
         return chosen
 
     def beat() -> str:

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tensorwire.device.verbs.choice import GID_INDEX, PORT, choose
 from tensorwire.device.verbs.library import DEVICES, load
-from tensorwire.device.verbs.ports import Port, Query, look, query
+from tensorwire.device.verbs.port_selection import GID_INDEX, PORT, select_port
+from tensorwire.device.verbs.ports import Port, Query, query, scan_ports
 from tensorwire.doctor.findings import Finding, Level, Section
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tensorwire.launch.place import device_choice, listening_host
 from tensorwire.sizes import size_text
 
 
-def severity(environment: Mapping[str, str]) -> Level:
-    """What it means if verbs does not work: a job stops only where ``TENSORWIRE_DEVICE`` wants nothing else."""
-    return "stops" if device_choice(environment) == "verbs" else "note"
+def severity(environment: Mapping[str, str], device: str = "verbs") -> Level:
+    """What it means if a device does not work that ``auto`` can do without.
+
+    A job stops only where ``TENSORWIRE_DEVICE`` wants nothing else.
+    """
+    return "stops" if device_choice(environment) == device else "note"
 
 
 def verbs(environment: Mapping[str, str], root: Path = DEVICES, ask: Query = query) -> Section | None:
     """All about RDMA; None where there is none, and nobody has asked for it."""
-    ports = look(root, ask)
+    ports = scan_ports(root, ask)
     asked = environment.get(PORT) or environment.get(GID_INDEX) or severity(environment) == "stops"
     if not ports and not asked:
         return None
@@ -59,7 +62,7 @@ def _choice(ports: list[Port], environment: Mapping[str, str]) -> Finding:
     except ArgumentError:  # the settings say so
         near = None
     try:
-        return Finding("picked", choose(ports, environment=environment, near=near).why)
+        return Finding("picked", select_port(ports, environment=environment, near=near).why)
     except VerbsUnavailable as error:
         return Finding("picked", "none", severity(environment), str(error))
     except ArgumentError as error:

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from tensorwire.control import Cause, Member
-from tensorwire.control.reach import Card, connect
-from tensorwire.device import Channel, Device, Region, RemoteRegion, ShmDevice, TcpDevice, VerbsDevice
+from tensorwire.control.reach import CANDIDATES, Card, connect, endpoint
+from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.errors import WaitTimeout
 from tensorwire.launch.values import Bytes
 
@@ -40,19 +40,13 @@ class Carrier:
     def _open(self) -> Card:
         if self._card is not None:
             return self._card
-        member, welcome = self._member, self._member.client.welcome
-        shm = probe = tcp = verbs = None
-        if "shm" in member.devices:
-            self._devices["shm"] = device = ShmDevice(welcome.beat, welcome.lost_after)
-            self._probe = device.allocate(8)
-            shm, probe = device.address, self._probe.remote("read").pack()
-        if "tcp" in member.devices:
-            self._devices["tcp"] = TcpDevice(member.host, heartbeat=welcome.beat, lost_after=welcome.lost_after)
-            tcp = self._devices["tcp"].address
-        if not self._devices:  # the job was told to use verbs alone; beside others tcp does for what is rare
-            self._devices["verbs"] = VerbsDevice(host=member.host, heartbeat=welcome.beat)
-            verbs = self._devices["verbs"].address
-        self._card = Card(member.where, shm, probe, tcp, verbs=verbs)
+        member = self._member
+        names = list(member.devices)
+        if len(names) > 1:  # what both ends would have to agree on is too much for what is rare
+            names = [name for name in names if not CANDIDATES[name].agreed]
+        for name in names:
+            self._devices[name] = member.new_device(name)
+        self._card = Card(member.where, {name: endpoint(device) for name, device in self._devices.items()})
         member.client.on_end(self._ended)
         return self._card
 

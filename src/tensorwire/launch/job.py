@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.address import connect
-from tensorwire.control.reach import Route, apart
+from tensorwire.control.reach import Route
 from tensorwire.control.settings import step_timeout
+from tensorwire.control.whereabouts import apart
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator, start_server

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tensorwire.control.address import split_address
 from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, seconds, whole
 from tensorwire.device.interfaces import interface_address
+from tensorwire.device.registry import AUTO
 from tensorwire.errors import ArgumentError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -180,8 +181,8 @@ def server_threads(environment: Mapping[str, str]) -> int:
 
 
 def device_choice(environment: Mapping[str, str]) -> str:
-    """``TENSORWIRE_DEVICE``: auto, shm, tcp or verbs."""
-    return environment.get("TENSORWIRE_DEVICE", "auto")
+    """``TENSORWIRE_DEVICE``: auto, or the name of a device."""
+    return environment.get("TENSORWIRE_DEVICE", AUTO)
 
 
 def worker_environment(base: Mapping[str, str], **values: object) -> dict[str, str]:

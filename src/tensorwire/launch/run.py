@@ -19,8 +19,7 @@ from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, connect, split_address
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count, step_timeout
-from tensorwire.device.verbs.choice import choose
-from tensorwire.device.verbs.ports import look
+from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_server
@@ -66,7 +65,7 @@ class RunOptions:
     tensorboard: str | None = None
 
     def check(self) -> None:
-        """Raises `ArgumentError`, or `VerbsUnavailable` where every process would."""
+        """Raises `ArgumentError`, or where every process would: such as `VerbsUnavailable`."""
         if not self.command:
             raise ArgumentError("say what to run: tensorwire run --workers 2 -- python train.py")
         if shutil.which(self.command[0]) is None:
@@ -84,8 +83,8 @@ class RunOptions:
             raise ArgumentError("--rendezvous needs a port that the other nodes know, not 0")
         if self.metrics is not None and self.node != 0:
             raise ArgumentError("--metrics belongs to node 0, which hears of all processes")
-        if self.device == "verbs":
-            choose(look())
+        if self.device != AUTO:
+            find_job_device(self.device).check_available()
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""``python -m tensorwire.testing FACTORY...``: does this device keep the contract?"""
+"""``python -m tensorwire.testing DEVICE...``: does this device keep the contract?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tensorwire.errors import TensorwireError
 from tensorwire.extras import how_to_install
 from tensorwire.testing.spec import Spec
 
-USAGE = """usage: python -m tensorwire.testing FACTORY [FACTORY...] [options of pytest]
+USAGE = """usage: python -m tensorwire.testing DEVICE [DEVICE...] [options of pytest]
 
-Runs the conformance suite of Tensorwire's devices on each FACTORY (package.module:name), which is called without
-arguments and returns a device. FACTORY+delays: the same, with every operation held back for a random time.
+Runs the conformance suite of Tensorwire's devices on each DEVICE: the name of an installed device, or
+package.module:name, which is called without arguments and returns a device. DEVICE+delays: the same, with every
+operation held back for a random time.
 Options of pytest follow: -x stops at the first failure, -k atomics chooses tests."""
 
 

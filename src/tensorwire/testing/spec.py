@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorwire.device import Device
+from tensorwire.device import Device, device_names, find_device
 from tensorwire.errors import ArgumentError
 from tensorwire.testing.faulty import FaultyDevice
 
@@ -17,7 +17,10 @@ DELAY_SECONDS = 0.0003  # long enough that later calls overtake, short enough fo
 
 @dataclass(frozen=True)
 class Spec:
-    """``package.module:factory``, with ``+delays`` to run it in a `FaultyDevice` that holds every operation back."""
+    """An installed device's name, or ``package.module:factory``.
+
+    ``+delays`` behind it runs the device in a `FaultyDevice` that holds every operation back.
+    """
 
     text: str
 
@@ -36,8 +39,10 @@ class Spec:
 
     def _find(self) -> Callable[[], object]:
         module, colon, name = self.text.removesuffix(DELAYED).partition(":")
+        if not colon and module in device_names():
+            return find_device(module)
         if not colon or not name or not module:
-            raise ArgumentError(f"{self.text!r}: name a device as package.module:factory")
+            raise ArgumentError(f"{self.text!r}: give an installed device's name, or package.module:factory")
         try:
             factory: Callable[[], object] = operator.attrgetter(name)(importlib.import_module(module))
         except (ImportError, AttributeError) as error:

@@ -71,9 +71,8 @@ class Tensor:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(ibverbs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    monkeypatch.setitem(sys.modules, "ibverbs", ModuleType("ibverbs"))
     monkeypatch.setitem(sys.modules, "ibverbs.cuda", made)
     return made
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import tensorwire.device.verbs.library
-from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.library import load, open_device
-from tensorwire.device.verbs.ports import look, query
+from tensorwire.device.verbs.port_selection import select_port
+from tensorwire.device.verbs.ports import query, scan_ports
 from tensorwire.errors import VerbsUnavailable
 
 from .fakes import FakeLibrary, Sysfs
@@ -24,7 +24,7 @@ from .fakes import sysfs as sysfs
 def test_nothing_is_imported_before_somebody_asks() -> None:
     code = (
         "import sys, tensorwire.control\n"
-        "from tensorwire.device.verbs import choice, ports\n"
+        "from tensorwire.device.verbs import port_selection, ports\n"
         "ports.has_active_port(); sys.exit('ibverbs' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -101,6 +101,6 @@ def test_a_port_tells_its_limits_and_is_closed_again(library: FakeLibrary) -> No
 
 
 def test_no_device(sysfs: Sysfs) -> None:
-    assert look(sysfs.root, sysfs.ask) == []
+    assert scan_ports(sysfs.root, sysfs.ask) == []
     with pytest.raises(VerbsUnavailable, match=r"no RDMA device here .*modprobe mlx5_ib.*rdma link add rxe0"):
-        choose([], environment={"TENSORWIRE_VERBS_PORT": "mlx5_0"})
+        select_port([], environment={"TENSORWIRE_VERBS_PORT": "mlx5_0"})

@@ -21,12 +21,14 @@ import torch
 from tensorwire._native import PAGE, Life, Memory
 from tensorwire.device.verbs import memory as module
 from tensorwire.device.verbs.memory import Registrar, owner_of
-from tensorwire.device.verbs.pins import LOCAL_WRITE, REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, pinned_bytes
+from tensorwire.device.verbs.registrations import local_access, pinned_bytes, remote_access
 from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost
 from tensorwire.observe import counters
 
 from .domain import FakeDomain
+
+pytestmark = pytest.mark.usefixtures("ibverbs")  # for its constants
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def test_small_regions_share_one_registration(domain: FakeDomain, registrar: Reg
     before = counters.snapshot()
     pieces = [registrar.allocate(n) for n in (0, 1, 4096, 4097, 1 << 20, LARGEST_PIECE)]
     assert {registrar.cover(piece).lkey for piece in pieces if piece.nbytes} == {domain.open[0].lkey}
-    assert (domain.made, domain.open[0].length, domain.open[0].access) == (1, SLAB, LOCAL_WRITE)
+    assert (domain.made, domain.open[0].length, domain.open[0].access) == (1, SLAB, local_access())
     assert counters.since(before).registrations == 1
     spans = sorted((p.address, p.address + max(1, p.nbytes)) for p in pieces)
     assert all(a % PAGE == 0 for a, _ in spans)
@@ -135,7 +137,7 @@ def test_the_registration_of_an_array_is_kept_and_ends_with_it(domain: FakeDomai
     array = np.zeros(1000)
     first = Memory.wrap(array)
     mr = registrar.cover(first, array)
-    assert (mr.addr, domain.open[0].length, domain.open[0].access) == (array.ctypes.data, 8000, LOCAL_WRITE)
+    assert (mr.addr, domain.open[0].length, domain.open[0].access) == (array.ctypes.data, 8000, local_access())
     del first
     assert domain.pinned == 8000
     with pytest.raises(ValueError, match="resize"):
@@ -197,7 +199,7 @@ def test_read_only_memory_is_registered_without_the_right_to_write(domain: FakeD
     regions = [Memory.wrap(bytes(100)), Memory.wrap(np.zeros(10))]
     for region in regions:
         registrar.cover(region)
-    assert [mr.access for mr in domain.open] == [0, LOCAL_WRITE]
+    assert [mr.access for mr in domain.open] == [0, local_access()]
 
 
 def test_owners() -> None:
@@ -249,8 +251,8 @@ def test_peers_get_exactly_the_memory(domain: FakeDomain, registrar: Registrar) 
     piece = registrar.allocate(100)
     read, write = registrar.expose(piece, "read"), registrar.expose(piece, "write")
     assert [(mr.addr, mr.length, mr.access) for mr in domain.open[1:]] == [
-        (piece.address, 100, REMOTE_READ),
-        (piece.address, 100, LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC),
+        (piece.address, 100, remote_access("read")),
+        (piece.address, 100, remote_access("write")),
     ]
     registrar.withdraw(read)
     registrar.withdraw(read)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tensorwire.device.verbs.choice import Choice, choose
-from tensorwire.device.verbs.ports import Answer, Gid, has_active_port, look
+from tensorwire.device.verbs.port_selection import PortChoice, select_port
+from tensorwire.device.verbs.ports import Answer, Gid, has_active_port, scan_ports
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 
 from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs
@@ -18,17 +18,17 @@ INFINIBAND = {0: ("fe80::a:b", "IB/RoCE v1", "")}
 
 def take(
     sysfs: Sysfs, port: str | None = None, index: int | None = None, near: str | None = None, **environment: str
-) -> Choice:
-    return choose(look(sysfs.root, sysfs.ask), port, index, environment, near)
+) -> PortChoice:
+    return select_port(scan_ports(sysfs.root, sysfs.ask), port, index, environment, near)
 
 
-def taken(choice: Choice) -> tuple[str, int]:
+def taken(choice: PortChoice) -> tuple[str, int]:
     return choice.port.name, choice.gid.index
 
 
 def test_what_a_port_says(sysfs: Sysfs) -> None:
     sysfs.port("mlx5_0")
-    (port,) = look(sysfs.root, sysfs.ask)
+    (port,) = scan_ports(sysfs.root, sysfs.ask)
     assert (port.name, port.state, port.link_layer, port.lid) == ("mlx5_0:1", "ACTIVE", "Ethernet", 0)
     assert (port.mtu, port.max_message, port.rate, port.trouble) == (MTU, MAX_MESSAGE, "100 Gb/sec (4X EDR)", "")
     mapped = bytes(10) + bytes([255, 255, 10, 0, 0, 1])
@@ -40,7 +40,7 @@ def test_what_a_port_says(sysfs: Sysfs) -> None:
 def test_devices_are_in_the_order_of_their_numbers(sysfs: Sysfs) -> None:
     for name in ("mlx5_10", "mlx5_2", "bnxt_re0"):
         sysfs.port(name)
-    assert [port.device for port in look(sysfs.root, sysfs.ask)] == ["bnxt_re0", "mlx5_2", "mlx5_10"]
+    assert [port.device for port in scan_ports(sysfs.root, sysfs.ask)] == ["bnxt_re0", "mlx5_2", "mlx5_10"]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_a_port_that_cannot_be_opened_says_why(sysfs: Sysfs) -> None:
             raise VerbsUnavailable("no permission to use mlx5_0")
         return sysfs.ask(device, number)
 
-    ports = look(sysfs.root, only_one)
-    assert taken(choose(ports, environment={})) == ("mlx5_1:1", 3)
+    ports = scan_ports(sysfs.root, only_one)
+    assert taken(select_port(ports, environment={})) == ("mlx5_1:1", 3)
     for asked in ({"port": "mlx5_0"}, {"port": "mlx5_0", "gid_index": 3}):
         with pytest.raises(VerbsUnavailable, match="no permission to use mlx5_0"):
-            choose(ports, environment={}, **asked)  # type: ignore[arg-type]
+            select_port(ports, environment={}, **asked)  # type: ignore[arg-type]
 
 
 def test_what_was_asked_for(sysfs: Sysfs) -> None:

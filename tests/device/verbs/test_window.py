@@ -11,6 +11,7 @@ from tensorwire.device.verbs.slabs import LARGEST_PIECE
 from .domain import FakeDomain
 
 
+@pytest.mark.usefixtures("ibverbs")
 @pytest.mark.parametrize("nbytes", [2 * PAGE, LARGEST_PIECE + PAGE])
 def test_a_window_shows_a_piece_of_a_slab(nbytes: int) -> None:
     registrar = Registrar(FakeDomain())

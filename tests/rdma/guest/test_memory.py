@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tensorwire.device import Channel, Device, Region, RemoteRegion
-from tensorwire.device.verbs.pins import pinned_bytes
+from tensorwire.device.verbs.registrations import pinned_bytes
 from tensorwire.device.verbs.slabs import SLAB
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError
 from tensorwire.observe import counters

@@ -11,9 +11,9 @@ import pytest
 
 from tensorwire.control import Coordinator, Member
 from tensorwire.device import VerbsDevice
-from tensorwire.device.verbs.choice import choose
 from tensorwire.device.verbs.library import open_device
-from tensorwire.device.verbs.ports import Port, look
+from tensorwire.device.verbs.port_selection import select_port
+from tensorwire.device.verbs.ports import Port, scan_ports
 from tensorwire.doctor.devices import devices
 from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError, VerbsUnavailable
@@ -23,11 +23,11 @@ NODES = Path("/dev/infiniband")
 
 
 def found(name: str) -> Port:
-    return next(port for port in look() if port.device == name)
+    return next(port for port in scan_ports() if port.device == name)
 
 
 def test_what_is_here() -> None:
-    ports = look()
+    ports = scan_ports()
     assert [port.name for port in ports] == ["rxa:1", "rxb:1"]
     for port, address in zip(ports, ADDRESSES, strict=True):
         assert (port.state, port.trouble, port.mtu) == ("ACTIVE", "", 4096)
@@ -38,7 +38,7 @@ def test_what_is_here() -> None:
 
 @pytest.mark.parametrize(("at", "name"), list(zip(ADDRESSES, ("rxa", "rxb"), strict=True)))
 def test_the_port_at_an_address_is_taken(at: str, name: str) -> None:
-    choice = choose(look(), environment={}, near=at)
+    choice = select_port(scan_ports(), environment={}, near=at)
     assert (choice.port.device, str(choice.gid.address)) == (name, at)
     with VerbsDevice(host=at) as device:
         assert device._nic.port.device == name
@@ -72,7 +72,7 @@ def another() -> Iterator[Port]:
 def test_a_port_that_is_down(another: Port) -> None:
     with pytest.raises(VerbsUnavailable, match=r"no usable RDMA port: rxs:1 is DOWN\. .*ip link set"):
         VerbsDevice("rxs")
-    assert choose(look(), environment={}).port.device == "rxa"
+    assert select_port(scan_ports(), environment={}).port.device == "rxa"
 
 
 def test_nodes_that_are_not_there() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tensorwire.device import Channel, Region, VerbsDevice
 from tensorwire.device.verbs.device import VerbsChannel
-from tensorwire.device.verbs.pair import RECEIVES, SENDS
+from tensorwire.device.verbs.queue_pair import RECEIVES, SENDS
 from tensorwire.errors import ArgumentError, PeerLost, RemoteAccessError
 from tensorwire.observe import counters
 from tensorwire.observe.counting import Counters
@@ -137,7 +137,7 @@ def test_lanes_are_queue_pairs_of_their_own() -> None:
 
 def small_messages(channel: VerbsChannel, largest: int) -> None:
     """As if the port carried no larger ones: then tests need no gigabytes."""
-    channel._queue._largest = largest
+    channel._pair._largest = largest
 
 
 def test_a_message_above_the_ports_largest_is_split() -> None:
@@ -230,32 +230,32 @@ def uses(channel: Channel, mine: Region, remote: Any) -> list[Callable[[], objec
     ]
 
 
-@pytest.mark.parametrize("step", ["create", "enter"])
+@pytest.mark.parametrize("step", ["create", "add"])
 def test_a_pair_made_anew_while_its_channel_is_lost(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits may find the loss, and bury the pair, at any moment of its making."""
+    """Who waits may find the loss, and destroy the pair, at any moment of its making."""
     with cable() as (a, _, channel):
-        nic, queue = a._nic, channel._queue
+        nic, pair = a._nic, channel._pair
         free, really = sum(nic._free), getattr(nic, step)
-        buried = threading.Thread(target=queue.bury_if_lost)
+        destroyed = threading.Thread(target=pair.destroy_if_lost)
 
         def meanwhile(*arguments: Any) -> Any:
             made = really(*arguments)
             channel.life.lose("the test says so")
-            buried.start()
-            buried.join(0.2)  # it may have to wait for us
+            destroyed.start()
+            destroyed.join(0.2)  # it may have to wait for us
             return made
 
-        queue.discard()
+        pair.reset()
         monkeypatch.setattr(nic, step, meanwhile)
-        end = queue.prepare()
+        end = pair.prepare()
         with pytest.raises(PeerLost, match="the test says so"):
-            queue.connect(end, RECEIVES, timeout=14, retries=6)
-        buried.join(SECONDS)
-        assert not buried.is_alive()
+            pair.connect(end, RECEIVES, timeout=14, retries=6)
+        destroyed.join(SECONDS)
+        assert not destroyed.is_alive()
         with pytest.raises(PeerLost, match="the test says so"):
-            queue.prepare()
-        queue.bury()  # as its link does whatever came of it
-        assert not nic._queues
+            pair.prepare()
+        pair.destroy()  # as its connection does whatever came of it
+        assert not nic._pairs
         assert sum(nic._free) > free
 
 
@@ -271,7 +271,7 @@ def test_a_peer_killed_in_the_middle_of_transfers() -> None:
             posted[-1].wait(SECONDS)
         assert all(each.done for each in posted)
         array(source)[:] = 1  # nothing reads or fills it any more
-        assert not channel._queue._pending
+        assert not channel._pair._pending
         for use in uses(channel, source, remote):
             with pytest.raises(PeerLost):
                 use()

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from tensorwire.device import VerbsDevice, handshake
+from tensorwire.device.verbs.connection import _HEAD, _MAGIC
 from tensorwire.device.verbs.device import _PURPOSE, _TERMS, Address
-from tensorwire.device.verbs.link import _HEAD, _MAGIC
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, TensorwireError
 from tensorwire.testing.patterns import SECONDS
 from tests.rdma.wire import ADDRESSES

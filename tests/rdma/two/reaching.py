@@ -7,7 +7,7 @@ import sys
 
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
-from tensorwire.device.verbs.ports import look
+from tensorwire.device.verbs.ports import scan_ports
 from tests.rdma.wire import FAR
 
 SECONDS = 60.0
@@ -15,7 +15,7 @@ SECONDS = 60.0
 
 def reach(address: str, secret: str, index: int) -> str:
     """The route, once both ends have heard from each other."""
-    look()  # what a machine's first member loads, before anything is timed
+    scan_ports()  # what a machine's first member loads, before anything is timed
     member = Member(address, secret.encode(), "worker", index, host=FAR[index])
     try:
         channel = member.channel("worker", 1 - index)

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.device.verbs.choice import choose
-from tensorwire.device.verbs.ports import look
+from tensorwire.device.verbs.port_selection import select_port
+from tensorwire.device.verbs.ports import scan_ports
 
 _LEAST = 5  # iterations that the tools do
 _SECONDS = 60.0  # for the other end to listen
@@ -35,7 +35,7 @@ class Work:
 
 def command(work: Work, run: Run, host: str, port: int) -> list[str]:
     """The tool on the port that Tensorwire takes."""
-    choice = choose(look(), near=host)
+    choice = select_port(scan_ports(), near=host)
     device = ["-d", choice.port.device, "-i", str(choice.port.number), "-x", str(choice.gid.index)]
     return [work.tool, *device, "-s", str(work.nbytes), "-n", str(work.messages(run)), "-p", str(port), "-F"]
 

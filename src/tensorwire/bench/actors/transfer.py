@@ -15,10 +15,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from tensorwire.bench.actors.lines import Lines, check, fill, timed
-from tensorwire.device import Completion, Device, RemoteRegion, ShmDevice, TcpDevice, VerbsDevice
+from tensorwire.device import Completion, Device, RemoteRegion, TcpDevice, find_device
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 
@@ -26,11 +25,9 @@ SECONDS = 120.0  # only a guard against hangs
 DEPTHS = {"verbs": 4}  # writes outstanding in a stream; perftest, beside which verbs is measured, has 128
 
 
-def make_device(kind: str, host: str = "127.0.0.1", **options: Any) -> Device:
+def make_device(kind: str, host: str = "127.0.0.1", heartbeat: float = 1.0, lost_after: float = 10.0) -> Device:
     """The device that the command line names."""
-    if kind == "verbs":
-        return VerbsDevice(host=host, **options)
-    return ShmDevice(**options) if kind == "shm" else TcpDevice(host, **options)
+    return find_device(kind).for_job(interface=host, heartbeat=heartbeat, lost_after=lost_after)
 
 
 def counts() -> dict[str, float]:

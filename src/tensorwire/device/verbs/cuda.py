@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tensorwire.device.contract import check_plain
 from tensorwire.device.region import Access, RemoteRegion, View, check_range
-from tensorwire.device.verbs.pins import LOCAL_WRITE, SHOWN
+from tensorwire.device.verbs.registrations import local_access, remote_access
 from tensorwire.errors import ArgumentError, OutOfMemory, RegionClosed, Unsupported
 from tensorwire.observe import counters
 
@@ -101,7 +101,7 @@ class DirectRegion(CudaRegion):
         self.keys: dict[str, int] = {}
         self._shown: list[Any] = []
         self._closed = False
-        mr = self._register(LOCAL_WRITE)
+        mr = self._register(local_access())
         self.lkey: int = mr.lkey
         # What is on its way holds the region, and so what the NIC needs of it, also after close().
         self._end_local = weakref.finalize(self, _end, mr, os.getpid())
@@ -121,10 +121,10 @@ class DirectRegion(CudaRegion):
     def remote(self, access: Access = "write") -> RemoteRegion:
         if self._closed:
             raise RegionClosed("this region was closed: register the tensor again")
-        if access not in SHOWN:
+        if access not in ("read", "write"):
             raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
         if access not in self.keys:
-            self._shown.append(self._register(SHOWN[access]))
+            self._shown.append(self._register(remote_access(access)))
             self.keys[access] = self._shown[-1].rkey
         return RemoteRegion("verbs", self.keys[access], self.nbytes, access, self.address)
 

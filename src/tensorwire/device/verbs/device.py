@@ -34,12 +34,11 @@ from tensorwire.device.contract import (
 from tensorwire.device.operands import explain
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
 from tensorwire.device.verbs import cuda
-from tensorwire.device.verbs.choice import choose
-from tensorwire.device.verbs.link import MOST_LANES, Link, Settings
+from tensorwire.device.verbs.connection import MOST_LANES, Connection, QueuePairSettings
 from tensorwire.device.verbs.nic import Nic
-from tensorwire.device.verbs.pair import Operation, Signals
-from tensorwire.device.verbs.ports import look
-from tensorwire.device.verbs.queue import Queue
+from tensorwire.device.verbs.port_selection import select_port
+from tensorwire.device.verbs.ports import scan_ports
+from tensorwire.device.verbs.queue_pair import QueuePair, Signals
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
 
 _PURPOSE = b"verbs"
@@ -94,12 +93,12 @@ class VerbsDevice(Device):
     ) -> None:
         super().__init__()
         _check_settings(queue_pairs, completion_queues, signals, retries, timeout_exponent, heartbeat)
-        choice = choose(look(), port=port, gid_index=gid_index, near=host)
-        self._settings = Settings(queue_pairs, signals, timeout_exponent, retries)
+        choice = select_port(scan_ports(), port=port, gid_index=gid_index, near=host)
+        self._settings = QueuePairSettings(queue_pairs, signals, timeout_exponent, retries)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._ending = threading.Lock()  # held until a link has really ended
-        self._links: set[Link] = set()  # both ways
+        self._ending = threading.Lock()  # held until a connection has really ended
+        self._connections: set[Connection] = set()  # both ways
         self._exposed: dict[int, tuple[Region, Any]] = {}
         listener = self._listen(host)
         try:
@@ -110,6 +109,7 @@ class VerbsDevice(Device):
                 naps=signals != "immediate",
                 heartbeat=heartbeat,
                 tick=self._tick,
+                failed=self.abort,
             )
         except BaseException:
             close_socket(listener)
@@ -117,6 +117,14 @@ class VerbsDevice(Device):
         self._monitor = Monitor()
         self._address = Address(host, listener.getsockname()[1], self._token, "verbs")
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-verbs-setup")
+
+    @classmethod
+    def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> VerbsDevice:
+        return cls(host=interface, heartbeat=heartbeat)  # retries and timeout_exponent say when a peer is lost
+
+    @classmethod
+    def check_available(cls) -> None:
+        select_port(scan_ports())
 
     def _listen(self, host: str) -> socket.socket:
         listener = _socket(host)
@@ -159,53 +167,53 @@ class VerbsDevice(Device):
 
     def _open(self, sock: socket.socket, where: Address) -> Channel:
         life = Life(self.life, _in_words(where.host, where.port))
-        link = Link(self._nic, self._settings, sock, life, where.device)
+        connection = Connection(self._nic, self._settings, sock, life, where.device)
         try:
-            link.open()
+            connection.open()
             with self._lock:
-                self._check_open()  # close() came meanwhile, and has not seen this link
-                self._links.add(link)
+                self._check_open()  # close() came meanwhile, and has not seen this connection
+                self._connections.add(connection)
                 self._monitor.watch(sock.fileno(), life)
         except BaseException:
             life.close("it was not set up")
-            link.bury()
+            connection.destroy()
             raise
-        return VerbsChannel(self, link)
+        return VerbsChannel(self, connection)
 
-    def _drop(self, link: Link) -> None:
-        """Ends a link that this process opened, with its channel's."""
+    def _drop(self, connection: Connection) -> None:
+        """Ends a connection that this process opened, with its channel's."""
         with self._ending:
             with self._lock:
-                known = link in self._links
-                self._links.discard(link)
+                known = connection in self._connections
+                self._connections.discard(connection)
             if known:
-                link.life.close("the channel was closed")
-                self._monitor.forget(link.descriptor)
-                link.close()
+                connection.life.close("the channel was closed")
+                self._monitor.forget(connection.descriptor)
+                connection.close()
 
     def _greet(self, sock: socket.socket, purpose: bytes) -> None:
         (device,) = _TERMS.unpack(purpose[len(_PURPOSE) :])
         life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
-        link = Link(self._nic, self._settings, sock, life, device, inbound=True)
+        connection = Connection(self._nic, self._settings, sock, life, device, inbound=True)
         with self._lock:
             self._check_open()
-            self._links.add(link)
+            self._connections.add(connection)
         self._monitor.watch(sock.fileno(), life)
         try:
-            link.serve()
+            connection.serve()
         finally:
             self._monitor.forget(sock.fileno())
             life.lose("its process closed the connection or died")
-            link.bury()
+            connection.destroy()
             with self._lock:
-                self._links.discard(link)
+                self._connections.discard(connection)
 
     def _tick(self) -> None:
         with self._lock:
-            links = list(self._links)
-        for link in links:
-            if not link.life.lost:
-                link.beat()
+            connections = list(self._connections)
+        for connection in connections:
+            if not connection.life.lost:
+                connection.heartbeat()
 
     # ---- memory
 
@@ -253,31 +261,31 @@ class VerbsDevice(Device):
     # ---- the end
 
     def _expel(self, peer: int) -> None:
-        """Ends every link with that device."""
+        """Ends every connection with that device."""
         with self._lock:
-            links = [link for link in self._links if link.peer == peer]
-        for link in links:
-            link.lose("another connection to it was lost")
-            link.bury()
+            connections = [connection for connection in self._connections if connection.peer == peer]
+        for connection in connections:
+            connection.lose("another connection to it was lost")
+            connection.destroy()
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
         with self._lock:
-            links = list(self._links)
-        for link in links:
-            link.lose(reason)
+            connections = list(self._connections)
+        for connection in connections:
+            connection.lose(reason)
 
     def close(self) -> None:
         if self.life.forked:  # the parent's: a lock may be held for ever
             return
         self.life.close("the device was closed")
         with self._lock:
-            links = list(self._links)
-        for link in links:
-            if link.inbound:
-                link.bury()
+            connections = list(self._connections)
+        for connection in connections:
+            if connection.inbound:
+                connection.destroy()
             else:
-                self._drop(link)
+                self._drop(connection)
         with self._ending:  # nobody else is in the middle of it
             pass
         self._close_regions()
@@ -309,15 +317,15 @@ class VerbsRegion(Region):
 class VerbsChannel(Channel):
     """A channel over one or more queue pairs; operations on it use the first, its ``lanes`` one each."""
 
-    def __init__(self, device: VerbsDevice, link: Link, lane: int = 0) -> None:
-        super().__init__(device, link.life)
-        self._link = link
-        self._queue: Queue = link.lanes[lane]
-        self._queue.callbacks = device.callbacks
-        self._queue.why_lost = lambda: device.why_lost(self)
+    def __init__(self, device: VerbsDevice, connection: Connection, lane: int = 0) -> None:
+        super().__init__(device, connection.life)
+        self._connection = connection
+        self._pair: QueuePair = connection.lanes[lane]
+        self._pair.callbacks = device.callbacks
+        self._pair.why_lost = lambda: device.why_lost(self)
         self._all: tuple[VerbsChannel, ...] = (self,)
         if lane == 0:
-            others = (VerbsChannel(device, link, other) for other in range(1, len(link.lanes)))
+            others = (VerbsChannel(device, connection, other) for other in range(1, len(connection.lanes)))
             self._all = (self, *others)
 
     @property
@@ -334,7 +342,7 @@ class VerbsChannel(Channel):
             word = None if signal is None else _word(*signal)
             there = _place(remote.region, remote.offset, nbytes)
             here = self._local(region, local.offset, nbytes)
-            return self._queue.write(here, there, word, fence, region)
+            return self._pair.write(here, there, word, fence, region)
         except RemoteAccessError as error:
             self._check_alive()
             return Failed(error)
@@ -351,7 +359,7 @@ class VerbsChannel(Channel):
             raise explain(error, "signal", remote=target, values=(value,)) from None
         if self.life.lost:
             self._check_alive()
-        return self._queue.write(_NOTHING, _NOWHERE, word, fence, None)
+        return self._pair.write(_NOTHING, _NOWHERE, word, fence, None)
 
     def read(self, local: View, remote: RemoteView) -> Completion:
         try:
@@ -359,7 +367,7 @@ class VerbsChannel(Channel):
             check_sizes(remote.nbytes, local.nbytes)
             check_fillable(local)
             there = _place(remote.region, remote.offset, remote.nbytes, "read")
-            return self._queue.read(self._local(region, local.offset, local.nbytes), there, region)
+            return self._pair.read(self._local(region, local.offset, local.nbytes), there, region)
         except RemoteAccessError as error:
             return Failed(error)
         except (TypeError, AttributeError) as error:
@@ -393,32 +401,32 @@ class VerbsChannel(Channel):
     def _atomic(self, target: RemoteView, first: int, second: int | None, timeout: float) -> int:
         self._check_alive()
         address, key, _ = _word(target, 0)
-        operation: Operation = self._queue.atomic((address, key), first, second)
+        operation = self._pair.atomic((address, key), first, second)
         operation.wait(timeout)
         return operation.result
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        self._queue.begin_batch()
+        self._pair.begin_batch()
         try:
             yield
         finally:
-            self._queue.end_batch()
+            self._pair.end_batch()
 
     def settle(self, timeout: float = 60.0) -> None:
         self._check_lost()
         device = self.device
         assert isinstance(device, VerbsDevice)
-        self._link.bury()
+        self._connection.destroy()
         # What the peer had posted on a channel of its own may still arrive. A peer that lives learns of it.
-        device._expel(self._link.peer)
+        device._expel(self._connection.peer)
 
     def close(self) -> None:
         device = self.device
         assert isinstance(device, VerbsDevice)
         if self.life.forked:
             return
-        device._drop(self._link)
+        device._drop(self._connection)
 
 
 def _place(region: RemoteRegion, offset: int, nbytes: int, access: Access = "write") -> tuple[int, int]:

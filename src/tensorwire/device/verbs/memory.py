@@ -22,7 +22,7 @@ from typing import Any
 
 from tensorwire._native import Memory
 from tensorwire.device.region import Access
-from tensorwire.device.verbs.pins import LOCAL_WRITE, MR, SHOWN, Domain, Pins
+from tensorwire.device.verbs.registrations import MR, Domain, Registrations, local_access, remote_access
 from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB, Slab, new_memory, rounded
 from tensorwire.errors import OutOfMemory
 
@@ -50,7 +50,7 @@ class Registrar:
     """
 
     def __init__(self, domain: Domain, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
-        self._pins = Pins(domain)
+        self._registrations = Registrations(domain)
         self._bounds = kept, kept_bytes
         self._slabs: list[Slab] = []
         self._used: dict[_Key, _Lent] = {}
@@ -86,19 +86,19 @@ class Registrar:
         ``memory`` must live until `withdraw`: the caller keeps it. Raises `OutOfMemory` or `ArgumentError`.
         """
         with self._alone():
-            return self._pin(self._place_of(memory).address, memory.nbytes or 1, SHOWN[access])
+            return self._pin(self._place_of(memory).address, memory.nbytes or 1, remote_access(access))
 
     def withdraw(self, mr: MR) -> None:
         """The NIC refuses peers from now on. Idempotent."""
         with self._alone():
-            self._pins.end(mr)
+            self._registrations.end(mr)
 
     def close(self) -> None:
         """Ends every registration; memory that something looks into stays. Idempotent."""
         if os.getpid() != self._pid:
             return
         with self._alone():
-            self._pins.close()
+            self._registrations.close()
             self._slabs.clear()
             self._used.clear()
             self._idle.clear()
@@ -138,7 +138,7 @@ class Registrar:
     def _pin(self, address: int, nbytes: int, access: int) -> MR:
         while True:
             try:
-                return self._pins.add(address, nbytes, access)
+                return self._registrations.add(address, nbytes, access)
             except OutOfMemory:
                 if not self._idle:
                     raise
@@ -153,39 +153,39 @@ class Registrar:
         else:
             slab, offset = self._add(nbytes or 1, shared=False), 0
         piece = memoryview(slab.memory)[offset : offset + nbytes]
-        self._when_gone(piece, functools.partial(self._give, slab, offset, size))
+        self._when_gone(piece, functools.partial(self._release, slab, offset, size))
         memory = Memory.wrap(piece)
         memory.lies_in(slab.memory, offset)
         return memory
 
     def _place(self, size: int) -> tuple[Slab, int]:
         for slab in self._slabs:
-            offset = slab.take(size)
+            offset = slab.acquire(size)
             if offset is not None:
                 return slab, offset
         try:
             slab = self._add(SLAB, shared=True)
         except OutOfMemory:  # there may be enough for this one
             return self._add(size, shared=False), 0
-        offset = slab.take(size)
+        offset = slab.acquire(size)
         assert offset is not None
         return slab, offset
 
     def _add(self, nbytes: int, *, shared: bool) -> Slab:
         memory = new_memory(nbytes)
-        slab = Slab(memory, self._pin(memory.address, nbytes, LOCAL_WRITE), shared=shared)
+        slab = Slab(memory, self._pin(memory.address, nbytes, local_access()), shared=shared)
         self._slabs.append(slab)
         return slab
 
-    def _give(self, slab: Slab, offset: int, size: int) -> None:
+    def _release(self, slab: Slab, offset: int, size: int) -> None:
         if slab not in self._slabs:  # closed
             return
         if slab.shared:
-            slab.give(offset, size)
+            slab.release(offset, size)
             if not slab.empty or sum(each.shared for each in self._slabs) == 1:
                 return
         self._slabs.remove(slab)
-        self._pins.end(slab.mr)
+        self._registrations.end(slab.mr)
 
     def _slab_of(self, address: int) -> Slab | None:
         return next((slab for slab in self._slabs if slab.holds(address)), None)
@@ -204,7 +204,9 @@ class Registrar:
         owner = owner_of(buffer)
         lent = self._used.get(key) or self._find_idle(key, owner)
         if lent is None:
-            lent = _Lent(self._pin(memory.address, memory.nbytes, LOCAL_WRITE if memory.writable else 0), memory.nbytes)
+            lent = _Lent(
+                self._pin(memory.address, memory.nbytes, local_access(writable=memory.writable)), memory.nbytes
+            )
         self._used[key] = lent
         lent.regions += 1
         self._when_gone(memory, functools.partial(self._leave, key, lent))
@@ -242,7 +244,7 @@ class Registrar:
         self._drop(self._idle.popitem(last=False)[1])
 
     def _drop(self, lent: _Lent) -> None:
-        self._pins.end(lent.mr)
+        self._registrations.end(lent.mr)
         lent.owner = None  # numpy refuses to resize an array as long as anyone refers to it weakly
 
 

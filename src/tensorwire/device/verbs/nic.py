@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from tensorwire._native import ATTEND, Life, Memory, Sleepers, close_on_fork, forget_fd
 from tensorwire.device.verbs import library
-from tensorwire.device.verbs.choice import Choice
 from tensorwire.device.verbs.memory import Registrar
+from tensorwire.device.verbs.port_selection import PortChoice
 from tensorwire.errors import VerbsUnavailable
 
 if TYPE_CHECKING:
-    from tensorwire.device.verbs.pair import Pair
+    from tensorwire.device.verbs.queue_pair import QueuePair
 
 _COMPLETIONS = 16384  # of one completion queue: about thirty channels
 _BATCH = 64
@@ -34,30 +34,38 @@ _opening = threading.Lock()
 class Nic:
     """``naps``: signals come without a completion, so waiters look at their words now and then.
 
-    ``tick`` is called every ``heartbeat`` seconds. Raises `VerbsUnavailable`.
+    ``tick`` is called every ``heartbeat`` seconds, ``failed`` with the reason if the NIC itself fails. Raises
+    `VerbsUnavailable`.
     """
 
     def __init__(
         self,
-        choice: Choice,
+        choice: PortChoice,
         life: Life,
         *,
         completion_queues: int,
         naps: bool,
         heartbeat: float,
         tick: Callable[[], None],
+        failed: Callable[[str], None],
     ) -> None:
         self.ib = library.load()
         self.port, self.gid = choice.port, choice.gid
         self.life = life
-        self._heartbeat, self._tick = heartbeat, tick
-        self._queues: dict[int, Pair] = {}
+        self._heartbeat, self._tick, self._failed = heartbeat, tick, failed
+        self._pairs: dict[int, QueuePair] = {}
         self._lock = threading.Lock()  # whoever drains
         self._closed = False
+        self._descriptors: set[int] = set()
+        self._opened: list[Any] = []  # besides completion queues; what was opened last is closed first
+        self._completions: list[Any] = []
         try:
             self._open(completion_queues)
-        except OSError as error:
-            raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error}") from None
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
+                raise VerbsUnavailable(f"verbs: {self.port.device} cannot be used: {error}") from None
+            raise
         self.sleepers = Sleepers(self._channel.fd, naps)
         self._thread = threading.Thread(target=self._attend, name="tensorwire-verbs", daemon=True)
         self._thread.start()
@@ -65,8 +73,8 @@ class Nic:
     def _open(self, completion_queues: int) -> None:
         with _opening:
             before = _verbs_descriptors()
-            self.context = library.open_device(self.port.device)
-            self._channel = self.context.create_comp_channel()
+            self.context = self._hold(library.open_device(self.port.device))
+            self._channel = self._hold(self.context.create_comp_channel())
             self._descriptors = _verbs_descriptors() - before
         for fd in self._descriptors:  # a forked child's copies would keep our queue pairs alive, or destroy them
             close_on_fork(fd)
@@ -75,10 +83,21 @@ class Nic:
         self.most_requests = int(attributes.max_qp_wr)
         self.most_reads = max(1, min(16, int(attributes.max_qp_rd_atom)))
         self._size = min(_COMPLETIONS, int(attributes.max_cqe))
-        self.domain = self.context.alloc_pd()
+        self.domain = self._hold(self.context.alloc_pd())
         self.registrar = Registrar(self.domain)
-        self._completions = [self._make_completions() for _ in range(completion_queues)]
+        for _ in range(completion_queues):
+            self._completions.append(self._make_completions())
         self._free = [completions.cqe for completions in self._completions]
+
+    def _hold(self, opened: Any) -> Any:
+        self._opened.append(opened)
+        return opened
+
+    def _release(self) -> None:
+        for fd in self._descriptors:
+            forget_fd(fd)
+        for each in (*self._completions, *reversed(self._opened)):
+            each.close()
 
     def _make_completions(self) -> Any:
         return self.context.create_cq(self._size, self._channel)
@@ -107,14 +126,14 @@ class Nic:
             self._free[at] -= sends + receives
             return pair, at
 
-    def enter(self, number: int, queue: Pair) -> None:
-        """From now on what completes on queue pair ``number`` goes to ``queue``."""
-        self._queues[number] = queue
+    def add(self, number: int, pair: QueuePair) -> None:
+        """From now on what completes on the NIC's queue pair ``number`` goes to ``pair``."""
+        self._pairs[number] = pair
 
     def destroy(self, pair: Any, at: int, room: int) -> None:
         """When it returns, the NIC touches no memory for that queue pair any more."""
         number = pair.qp_num
-        self._queues.pop(number, None)
+        self._pairs.pop(number, None)
         with contextlib.suppress(self.ib.VerbsError):
             pair.close()
         self.drain()  # what it left behind would count against the room of the next one
@@ -138,22 +157,22 @@ class Nic:
             found, touched = self._poll()
         finally:
             self._lock.release()
-        for queue in touched:
-            queue.drained()
+        for pair in touched:
+            pair.drained()
         if found:
             self.sleepers.told()
         return found
 
-    def _poll(self) -> tuple[int, set[Pair]]:
+    def _poll(self) -> tuple[int, set[QueuePair]]:
         found, touched = 0, set()
         for completions in self._completions:
             while batch := completions.poll(_BATCH):
                 found += len(batch)
                 for each in batch:
-                    queue = self._queues.get(each.qp_num)
-                    if queue is not None:
-                        queue.reap(each)
-                        touched.add(queue)
+                    pair = self._pairs.get(each.qp_num)
+                    if pair is not None:
+                        pair.reap(each)
+                        touched.add(pair)
                 if len(batch) < _BATCH:
                     break
         return found, touched
@@ -186,7 +205,7 @@ class Nic:
         try:
             self._attend_until_closed()
         except self.ib.VerbsError as error:
-            self.life.lose(f"{self.port.device} failed: {error}")
+            self._failed(f"{self.port.device} failed: {error}")
 
     def _attend_until_closed(self) -> None:
         next_tick = time.monotonic() + self._heartbeat
@@ -217,11 +236,7 @@ class Nic:
             self._closed = True
             self.registrar.close()
             self._take_events()
-            for each in (*self._completions, self._channel, self.domain):
-                each.close()
-        for fd in self._descriptors:
-            forget_fd(fd)
-        self.context.close()
+            self._release()
 
 
 def _verbs_descriptors() -> set[int]:

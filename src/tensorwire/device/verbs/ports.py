@@ -123,7 +123,7 @@ def _raw(context: Any, number: int, index: int) -> bytes:
         return bytes(16)
 
 
-def look(root: Path = DEVICES, ask: Query = query) -> list[Port]:
+def scan_ports(root: Path = DEVICES, ask: Query = query) -> list[Port]:
     """All ports of this machine, by name. Raises nothing: what is wrong with a port is its ``trouble``.
 
     ``ask`` is called for ports that are active; of others MTU, largest message and GIDs stay unknown.

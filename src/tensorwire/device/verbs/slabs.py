@@ -10,7 +10,7 @@ import bisect
 import ctypes
 
 from tensorwire._native import PAGE, Memory
-from tensorwire.device.verbs.pins import MR
+from tensorwire.device.verbs.registrations import MR
 from tensorwire.errors import OutOfMemory
 from tensorwire.sizes import round_up
 
@@ -46,7 +46,7 @@ class Slab:
         self._holes = [(0, memory.nbytes)] if shared else []  # (offset, bytes), by offset, never side by side
         self._used = 0  # up to here there may be what somebody wrote
 
-    def take(self, nbytes: int) -> int | None:
+    def acquire(self, nbytes: int) -> int | None:
         """The offset of a zeroed piece of so many bytes, whole pages; None if there is no room."""
         for i, (offset, length) in enumerate(self._holes):
             if length >= nbytes:
@@ -60,7 +60,7 @@ class Slab:
             ctypes.memset(self.memory.address + offset, 0, min(nbytes, self._used - offset))
         self._used = max(self._used, offset + nbytes)
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def release(self, offset: int, nbytes: int) -> None:
         """Takes a piece back; holes side by side become one."""
         i = bisect.bisect(self._holes, (offset, nbytes))
         end = offset + nbytes

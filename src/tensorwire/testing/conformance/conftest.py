@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     found = specs(metafunc.config)
     if not found:
-        raise pytest.UsageError("name a device to test: --device package.module:factory")
+        raise pytest.UsageError("name a device to test: --device NAME or package.module:factory")
     metafunc.parametrize("spec", found, ids=[spec.label for spec in found])
 
 

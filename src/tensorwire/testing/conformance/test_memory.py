@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tensorwire.device.region import Access
-from tensorwire.device.verbs.pins import pinned_bytes
+from tensorwire.device.verbs.registrations import pinned_bytes
 from tensorwire.errors import OutOfMemory
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import array, resident

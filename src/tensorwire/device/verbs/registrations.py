@@ -12,18 +12,25 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from tensorwire.device.region import Access
+from tensorwire.device.verbs.library import load
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost
 from tensorwire.observe import counters
 
-# IBV_ACCESS_* of the verbs interface (ibv_reg_mr(3)).
-LOCAL_WRITE = 1
-REMOTE_WRITE = 1 << 1
-REMOTE_READ = 1 << 2
-REMOTE_ATOMIC = 1 << 3
-# What a peer may do who holds a capability of that access.
-SHOWN = {"read": REMOTE_READ, "write": LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC}
-
 _SCARCE = (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
+
+
+def local_access(*, writable: bool = True) -> int:
+    """What this process's own NIC may do with memory: read it, and fill it if it is ``writable``."""
+    return int(load().AccessFlags.LOCAL_WRITE) if writable else 0
+
+
+def remote_access(access: Access) -> int:
+    """What a peer may do who holds a capability of that access."""
+    flag = load().AccessFlags
+    if access == "read":
+        return int(flag.REMOTE_READ)
+    return int(flag.LOCAL_WRITE | flag.REMOTE_WRITE | flag.REMOTE_READ | flag.REMOTE_ATOMIC)
 
 
 class MR(Protocol):
@@ -49,7 +56,7 @@ def pinned_bytes() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmPin:")[2].split()[0]) * 1024
 
 
-class Pins:
+class Registrations:
     """The open registrations of one protection domain. Not safe to use from several threads."""
 
     def __init__(self, domain: Domain) -> None:
@@ -101,7 +108,7 @@ def _refused(nbytes: int, error: OSError) -> Exception:
 
 # A forked child shares its parent's descriptors of the NIC: a registration that is garbage there must not end the
 # parent's. So the child keeps them.
-_all: weakref.WeakSet[Pins] = weakref.WeakSet()
-_inherited: list[Pins] = []
+_all: weakref.WeakSet[Registrations] = weakref.WeakSet()
+_inherited: list[Registrations] = []
 
 os.register_at_fork(after_in_child=lambda: _inherited.extend(_all))

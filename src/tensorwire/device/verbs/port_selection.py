@@ -21,7 +21,7 @@ _NO_DEVICE = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class PortChoice:
     """The port and GID to take. ``why``: one sentence for people."""
 
     port: Port
@@ -29,13 +29,13 @@ class Choice:
     why: str
 
 
-def choose(
+def select_port(
     ports: Sequence[Port],
     port: str | None = None,
     gid_index: int | None = None,
     environment: Mapping[str, str] = os.environ,
     near: str | None = None,
-) -> Choice:
+) -> PortChoice:
     """The port and GID to take, by what was asked for, what the environment says, and what can be routed.
 
     ``port`` (``mlx5_0`` or ``mlx5_0:1``) and ``gid_index`` win over ``TENSORWIRE_VERBS_PORT`` and
@@ -56,7 +56,7 @@ def choose(
     chosen = min(usable, key=lambda p: min(map(place.distance, p.gids)))
     port_why = port_why or place.why(chosen, usable)
     gid, gid_why = _gid(chosen, index, index_why, environment, place, notes)
-    return Choice(chosen, gid, "; ".join([f"{chosen.name}: {port_why}", f"{gid}: {gid_why}", *notes]))
+    return PortChoice(chosen, gid, "; ".join([f"{chosen.name}: {port_why}", f"{gid}: {gid_why}", *notes]))
 
 
 def _named(ports: Sequence[Port], port: str | None, environment: Mapping[str, str]) -> tuple[Sequence[Port], str]:

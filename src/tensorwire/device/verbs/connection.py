@@ -18,8 +18,7 @@ from tensorwire._native import Life
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import close_socket
 from tensorwire.device.verbs.nic import Nic
-from tensorwire.device.verbs.pair import Pair, Signals
-from tensorwire.device.verbs.queue import Queue
+from tensorwire.device.verbs.queue_pair import QueuePair, Signals
 from tensorwire.errors import PeerLost, ProtocolError
 
 MOST_LANES = 64
@@ -31,7 +30,7 @@ _AGAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class QueuePairSettings:
     """What both ends of every queue pair of a device are made with."""
 
     lanes: int
@@ -40,11 +39,18 @@ class Settings:
     retries: int
 
 
-class Link:
+class Connection:
     """One end of the queue pairs between two devices: the initiator's, or the target's (``inbound``)."""
 
     def __init__(
-        self, nic: Nic, settings: Settings, sock: socket.socket, life: Life, peer: int, *, inbound: bool = False
+        self,
+        nic: Nic,
+        settings: QueuePairSettings,
+        sock: socket.socket,
+        life: Life,
+        peer: int,
+        *,
+        inbound: bool = False,
     ) -> None:
         self.nic, self.life, self.peer = nic, life, peer
         self._settings = settings
@@ -52,15 +58,15 @@ class Link:
         self._setup = threading.Lock()  # one conversation at a time
         self.inbound = inbound
         self.descriptor = sock.fileno()
-        self.lanes: list[Queue] = []
+        self.lanes: list[QueuePair] = []
 
     def _make_lanes(self, count: int) -> None:
         for _ in range(count):
-            queue = Queue(
+            pair = QueuePair(
                 self.nic, self.life, inbound=self.inbound, signals=self._settings.signals, broken=self._broken
             )
-            queue.lost = self.lose
-            self.lanes.append(queue)
+            pair.lost = self.lose
+            self.lanes.append(pair)
 
     # ---- the initiator
 
@@ -68,7 +74,7 @@ class Link:
         """Connects every lane. The socket has a timeout. Raises `PeerLost` or `ProtocolError`."""
         self._make_lanes(self._settings.lanes)
         with self._setup:
-            ends = [queue.prepare() for queue in self.lanes]
+            ends = [pair.prepare() for pair in self.lanes]
             self._connect(self.lanes, self._ask(_OPEN, 0, ends))
             self._sock.settimeout(_AGAIN_SECONDS)
 
@@ -79,26 +85,26 @@ class Link:
             raise ProtocolError("verbs: the other side answers something else")
         return theirs, receives
 
-    def _connect(self, lanes: Sequence[Pair], answer: tuple[list[Any], int]) -> None:
+    def _connect(self, lanes: Sequence[QueuePair], answer: tuple[list[Any], int]) -> None:
         theirs, receives = answer
-        for queue, end in zip(lanes, theirs, strict=True):
-            queue.connect(end, receives, timeout=self._settings.timeout, retries=self._settings.retries)
+        for pair, end in zip(lanes, theirs, strict=True):
+            pair.connect(end, receives, timeout=self._settings.timeout, retries=self._settings.retries)
 
-    def _broken(self, queue: Pair) -> None:
+    def _broken(self, pair: QueuePair) -> None:
         """A refusal has ended a queue pair; the target waits to hear of it from the initiator."""
         if not self.inbound:
-            threading.Thread(target=self._again, args=(queue,), name="tensorwire-verbs", daemon=True).start()
+            threading.Thread(target=self._again, args=(pair,), name="tensorwire-verbs", daemon=True).start()
 
-    def _again(self, queue: Pair) -> None:
-        lane = next(at for at, each in enumerate(self.lanes) if each is queue)
+    def _again(self, pair: QueuePair) -> None:
+        lane = next(at for at, each in enumerate(self.lanes) if each is pair)
         with self._setup:
             try:
-                queue.discard()
-                self._connect([queue], self._ask(_AGAIN, lane, [queue.prepare()]))
+                pair.reset()
+                self._connect([pair], self._ask(_AGAIN, lane, [pair.prepare()]))
             except (OSError, PeerLost, ProtocolError, self.nic.ib.VerbsError) as error:
                 self.lose(f"its queue pair could not be made again: {error}")
             if self.life.lost or self.nic.life.lost:
-                queue.bury()
+                pair.destroy()
 
     # ---- the target
 
@@ -114,13 +120,13 @@ class Link:
             kind, lane, theirs, receives = self._receive()
             if kind != _AGAIN or lane >= len(self.lanes) or len(theirs) != 1:
                 raise ProtocolError("verbs: the other side asks something else")
-            self.lanes[lane].discard()
+            self.lanes[lane].reset()
             self._answer(_AGAIN, lane, [self.lanes[lane]], theirs, receives)
 
-    def _answer(self, kind: int, lane: int, queues: Sequence[Queue], theirs: list[Any], receives: int) -> None:
+    def _answer(self, kind: int, lane: int, pairs: Sequence[QueuePair], theirs: list[Any], receives: int) -> None:
         with self._setup:
-            ends = [queue.prepare() for queue in queues]
-            self._connect(queues, (theirs, receives))
+            ends = [pair.prepare() for pair in pairs]
+            self._connect(pairs, (theirs, receives))
             self._send(kind, lane, ends)
 
     # ---- frames
@@ -154,21 +160,21 @@ class Link:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def beat(self) -> None:
-        """See ``Queue.beat``."""
-        for queue in self.lanes:
+    def heartbeat(self) -> None:
+        """See ``QueuePair.heartbeat``."""
+        for pair in self.lanes:
             with contextlib.suppress(PeerLost):
-                queue.beat()
+                pair.heartbeat()
 
-    def bury(self) -> None:
+    def destroy(self) -> None:
         """Destroys the queue pairs. When it returns nothing of the peer reaches memory over them. Idempotent."""
         self._hang_up()
         with self._setup:
-            for queue in self.lanes:
-                queue.bury()
+            for pair in self.lanes:
+                pair.destroy()
 
     def close(self) -> None:
-        """``bury``, and the end of the initiator's socket. Idempotent."""
-        self.bury()
+        """``destroy``, and the end of the initiator's socket. Idempotent."""
+        self.destroy()
         with self._setup:
             close_socket(self._sock)

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensorwire._native import Life, Memory
 from tensorwire.device.contract import Completion
-from tensorwire.errors import DeviceError, PeerLost, RemoteAccessError, WaitTimeout
+from tensorwire.device.verbs.failures import loss, refusal
+from tensorwire.device.verbs.operation import Operation
+from tensorwire.device.verbs.registrations import remote_access
+from tensorwire.device.verbs.requests import Local, Remote, Requests, Word
+from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.observe import counters
 
 if TYPE_CHECKING:
     from tensorwire.device.verbs.nic import Nic
@@ -29,82 +34,26 @@ SENDS, RECEIVES = 512, 512  # work requests of an initiator, signals that a targ
 FEW = 32  # of each for the way back
 MOST_PIECES = 64  # work requests of one operation
 _POLL_SECONDS = 20e-6  # a completion usually comes within this; a sleep costs more
-
-WRITE, WRITE_IMM = 0, 1  # IBV_WR_*
-SIGNALED = 2  # IBV_SEND_*
-_SUCCESS, _FLUSHED, _RETRIES = 0, 5, 12  # IBV_WC_*
-_REFUSED = {
-    9: "an invalid request",
-    10: "no open region has that key, or out of its range, or it is read-only",
-    11: "it failed there",
-}
-_OURS = {1: "length", 4: "protection of the local memory", 8: "access"}
-_GONE = {
-    2: "this machine's own port sends nothing: is it down?",
-    _RETRIES: "its NIC does not answer: it, its machine or the link is gone",
-}
 _RECEIVE = 0  # the number of every receive; operations are counted from 1
 
 
-class Operation(Completion):
-    """What was posted at once, under one number. It holds its memory until it is done."""
+class QueuePair:
+    """``inbound``: the peer posts here, and we return credits. Safe to use from several threads.
 
-    number = 0
-    error: Exception | None = None
-    atomic = -1  # the place of what the word was
-    result = 0
-    tokens: tuple[int, ...] = ()
-    whole: Operation | None = None  # the first part, of an operation in several
-
-    def __init__(self, queue: Pair, requests: list[Any], kept: object, credits: int = 0) -> None:
-        self._queue = queue
-        self.requests = requests
-        self.kept = kept
-        self.credits = credits
-
-    def fail(self, error: Exception, number: int) -> None:
-        """It fails in its turn, as ``number``, and does nothing instead: its place in the order is kept."""
-        self.error, self.credits = error, 0
-        self.requests = [self._queue.nothing(number)]
-
-    @property
-    def done(self) -> bool:
-        queue = self._queue
-        if queue.done < self.number:
-            queue.nic.drain()
-        return queue.done >= self.number or queue.bury_if_lost()
-
-    def wait(self, timeout: float = 60.0) -> None:
-        queue = self._queue
-        if queue.done < self.number:
-            outcome = queue.wait(self.number, timeout)
-            if outcome == 1:
-                raise WaitTimeout(
-                    f"verbs: no acknowledgement within {timeout:g} s; the transfer goes on: do not reuse its memory"
-                )
-            if outcome == 2 and queue.done < self.number:
-                queue.bury_if_lost()
-                raise PeerLost(queue.why_lost())
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
-        self._queue.tell(self, lambda: call(self))
-
-
-class Pair:
-    """``inbound``: the peer posts here, and we return credits. Safe to use from several threads."""
+    What is posted holds ``kept`` until it is done.
+    """
 
     def __init__(
-        self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[Pair], None]
+        self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[QueuePair], None]
     ) -> None:
         self.nic, self.life, self.inbound = nic, life, inbound
         self.sends = min(FEW if inbound else SENDS, nic.most_requests)
         self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
-        self._signals, self._broken = signals, broken
-        self._immediate = signals == "immediate"
-        self._largest = nic.port.max_message
-        self._request, self._sge = nic.ib.SendWR, nic.ib.SGE
+        self._broken = broken
+        self._immediate, self._tail = signals == "immediate", signals == "tail"
+        self._make = Requests(nic.ib, nic.registrar, places=2 * self.sends, immediate=self._immediate)
+        self._largest, self._signaled = nic.port.max_message, self._make.signaled
+        self._success, self._flushed = int(nic.ib.WCStatus.SUCCESS), int(nic.ib.WCStatus.WR_FLUSH_ERR)
         self.lock = threading.Lock()
         self._making = threading.Lock()  # held while the queue pair is made, connected or destroyed
         self.done = 0  # every operation up to this number is
@@ -120,38 +69,26 @@ class Pair:
         self._fresh = True  # the peer may not be ready yet
         self._held: list[Any] | None = None
         self._batches = 0
-        self._turns = self._crowd = 0  # whenever room may have come; who waits for it
-        self._pair: Any = None
+        self._turns = self._waiters = 0  # whenever room may have come; who waits for it
+        self._qp: Any = None
         self._at = 0
-        self._make_words()
-
-    def _make_words(self) -> None:
-        """Words that waiters look at, and one 8-byte place an operation: for its signal, or an atomic's old value."""
+        # Two words that waiters look at: the last operation that is done, and the turns.
         self._words = Memory.wrap(array("Q", bytes(16)))
-        self._words.bind(self.nic.life, self.nic.sleepers)
-        places = self.nic.registrar.allocate(16 * self.sends, True)
-        self._values: memoryview = memoryview(places).cast("B").cast("Q")
-        key = self.nic.registrar.cover(places).lkey
-        sge, base = self.nic.ib.SGE, places.address
-        self._count = len(self._values)
-        self._flags = [[sge(base + 8 * i, 8, key)] for i in range(self._count)]
+        self._words.bind(nic.life, nic.sleepers)
 
     # ---- the queue pair itself
 
     def prepare(self) -> Any:
         """A fresh queue pair in state INIT; what the peer must know of it. Raises `PeerLost`."""
-        ib, nic = self.nic.ib, self.nic
+        nic = self.nic
         with self._making:
             self._check_alive()
-            self._pair, self._at = nic.create(self.sends, self.receives)
+            self._qp, self._at = nic.create(self.sends, self.receives)
             self._start = secrets.randbits(24)
-            access = ib.AccessFlags
-            self._pair.to_init(
-                nic.port.number, access.REMOTE_WRITE | access.REMOTE_READ | access.REMOTE_ATOMIC | access.LOCAL_WRITE
-            )
-            number = self._pair.qp_num
-            nic.enter(number, self)
-        return ib.QPInfo(number, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
+            self._qp.to_init(nic.port.number, remote_access("write"))
+            number = self._qp.qp_num
+            nic.add(number, self)
+        return nic.ib.QPInfo(number, self._start, nic.port.lid, nic.gid.raw, nic.port.number, _mtu(nic.port.mtu))
 
     def connect(self, peer: Any, credits: int, *, timeout: int, retries: int) -> None:
         """To the peer's queue pair, which has posted ``credits`` receives. Raises `PeerLost`."""
@@ -160,70 +97,150 @@ class Pair:
             self._connect(peer, credits, timeout, retries)
 
     def _check_alive(self) -> None:
-        """While the queue pair is made: whoever finds the channel lost may bury it at any moment."""
+        """While the queue pair is made: whoever finds the channel lost may destroy it at any moment."""
         if self.life.lost or self.nic.life.lost:
             raise PeerLost(self.why_lost())
 
     def _connect(self, peer: Any, credits: int, timeout: int, retries: int) -> None:
-        nic, pair = self.nic, self._pair
+        nic, qp = self.nic, self._qp
         self._receive = nic.ib.RecvWR(_RECEIVE, [])
-        pair.to_rtr(
+        qp.to_rtr(
             peer,
             sgid_index=nic.gid.index,
             mtu=min(int(peer.mtu), _mtu(nic.port.mtu)),
             hop_limit=64,
             max_dest_rd_atomic=nic.most_reads,
         )
-        pair.post_recv([self._receive] * self.receives)
-        pair.to_rts(self._start, timeout=timeout, retry_cnt=retries, rnr_retry=7, max_rd_atomic=nic.most_reads)
+        qp.post_recv([self._receive] * self.receives)
+        qp.to_rts(self._start, timeout=timeout, retry_cnt=retries, rnr_retry=7, max_rd_atomic=nic.most_reads)
         with self.lock:
             self._credits, self._taken, self._owed = credits, 0, 0
             self._room = self.sends
             self._post_again()
             self._paused, self._fresh = False, True
-            self._turn()
+            self._wake_waiters()
 
-    def discard(self) -> None:
-        """Destroys the queue pair: nothing of it touches memory any more."""
+    def reset(self) -> None:
+        """Destroys the NIC's queue pair: nothing of it touches memory any more. `prepare` makes another one."""
         with self._making:
             with self.lock:
                 self._paused = True
-                pair, self._pair, self._held = self._pair, None, None
-            if pair is not None:
-                self.nic.destroy(pair, self._at, self.sends + self.receives)
+                qp, self._qp, self._held = self._qp, None, None
+            if qp is not None:
+                self.nic.destroy(qp, self._at, self.sends + self.receives)
 
-    def bury(self) -> None:
+    def destroy(self) -> None:
         """For good: what is outstanding will never be done, and lets go of its memory. Idempotent."""
-        self.discard()
+        self.reset()
         with self.lock:
             pending, self._pending = self._pending, deque()
-            self._flags.clear()
-            self._values = memoryview(b"")
+            self._make.drop_places()
         for operation in pending:
             operation.kept = None
 
-    def bury_if_lost(self) -> bool:
+    def destroy_if_lost(self) -> bool:
         """Whether the channel is lost; then nothing of it touches memory any more."""
         if not self.life.lost and not self.nic.life.lost:
             return False
-        if (self._pair is not None or self._pending) and not self.life.forked:
-            self.bury()
+        if (self._qp is not None or self._pending) and not self.life.forked:
+            self.destroy()
         return True
 
     # ---- posting
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Shows whether the peer's NIC answers, if nothing that is outstanding does so anyhow."""
         with self.lock:
             if not self._pending and not self._paused and not self._fresh:
-                self._post(Operation(self, [self.nothing(self.number + 1)], None))
+                self._post(Operation(self, [self._make.nothing(self.number + 1)], None))
             self._fresh = False
 
-    def nothing(self, number: int, kind: int = WRITE, immediate: int = 0) -> Any:
-        """A work request that moves nothing."""
-        return self._request(number, [], kind, 0, 0, 0, immediate)
+    def write(self, local: Local, remote: Remote, signal: Word | None, fence: bool, kept: object) -> Completion:
+        """The payload, if there is any, and the signal, if there is one."""
+        nbytes = local[1]
+        if signal is None or fence or not 0 < nbytes <= self._largest or not self._immediate:
+            return self._write(local, remote, signal, fence, kept)
+        with self.lock:
+            if self._room < 2 or not self._credits or self._paused:
+                self._await_room(2, 1)
+            requests = self._make.write_and_signal(self.number + 1, local, remote, signal)
+            if self._held is None:
+                self._send(requests)
+                operation = self._record(Operation(self, requests, kept, 1))
+            else:
+                operation = self._post(Operation(self, requests, kept, 1))
+        counters.sent(nbytes)
+        return operation
 
-    def _enter(self, requests: int, credits: int) -> int:
+    def _write(self, local: Local, remote: Remote, signal: Word | None, fence: bool, kept: object) -> Completion:
+        nbytes, make = local[1], self._make
+        if nbytes > self._largest * MOST_PIECES:
+            return self._post_parts(make.write, local, remote, signal, fence, kept)
+        pieces = -(-nbytes // self._largest)
+        with self.lock:
+            number = self._reserve(pieces + 1, int(signal is not None and self._immediate))
+            requests = make.pieces(number, make.write, local, remote, self._largest) if nbytes or signal is None else []
+            credits = 0
+            if signal is not None and self._tail and requests and signal[:2] == (remote[0] + nbytes, remote[1]):
+                make.append_flag(requests[-1], number, signal[2])
+            elif signal is not None:
+                requests.append(make.signal(number, signal))
+                credits = int(self._immediate)
+            if fence:
+                requests[0].send_flags |= make.fence
+            counters.sent(nbytes)  # before anything of it can be seen at the other end
+            return self._post(Operation(self, requests, kept, credits))
+
+    def read(self, local: Local, remote: Remote, kept: object) -> Completion:
+        """As ``write``, the other way."""
+        nbytes, make = local[1], self._make
+        if nbytes > self._largest * MOST_PIECES:
+            return self._post_parts(make.read, local, remote, None, False, kept)
+        with self.lock:
+            number = self._reserve(-(-nbytes // self._largest) + 1, 0)
+            counters.sent(nbytes)
+            return self._post(Operation(self, make.pieces(number, make.read, local, remote, self._largest), kept))
+
+    def atomic(self, remote: Remote, first: int, second: int | None) -> Operation:
+        """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken behind it."""
+        with self.lock:
+            number = self._reserve(2, int(self._immediate))
+            requests = self._make.atomic(number, remote, first, second)
+            operation = Operation(self, requests, None, int(self._immediate))
+            operation.is_atomic = True
+            counters.add(messages=1)
+            self._post(operation)
+        return operation
+
+    def _post_parts(
+        self, opcode: int, local: Local, remote: Remote, signal: Word | None, fence: bool, kept: object
+    ) -> Completion:
+        """More than one operation may hold. A part that is refused keeps all later ones back."""
+        (address, left, key), (there, remote_key) = local, remote
+        make = self._make
+        first: Operation | None = None
+        while left:
+            nbytes = min(left, self._largest * MOST_PIECES)
+            with self.lock:
+                number = self._reserve(MOST_PIECES + 1, 1)
+                requests = make.pieces(number, opcode, (address, nbytes, key), (there, remote_key), self._largest)
+                credits = 0
+                if signal is not None and nbytes == left:
+                    requests.append(make.signal(number, signal))
+                    credits = int(self._immediate)
+                if fence and first is None:
+                    requests[0].send_flags |= make.fence
+                part = Operation(self, requests, kept, credits)
+                part.whole = first
+                if first is not None and first.error is not None:
+                    part.fail(first.error, make.nothing(number))
+                counters.sent(nbytes)
+                self._post(part)
+            first = first or part
+            address, there, left = address + nbytes, there + nbytes, left - nbytes
+        return part
+
+    def _reserve(self, requests: int, credits: int) -> int:
         """With the lock: waits for room; the number of the next operation."""
         if self._room < requests or self._credits < credits or self._paused:
             self._await_room(requests, credits)
@@ -238,7 +255,7 @@ class Pair:
             if not self._paused and self._room >= requests and self._credits >= credits:
                 return
             seen = self._turns
-            self._crowd += 1
+            self._waiters += 1
             self.lock.release()
             try:
                 if not self.nic.drain():
@@ -249,23 +266,23 @@ class Pair:
                         )
             finally:
                 self.lock.acquire()
-                self._crowd -= 1
+                self._waiters -= 1
 
     def _post(self, operation: Operation) -> Operation:
         """With the lock, and room."""
         requests = operation.requests
         if self._held is None:
-            requests[-1].send_flags |= SIGNALED
+            requests[-1].send_flags |= self._signaled
             self._send(requests)
-            return self._note(operation)
-        requests[-1].send_flags &= ~SIGNALED
+            return self._record(operation)
+        requests[-1].send_flags &= ~self._signaled
         self._held.extend(requests)
-        self._note(operation)
+        self._record(operation)
         if len(self._held) >= MOST_PIECES:
             self._flush()
         return operation
 
-    def _note(self, operation: Operation) -> Operation:
+    def _record(self, operation: Operation) -> Operation:
         """It is on its way. Whoever reaps completions has to wait for the lock until then."""
         operation.number = self.number = self.number + 1
         self._room -= len(operation.requests)
@@ -274,10 +291,10 @@ class Pair:
         return operation
 
     def _send(self, requests: list[Any]) -> None:
-        if self._pair is None:
+        if self._qp is None:
             raise PeerLost(self.why_lost())
         try:
-            self._pair.post_send(requests)
+            self._qp.post_send(requests)
         except self.nic.ib.VerbsError as error:
             self.lost(f"its queue pair takes no work: {error}")
             raise PeerLost(self.why_lost()) from None
@@ -303,7 +320,7 @@ class Pair:
     def _flush(self) -> None:
         held, self._held = self._held, []
         if held:
-            held[-1].send_flags |= SIGNALED
+            held[-1].send_flags |= self._signaled
             self._send(held)
 
     # ---- completions
@@ -311,7 +328,7 @@ class Pair:
     def reap(self, completion: Any) -> None:
         """What the NIC says of one work request. Called by whoever drains, one at a time."""
         number, status = completion.wr_id, completion.status
-        if status == _SUCCESS:
+        if status == self._success:
             with self.lock:
                 if number != _RECEIVE:
                     self._complete(number)
@@ -319,7 +336,7 @@ class Pair:
                 self._taken += 1
                 if not self.inbound:
                     self._credits += completion.imm_data
-        elif status != _FLUSHED and number != _RECEIVE:
+        elif status != self._flushed and number != _RECEIVE:
             self._fail(number, status)
 
     def _complete(self, number: int) -> None:
@@ -327,28 +344,26 @@ class Pair:
         while pending and pending[0].number <= number:
             operation = pending.popleft()
             self._room += len(operation.requests)
-            if operation.atomic >= 0:
-                operation.result = self._values[operation.atomic]
+            if operation.is_atomic:
+                operation.result = self._make.found(operation.number)
             operation.kept = None
             self.done = operation.number
             for token in operation.tokens:
                 self.callbacks.notices.post(token)
 
     def _fail(self, number: int, status: int) -> None:
-        if status not in _REFUSED and status not in _OURS:
-            self.lost(_GONE.get(status, f"the queue pair failed with status {status} (IBV_WC_*)"))
+        error = refusal(self.nic.ib, status)
+        if error is None:
+            self.lost(loss(self.nic.ib, status))
             return
         with self.lock:
-            if self._pair is None or not self._pending or number < self._pending[0].number:
+            if self._qp is None or not self._pending or number < self._pending[0].number:
                 return  # of a queue pair that was given up meanwhile
             self._complete(number - 1)
             refused = self._pending[0]
-            if status in _REFUSED:
-                refused.error = RemoteAccessError(f"verbs: the target refused: {_REFUSED[status]}")
-            else:
-                refused.error = DeviceError(f"verbs: this NIC refused its own memory ({_OURS[status]}): was it freed?")
+            refused.error = error
             if refused.whole is not None:
-                refused.whole.error = refused.whole.error or refused.error
+                refused.whole.error = refused.whole.error or error
             self._complete(number)
             self._paused = True
         self._broken(self)
@@ -358,8 +373,8 @@ class Pair:
         for operation in self._pending:
             first = operation.whole
             if first is not None and first.error is not None:
-                operation.fail(first.error, operation.number)
-            operation.requests[-1].send_flags |= SIGNALED
+                operation.fail(first.error, self._make.nothing(operation.number))
+            operation.requests[-1].send_flags |= self._signaled
             self._room -= len(operation.requests)
             self._credits -= operation.credits
             self._send(operation.requests)
@@ -371,23 +386,23 @@ class Pair:
                 self._words.store(0, self.done)
             if self._taken:
                 self._restock()
-            if self._crowd:
-                self._turn()
+            if self._waiters:
+                self._wake_waiters()
 
-    def _turn(self) -> None:
+    def _wake_waiters(self) -> None:
         self._turns += 1
         self._words.store(8, self._turns)
 
     def _restock(self) -> None:
         taken, self._taken = self._taken, 0
-        if self._pair is None or self._paused:
+        if self._qp is None or self._paused:
             return
         self._owed += taken
         try:
-            self._pair.post_recv([self._receive] * taken)
+            self._qp.post_recv([self._receive] * taken)
             if self.inbound and self._owed >= self.receives // 4:
                 owed, self._owed = self._owed, 0
-                self._post(Operation(self, [self.nothing(self.number + 1, WRITE_IMM, owed)], None))
+                self._post(Operation(self, [self._make.nothing(self.number + 1, self._make.write_imm, owed)], None))
         except (self.nic.ib.VerbsError, PeerLost) as error:
             self.lost(f"its queue pair takes no work: {error}")
 
@@ -408,7 +423,7 @@ class Pair:
                 break
         return nic.wait(self._words, 0, number, max(0.0, seconds), self.life)
 
-    def tell(self, operation: Operation, call: Callable[[], object]) -> None:
+    def call_when_done(self, operation: Operation, call: Callable[[], object]) -> None:
         """Calls once that operation is done, or the channel lost."""
         token = self.callbacks.add(call)
         with self.lock:

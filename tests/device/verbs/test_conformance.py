@@ -1,0 +1,18 @@
+"""The verbs device keeps the contract of devices, as far as one process and a NIC in software can show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tensorwire.testing.patience import patient
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_conformance_suite() -> None:
+    command = [sys.executable, "-m", "tensorwire.testing", "tests.device.verbs.fake_nic:VerbsInProcess", "-x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(240), check=False)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
