@@ -105,6 +105,11 @@ def test_layers_import_only_downward() -> None:
     assert wrong == []
 
 
+def test_the_package_does_without_the_benchmarks_beside_it() -> None:
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b|[\"']benchmarks\.", re.M)
+    assert [path.name for path in modules() if pattern.search(path.read_text())] == []
+
+
 def test_nothing_pickles_or_evaluates() -> None:
     wrong = []
     for path in modules():

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from tensorwire._native import available_bytes
-from tensorwire.bench.programs import OURS, Answer, Contender, Stage
+from tensorwire.bench.programs import OURS, Answer, Contender, ProgramFailed, Stage
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
 from tensorwire.doctor.findings import in_words
-from tensorwire.errors import ProgramFailed
 
 Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")

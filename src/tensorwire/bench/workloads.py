@@ -1,4 +1,4 @@
-"""The models that stores are compared with: names and shapes alone, as a store sees them. No framework is needed.
+"""The models whose tensors stores are measured with: names and shapes, as a store sees them. No framework is needed.
 
 AlexNet, Inception-v3, VGG-16, LSTM, GRU and FCN-5 have the shapes of the papers on RDMA for TensorFlow and MXNet, with
 10 classes (LSTM and GRU: 1000 outputs); they are not torchvision's. GPT-2 small has OpenAI's, with tied embeddings.
@@ -223,8 +223,6 @@ MODELS = {
         _gpt2(),
     )
 }
-# VGG-16's shapes once more: `models.py` has its layers sleep, as if they were computed elsewhere.
-ELSEWHERE = "vgg16-elsewhere"
 TINY = fcn("tiny", "tiny", (33, 2051, 1030, CLASSES))  # some 8 MiB: three buckets, odd sizes
 
 

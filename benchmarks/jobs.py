@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorwire.bench.baselines import peers_folder
+from benchmarks.libraries import PROGRAMS
 from tensorwire.bench.links import ADDRESSES
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import HANG_SECONDS, Answer, Program, actor, ask, hear_all
-from tensorwire.errors import ProgramFailed
+from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, hear_all
 from tensorwire.launch.secret import new_secret
 from tensorwire.launch.start import module_command
 from tensorwire.observe.parts import Record, read_trace
 
 STORES = ("store", "overlap")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,19 @@ class Way:
     """One way to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
 
     ``ddp``, ``grpc`` (the gRPC store), ``store``, or ``overlap`` (a store that is pushed to while backward runs).
-    ``device``: the job's. ``actor``: the workers' program; ``graph`` has kinds of its own: its modes, and ``alone``.
+    ``device``: the job's. ``actor``: the module that the workers run; that of graphs has kinds of its own: its modes,
+    and ``alone``.
     """
 
     name: str
     kind: str
     device: str = "auto"
-    actor: str = "train"
+    actor: str = "benchmarks.actors.train"
 
     @property
     def ours(self) -> bool:
         """Whether its processes are a job of Tensorwire's."""
-        return self.kind in STORES or (self.actor == "graph" and self.kind != "alone")
+        return self.kind in STORES or (self.actor.endswith(".graph") and self.kind != "alone")
 
     @property
     def traced(self) -> bool:
@@ -65,39 +66,42 @@ class Cast:
         return ("ip", "netns", "exec", self.ends[place % 2]) if self.ends else ()
 
 
-class Team:
-    """A context manager: all processes are ended, whatever happens. Raises `ProgramFailed`."""
+class Job(Group):
+    """The workers of one way, with what they need: a coordinator and servers. Raises `ProgramFailed`."""
 
     def __init__(self, way: Way, cast: Cast) -> None:
+        super().__init__()
         self.way = way
         self.told: list[str] = []  # each worker's first line
         self._cast = cast
         self._others: list[Program] = []  # the servers, and before ours the coordinator
-        self._workers: list[Program] = []
-        self._rounds = 0
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         try:
             environment = {"TENSORWIRE_TRACE": self._folder.name} if way.traced else {}
             meeting = str(Path(self._folder.name) / "meeting")
             if way.ours:
-                environment |= self._job(environment)
+                environment |= self._serve(environment)
             elif way.kind == "grpc":
-                environment["PYTHONPATH"] = os.pathsep.join(
-                    [str(peers_folder()), os.environ.get("PYTHONPATH", "")]
-                ).rstrip(os.pathsep)
-                meeting = self._grpc(environment)
+                meeting = self._serve_grpc(environment)
             self._start(environment, meeting)
         except BaseException:
             self.close()
             raise
 
     def _program(self, name: str, place: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Program:
-        # gloo takes the interface of the host's name otherwise.
-        common = {**MALLOC, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo"}
+        theirs = str(PROGRAMS) if self.way.kind == "grpc" else ""
+        path = (str(ROOT), theirs, os.environ.get("PYTHONPATH", ""))
+        common = {
+            **MALLOC,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            # gloo takes the interface of the host's name otherwise.
+            "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo",
+        }
         name = f"{self.way.name}: {name}"
         return Program((*self._cast.inside(place), *command), {**common, **environment}, name=name)
 
-    def _job(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def _serve(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
         cast = self._cast
         told = {
@@ -121,9 +125,9 @@ class Team:
             self._others.append(self._program(f"server {index}", index, command, own))
         return told
 
-    def _grpc(self, environment: Mapping[str, str]) -> str:
+    def _serve_grpc(self, environment: Mapping[str, str]) -> str:
         """Starts the gRPC store's servers; their addresses."""
-        cast, script = self._cast, str(peers_folder() / "grpc_train.py")
+        cast, script = self._cast, str(PROGRAMS / "grpc_train.py")
         for index in range(cast.servers):
             host = ADDRESSES[index % 2] if cast.ends else "127.0.0.1"
             command = (sys.executable, script, "server", str(index), str(cast.workers), host)
@@ -133,25 +137,19 @@ class Team:
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         cast = self._cast
         for rank in range(cast.workers):
-            command = actor(self.way.actor, self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
+            words = (self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
             told = {**environment, "TENSORWIRE_RANK": str(rank)}
-            self._workers.append(self._program(f"worker {rank}", rank + 1, command, told))
+            command = tuple(module_command(self.way.actor, *words))
+            self.programs.append(self._program(f"worker {rank}", rank + 1, command, told))
         servers = self._others[-cast.servers :] if self._others and cast.servers else []
-        self.told = hear_all(self._workers, silent=servers)
-        for worker in self._workers:
-            worker.say("-")
-        hear_all(self._workers, silent=servers)  # ready
-
-    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
-        """One round of ``warm + count`` steps; the workers' answers, by rank. ``word``: see ``actors/train.py``."""
-        self._rounds += 1
-        return ask(self._workers, f"run {self._rounds} {warm} {count} {word}".rstrip())
+        self.told = hear_all(self.programs, silent=servers)
+        self.introduce(["-"] * cast.workers, silent=servers)
 
     def finish(self) -> dict[str, Record]:
         """Has them leave in good order; the trace of a job, nothing otherwise."""
-        for worker in self._workers:
+        for worker in self.programs:
             worker.say("run 0 0 0 leave")
-        for program in (*self._workers, *self._others):
+        for program in (*self.programs, *self._others):
             if self.way.kind == "grpc":
                 program.say("leave")  # its servers go last, and are told
             try:
@@ -163,14 +161,8 @@ class Team:
         return read_trace(self._folder.name) if self.way.traced else {}
 
     def close(self) -> None:
-        """Ends all of them. Idempotent."""
-        for program in (*self._workers, *self._others):
+        super().close()
+        for program in self._others:
             program.close()
         with contextlib.suppress(OSError):
             self._folder.cleanup()
-
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

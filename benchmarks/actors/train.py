@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.elsewhere import MODELS, Elsewhere
+from benchmarks.training import REHEARSAL
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.models import MODELS, Elsewhere, Trained
-from tensorwire.bench.training import REHEARSAL
+from tensorwire.bench.models import Trained
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import tensorwire as tw
-from tensorwire.bench import huggingface, models
+from benchmarks import huggingface
+from benchmarks.actors.train import BATCHES, SGD
+from benchmarks.cuts import cut
+from tensorwire.bench import models
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.actors.train import BATCHES, SGD
-from tensorwire.bench.cuts import cut
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock

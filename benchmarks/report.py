@@ -1,4 +1,4 @@
-"""What ``bench train`` tells besides its figures: where a step's time went, how big tensors are, and a chart."""
+"""What ``train`` and ``graph`` tell besides their figures: where a step's time went, how big tensors are, a chart."""
 
 from __future__ import annotations
 

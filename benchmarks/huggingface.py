@@ -1,4 +1,4 @@
-"""Models of the package transformers for ``bench graph``: their configurations with random weights, no dropout.
+"""Models of the package transformers for ``graph``: their configurations with random weights, no dropout.
 
 Widths, depths and heads are those of models that people know, or near them; ``shrink`` divides the widths. Each is
 wrapped, so that it takes a batch and returns its loss as the models of ``models.py`` do.

@@ -1,4 +1,4 @@
-"""``tensorwire bench graph``: training steps of models that are cut over hosts, whose tensors cross in several ways.
+"""``python -m benchmarks graph``: steps of models that are cut over hosts, whose tensors cross in several ways.
 
 A step's seconds are what the slowest host took. Its parts come from the trace of the very steps that were timed, what
 crossed from the counters of all hosts meanwhile.
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.jobs import Cast, Job, Way
+from benchmarks.training import WARM, Course, parts
 from tensorwire._native import available_bytes
 from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.programs import Answer
+from tensorwire.bench.programs import Answer, ProgramFailed
 from tensorwire.bench.records import COUNTED, Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.bench.training import WARM, Course, parts
 from tensorwire.bench.workloads import MODELS
 from tensorwire.doctor.findings import in_words
-from tensorwire.errors import ProgramFailed
 from tensorwire.extras import how_to_install
 
 MODES = ("zerocopy", "copy", "rpc")
 TRANSFORMERS = {"bert": "BERT-base", "llama": "Llama of GPT-2's size", "vit": "ViT-small"}
 WORKLOADS = (*MODELS, *TRANSFORMERS)
 ALONE = "one process"
+ACTOR = "benchmarks.actors.graph"
 REHEARSAL = "rehearsal"  # the word of a round that is not timed
 REHEARSED = 4  # steps, in which graphs are captured, plans are made, and memory is registered
 MOST_HOSTS = {"lstm": 2, "gru": 2}
@@ -113,8 +113,8 @@ def contest(
 ) -> list[Record]:
     """One workload over one device: a record of one process, and one a mode. Raises `ProgramFailed`."""
     title = MODELS[workload].title if workload in MODELS else TRANSFORMERS[workload]
-    ways = {ALONE: Way(ALONE, "alone", actor="graph")}
-    ways |= {mode: Way(mode, mode, device, actor="graph") for mode in modes}
+    ways = {ALONE: Way(ALONE, "alone", actor=ACTOR)}
+    ways |= {mode: Way(mode, mode, device, actor=ACTOR) for mode in modes}
     casts = {name: Cast(workload, 1 if name == ALONE else hosts, 0, shrink) for name in ways}
     outcomes = run(ways, casts, course, f"{workload} over {device}", notes)
     facts = outcomes[ALONE].facts
@@ -130,7 +130,7 @@ def run(ways: dict[str, Way], casts: dict[str, Cast], course: Course, about: str
     """Starts all of them, has them take turns, and ends them. Who does not fit into memory is left out."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        teams: dict[str, Team] = {}
+        jobs: dict[str, Job] = {}
         needed = 0
         for name, way in ways.items():
             notes.progress(f"{about}: starting {name}")
@@ -138,18 +138,18 @@ def run(ways: dict[str, Way], casts: dict[str, Cast], course: Course, about: str
             if before < needed:
                 notes.skip(f"{about}: {name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
                 continue
-            team = teams[name] = stack.enter_context(Team(way, casts[name]))
-            team.run(REHEARSED, 1, REHEARSAL)
-            outcomes[name] = Outcome(facts=json.loads(team.told[0]))
+            job = jobs[name] = stack.enter_context(Job(way, casts[name]))
+            job.run(REHEARSED, 1, REHEARSAL)
+            outcomes[name] = Outcome(facts=json.loads(job.told[0]))
             needed = needed or round(ROOM * max(0, before - available_bytes()))
-        names = list(teams)
+        names = list(jobs)
         for number in range(course.rounds):
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
                 notes.progress(f"{about}: round {number + 1} of {course.rounds}: {name}")
-                outcomes[name].add(teams[name].run(WARM, course.steps), course)
+                outcomes[name].add(jobs[name].run(WARM, course.steps), course)
         for name, outcome in outcomes.items():
-            trace = teams[name].finish()
+            trace = jobs[name].finish()
             outcome.parts = parts(trace) if trace else {}
     return outcomes
 

@@ -1,4 +1,4 @@
-"""``tensorwire bench train``: whole steps of training, the ways to train taking turns.
+"""``python -m benchmarks train``: whole steps of training, the ways to train taking turns.
 
 A step's seconds are what the slowest worker took. Where the store is Tensorwire's, its parts come from the trace of
 the very steps that were timed.
@@ -13,20 +13,21 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.jobs import Cast, Job, Way
+from benchmarks.libraries import PEERS as LIBRARIES
 from tensorwire._native import available_bytes
-from tensorwire.bench import baselines
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.links import cable
-from tensorwire.bench.programs import OURS, Answer
+from tensorwire.bench.programs import OURS, Answer, ProgramFailed
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.bench.workloads import ELSEWHERE, MODELS
+from tensorwire.bench.workloads import MODELS
 from tensorwire.doctor.findings import in_words
-from tensorwire.errors import ArgumentError, ProgramFailed, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe.parts import Record as Trace
 from tensorwire.observe.parts import parts_of_trace, typical
 
+ELSEWHERE = "vgg16-elsewhere"  # its layers sleep: see ``elsewhere.py``
 WORKLOADS = (*MODELS, ELSEWHERE)
 PEERS = ("ddp", "grpc")
 # Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
@@ -83,7 +84,7 @@ def measure(
 ) -> list[Record]:
     """Every workload over every device, or over tcp on every link. ``made``: the rest of what `contest` takes."""
     if "grpc" in made["peers"] and find_spec("grpc") is None:
-        notes.skip(f"grpc is not here: {baselines.PEERS['grpc'].install}")
+        notes.skip(f"grpc is not here: {LIBRARIES['grpc'].install}")
         made = {**made, "peers": [peer for peer in made["peers"] if peer != "grpc"]}
     found: list[Record] = []
     for workload in workloads:
@@ -134,7 +135,7 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
     fit into memory beside the others."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        teams: dict[str, Team] = {}
+        jobs: dict[str, Job] = {}
         ours = 0  # bytes that the store without overlap took
         for way in ways:
             notes.progress(f"{told}: starting {way.name}")
@@ -143,21 +144,21 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
                 notes.skip(f"{told}: {way.name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
                 continue
             with _tolerated(way, notes):
-                team = stack.enter_context(Team(way, cast))
-                team.run(2, 1, REHEARSAL)  # now it has all its memory
-                teams[way.name], outcomes[way.name] = team, Outcome()
+                job = stack.enter_context(Job(way, cast))
+                job.run(2, 1, REHEARSAL)  # now it has all its memory
+                jobs[way.name], outcomes[way.name] = job, Outcome()
             if way.name == OURS:
                 ours = before - available_bytes()
-        word = _sleep(teams, course) if cast.workload == ELSEWHERE else ""
+        word = _sleep(jobs, course) if cast.workload == ELSEWHERE else ""
         for number in range(course.rounds):
             names = list(outcomes)
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
                 notes.progress(f"{told}: round {number + 1} of {course.rounds}: {name}")
-                with _tolerated(teams[name].way, notes, outcomes):
-                    outcomes[name].add(teams[name].run(WARM, course.steps, word), course)
+                with _tolerated(jobs[name].way, notes, outcomes):
+                    outcomes[name].add(jobs[name].run(WARM, course.steps, word), course)
         for name, outcome in outcomes.items():
-            outcome.trace = teams[name].finish()
+            outcome.trace = jobs[name].finish()
     return outcomes
 
 
@@ -172,11 +173,11 @@ def _tolerated(way: Way, notes: Notes, outcomes: dict[str, Outcome] | None = Non
         (outcomes or {}).pop(way.name, None)
 
 
-def _sleep(teams: Mapping[str, Team], course: Course) -> str:
+def _sleep(jobs: Mapping[str, Job], course: Course) -> str:
     """How long a step's computation is to take: as long as its communication does without overlap."""
     took = {}
     for name in (COMPUTE, OURS):
-        answers = teams[name].run(WARM, course.steps, REHEARSAL)
+        answers = jobs[name].run(WARM, course.steps, REHEARSAL)
         took[name] = max(a["seconds"] for a in answers) / course.steps
     return str(max(took[OURS] - took[COMPUTE], 0.001))
 
