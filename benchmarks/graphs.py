@@ -85,7 +85,7 @@ def measure(
 ) -> list[Record]:
     """Every workload over every device; adds to ``told``. ``made``: the rest of what `contest` takes."""
     if "rpc" in made["modes"] and find_spec("grpc") is None:
-        notes.skip(f"rpc needs grpcio: {how_to_install('rpc')}")
+        notes.skip(f"rpc needs grpcio: {how_to_install('benchmarks')}")
         made = {**made, "modes": [mode for mode in made["modes"] if mode != "rpc"]}
     found: list[Record] = []
     for workload in workloads:

@@ -7,7 +7,9 @@ tells where the model is cut, as JSON. The word of a round is ``leave``, or noth
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,6 +27,7 @@ from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
+from tensorwire.torch.graph.party import party_of
 
 
 class Host:
@@ -51,7 +54,12 @@ class Host:
     def _divide(self, mode: str, workload: str, hosts: int) -> None:
         found = cut(workload, self.model, self._batches[0], hosts)
         self.facts["cut"] = found.text
-        self.leave = tw.init().close
+        job = tw.init()
+        self.leave = job.close
+        if mode == "rpc":
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
+            importlib.import_module("benchmarks.rpc").install(party_of(job))
+            mode = "copy"
         tw.torch.place(self.model, found.hosts)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})
 

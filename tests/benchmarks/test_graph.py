@@ -168,7 +168,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, missing: str, workload: str, **mad
 
 
 def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    rpc = ["skipped: rpc needs grpcio: run pip install '.[rpc]' in the folder of Tensorwire's source"]
+    rpc = ["skipped: rpc needs grpcio: run pip install '.[benchmarks]' in the folder of Tensorwire's source"]
     assert measured(monkeypatch, "grpc", "fcn5") == (rpc, ["zerocopy", "copy"])
     bert = ["skipped: bert needs transformers: pip install transformers"]
     assert measured(monkeypatch, "transformers", "bert") == (bert, [])
