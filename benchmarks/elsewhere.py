@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training import ELSEWHERE
 from tensorwire.bench import models
-from tensorwire.bench.models import Trained, vgg16
+from tensorwire.bench.models import Model, vgg16
+
+ELSEWHERE = "vgg16-elsewhere"
 
 
 class _Away(torch.autograd.Function):
@@ -95,4 +96,4 @@ def one(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     return (torch.ones(size, requires_grad=True),)
 
 
-MODELS = {**models.MODELS, ELSEWHERE: Trained(ELSEWHERE, 1, Elsewhere, one)}
+MODELS = {**models.MODELS, ELSEWHERE: Model(ELSEWHERE, "VGG-16, layers that sleep", 1, Elsewhere, one)}

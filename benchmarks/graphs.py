@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks import huggingface
 from benchmarks.jobs import Cast, Job, Way
 from benchmarks.training import WARM, Course, parts
 from tensorwire._native import available_bytes
+from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import Answer, ProgramFailed
 from tensorwire.bench.records import COUNTED, Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.workloads import MODELS
 from tensorwire.doctor.findings import in_words
 from tensorwire.extras import how_to_install
 
 MODES = ("zerocopy", "copy", "rpc")
-TRANSFORMERS = {"bert": "BERT-base", "llama": "Llama of GPT-2's size", "vit": "ViT-small"}
-WORKLOADS = (*MODELS, *TRANSFORMERS)
+MODELS = {**models.MODELS, **huggingface.MODELS}
 ALONE = "one process"
 ACTOR = "benchmarks.actors.graph"
 REHEARSAL = "rehearsal"  # the word of a round that is not timed
@@ -89,7 +89,7 @@ def measure(
         made = {**made, "modes": [mode for mode in made["modes"] if mode != "rpc"]}
     found: list[Record] = []
     for workload in workloads:
-        if workload in TRANSFORMERS and find_spec("transformers") is None:
+        if workload in huggingface.MODELS and find_spec("transformers") is None:
             notes.skip(f"{workload} needs transformers: pip install transformers")
             continue
         if made["hosts"] > MOST_HOSTS.get(workload, made["hosts"]):
@@ -112,12 +112,12 @@ def contest(
     shrink: int = 1,
 ) -> list[Record]:
     """One workload over one device: a record of one process, and one a mode. Raises `ProgramFailed`."""
-    title = MODELS[workload].title if workload in MODELS else TRANSFORMERS[workload]
     ways = {ALONE: Way(ALONE, "alone", actor=ACTOR)}
     ways |= {mode: Way(mode, mode, device, actor=ACTOR) for mode in modes}
     casts = {name: Cast(workload, 1 if name == ALONE else hosts, 0, shrink) for name in ways}
     outcomes = run(ways, casts, course, f"{workload} over {device}", notes)
     facts = outcomes[ALONE].facts
+    title = MODELS[workload].title
     name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {hosts} hosts, {device}"
     told.append(Told(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
     shape = Workload("graph", device, name, facts["nbytes"], "training-step", (), (ALONE,))

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tensorwire.bench.models import MODELS, Model
 from tensorwire.bench.records import Record, time_text
-from tensorwire.bench.workloads import MODELS, Model
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file

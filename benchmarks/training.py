@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.elsewhere import ELSEWHERE, MODELS
 from benchmarks.jobs import Cast, Job, Way
 from benchmarks.libraries import PEERS as LIBRARIES
 from tensorwire._native import available_bytes
@@ -21,14 +22,12 @@ from tensorwire.bench.links import cable
 from tensorwire.bench.programs import OURS, Answer, ProgramFailed
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.workloads import MODELS
 from tensorwire.doctor.findings import in_words
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe.parts import Record as Trace
 from tensorwire.observe.parts import parts_of_trace, typical
 
-ELSEWHERE = "vgg16-elsewhere"  # its layers sleep: see ``elsewhere.py``
-WORKLOADS = (*MODELS, ELSEWHERE)
+WORKLOADS = tuple(MODELS)
 PEERS = ("ddp", "grpc")
 # Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
 ROOM = {"overlap": 1.5, "ddp": 1.25, "grpc": 2.5}
@@ -119,12 +118,11 @@ def contest(
     outcomes = run(ways(workload, device, peers, overlap=overlap), cast, course, told, notes)
     check_losses(workload, outcomes, notes)
     size = next(iter(outcomes.values())).size
-    title = MODELS[workload].title if workload in MODELS else "VGG-16, layers that sleep"
+    model = MODELS[workload]
     place = f"tcp over a link of {rate}" if rate else device
-    name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
-    nbytes = MODELS["vgg16" if workload == ELSEWHERE else workload].nbytes
+    name = f"{model.title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
     limits = (COMPUTE, NO_STORE)
-    shape = Workload("train", device, name, nbytes if shrink == 1 else 0, "training-step", (), limits)
+    shape = Workload("train", device, name, model.nbytes if shrink == 1 else 0, "training-step", (), limits)
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
     aimed = shrink == 1 and (workload, device) in (("fcn5", "shm"), (ELSEWHERE, "tcp"))
     return [_detailed(record, outcomes, aimed=aimed) for record in made]

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 import tensorwire as tw
-from benchmarks import huggingface
 from benchmarks.actors.train import BATCHES, SGD
 from benchmarks.cuts import cut
-from tensorwire.bench import models
+from benchmarks.graphs import MODELS
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
@@ -35,7 +34,7 @@ class Host:
 
     def __init__(self, mode: str, workload: str, shrink: int, hosts: int) -> None:
         torch.manual_seed(0)  # every process begins with the same values
-        made = {**models.MODELS, **huggingface.MODELS}[workload]
+        made = MODELS[workload]
         self.model = made.build(shrink)
         generator = torch.Generator().manual_seed(1)
         self._batches = [made.inputs(made.size, generator) for _ in range(BATCHES)]

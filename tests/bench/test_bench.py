@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.bench.workloads import TINY
+from tensorwire.bench.models import TINY
 from tests.bench.running import OURS, bench, costs, peers
 from tests.sandbox import Program, Sandbox
 

@@ -11,7 +11,6 @@ import torch
 from benchmarks import graphs, huggingface
 from benchmarks.cuts import LAYERS, cut, divide
 from benchmarks.jobs import Cast, Job, Way
-from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
@@ -21,7 +20,6 @@ from tests.bench.running import BESIDE, bench, costs, peers
 from tests.sandbox import Sandbox
 
 TINY = 16  # divides the hidden sizes
-ALL = {**models.MODELS, **huggingface.MODELS}
 
 
 def check_parts(details: dict[str, float]) -> None:
@@ -108,12 +106,12 @@ def test_layers_are_divided_by_what_they_cost() -> None:
 
 def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A small model and a batch."""
-    return ALL[name].build(TINY), ALL[name].inputs(2, torch.Generator().manual_seed(0))
+    return graphs.MODELS[name].build(TINY), graphs.MODELS[name].inputs(2, torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", graphs.WORKLOADS)
+@pytest.mark.parametrize("name", graphs.MODELS)
 def test_a_cut_gives_every_host_parameters(name: str) -> None:
-    if name in graphs.TRANSFORMERS:
+    if name in huggingface.MODELS:
         pytest.importorskip("transformers")
     model, batch = built(name)
     found = cut(name, model, batch, 2)
@@ -137,9 +135,8 @@ def test_too_many_hosts_for_the_layers() -> None:
         cut("lstm", model, batch, 3)
 
 
-def test_every_workload_has_its_layers_and_its_model() -> None:
-    assert set(graphs.WORKLOADS) == set(LAYERS)
-    assert set(graphs.WORKLOADS) == set(ALL)
+def test_every_workload_has_its_layers() -> None:
+    assert set(graphs.MODELS) == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", huggingface.MODELS)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from tensorwire.bench import links
 from tensorwire.bench.compare import Workload
+from tensorwire.bench.models import Model, find
 from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target
-from tensorwire.bench.workloads import Model, find
 
 MIB = 2**20
 RULES = {"SGD": "step", "none": "exchange"}  # and the first half of the mode

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from tensorwire.bench import edges, faults, links, machine, show, stores, verbs, writes
+from tensorwire.bench import edges, faults, links, machine, show, verbs, writes
 from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
 from tensorwire.errors import Unsupported
 from tensorwire.observe.files import check_file
+
+if TYPE_CHECKING:
+    from tensorwire.bench.stores import Job
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Rec
 
 
 def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    from tensorwire.bench import stores  # it imports torch
+
     if not options.links:
         return update(options, settings, notes, stores.workloads)
     settings = replace(settings, rounds=options.rounds or (2 if options.quick else 5))
@@ -157,12 +162,14 @@ def update(
     options: Options,
     settings: Settings,
     notes: show.Notes,
-    workloads: Callable[[stores.Job, Sequence[str]], list[Workload]],
+    workloads: Callable[[Job, Sequence[str]], list[Workload]],
 ) -> list[Record]:
     """Measures the ``workloads`` of stores, model by model."""
+    from tensorwire.bench.stores import jobs as make_jobs
+
     rounds = options.rounds or (2 if options.quick else 5)
     settings = replace(settings, rounds=rounds, seconds=0.02 if options.quick else 1.0)
-    jobs = stores.jobs(options.workloads, options.workers, options.servers)
+    jobs = make_jobs(options.workloads, options.workers, options.servers)
     return [record for job in jobs for record in compare_all(workloads(job, options.devices), settings, notes)]
 
 
