@@ -71,7 +71,7 @@ def test_every_command_line_of_a_benchmark_is_one(page: Path) -> None:
 
 def test_every_environment_variable_is_in_the_table() -> None:
     used = set()
-    for path in (ROOT / "src" / "tensorwire").rglob("*.py"):
+    for path in [*(ROOT / "src" / "tensorwire").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         used.update(re.findall(r"TENSORWIRE_[A-Z_]*[A-Z]", path.read_text()))
     rows = [line.split("|")[1] for line in (DOCS / "running.md").read_text().splitlines() if line.startswith("|")]
     assert used - {name for row in rows for name in re.findall(r"TENSORWIRE_\w+", row)} == set()
