@@ -1,4 +1,4 @@
-"""``python -m benchmarks graph``: steps of models that are cut over hosts, whose tensors cross in several ways.
+"""``python -m benchmarks graph``: steps of models that are cut over hosts, whose tensors cross in several variants.
 
 A step's seconds are what the slowest host took. Its parts come from the trace of the very steps that were timed, what
 crossed from the counters of all hosts meanwhile.
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks import huggingface
-from benchmarks.jobs import Cast, Job, Way
 from benchmarks.training import WARM, Course, parts
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
 from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
@@ -49,7 +49,7 @@ ROOM = 2.0  # what a job may take of memory for each byte that one process took
 
 @dataclass
 class Outcome:
-    """What one way showed: seconds and losses by round, facts of the model, the parts of the typical step.
+    """What one variant showed: seconds and losses by round, facts of the model, the parts of the typical step.
 
     ``samples.counts``: of a step, all hosts together, in the round that had most.
     """
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Told:
+class CutNote:
     """Of one workload besides its figures: where it was cut, and whose losses are the same."""
 
     workload: str
@@ -81,7 +81,7 @@ class Told:
 
 
 def measure(
-    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], told: list[Told], notes: Notes
+    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], told: list[CutNote], notes: Notes
 ) -> list[Record]:
     """Every workload over every device; adds to ``told``. ``made``: the rest of what `contest` takes."""
     if "rpc" in made["modes"] and find_spec("grpc") is None:
@@ -107,38 +107,40 @@ def contest(
     hosts: int,
     modes: Sequence[str],
     course: Course,
-    told: list[Told],
+    told: list[CutNote],
     notes: Notes,
     shrink: int = 1,
 ) -> list[Record]:
     """One workload over one device: a record of one process, and one a mode. Raises `ProgramFailed`."""
-    ways = {ALONE: Way(ALONE, "alone", actor=ACTOR)}
-    ways |= {mode: Way(mode, mode, device, actor=ACTOR) for mode in modes}
-    casts = {name: Cast(workload, 1 if name == ALONE else hosts, 0, shrink) for name in ways}
-    outcomes = run(ways, casts, course, f"{workload} over {device}", notes)
+    variants = {ALONE: Variant(ALONE, "alone", actor=ACTOR)}
+    variants |= {mode: Variant(mode, mode, device, actor=ACTOR) for mode in modes}
+    setups = {name: Setup(workload, 1 if name == ALONE else hosts, 0, shrink) for name in variants}
+    outcomes = run(variants, setups, course, f"{workload} over {device}", notes)
     facts = outcomes[ALONE].facts
     title = MODELS[workload].title
     name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {hosts} hosts, {device}"
-    told.append(Told(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
+    told.append(CutNote(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
     shape = Workload("graph", device, name, facts["nbytes"], "training-step", (), (ALONE,))
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
     aimed = shrink == 1 and (workload, device, hosts) == ("gpt2", "shm", 2)
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
-def run(ways: dict[str, Way], casts: dict[str, Cast], course: Course, about: str, notes: Notes) -> dict[str, Outcome]:
+def run(
+    variants: dict[str, Variant], setups: dict[str, Setup], course: Course, about: str, notes: Notes
+) -> dict[str, Outcome]:
     """Starts all of them, has them take turns, and ends them. Who does not fit into memory is left out."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        jobs: dict[str, Job] = {}
+        jobs: dict[str, Workers] = {}
         needed = 0
-        for name, way in ways.items():
+        for name, variant in variants.items():
             notes.progress(f"{about}: starting {name}")
             before = available_bytes()
             if before < needed:
                 notes.skip(f"{about}: {name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
                 continue
-            job = jobs[name] = stack.enter_context(Job(way, casts[name]))
+            job = jobs[name] = stack.enter_context(Workers(variant, setups[name]))
             job.run(REHEARSED, 1, REHEARSAL)
             outcomes[name] = Outcome(facts=json.loads(job.told[0]))
             needed = needed or round(ROOM * max(0, before - available_bytes()))
@@ -206,6 +208,6 @@ def crossed_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     return rows
 
 
-def cut_rows(told: Sequence[Told]) -> list[tuple[str, ...]]:
+def cut_rows(told: Sequence[CutNote]) -> list[tuple[str, ...]]:
     """A row a workload."""
     return [(one.workload, one.cut, one.same) for one in told]

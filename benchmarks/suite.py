@@ -64,7 +64,7 @@ def graph(options: Options) -> None:
     """``python -m benchmarks graph``."""
     if options.report:
         report.check_chart(options.report)
-    told: list[graphs.Told] = []
+    told: list[graphs.CutNote] = []
     records, described = report_on(options, partial(_graph, told), shared=True)
     tell = report.markdown if options.markdown else report.show
     tell(graphs.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
@@ -105,7 +105,7 @@ def _train(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     return training.measure(options.workloads, options.devices, options.links, made, notes)
 
 
-def _graph(told: list[graphs.Told], options: Options, settings: Settings, notes: Notes) -> list[Record]:
+def _graph(told: list[graphs.CutNote], options: Options, settings: Settings, notes: Notes) -> list[Record]:
     made = {
         "hosts": options.hosts,
         "modes": options.modes,

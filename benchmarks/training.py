@@ -1,4 +1,4 @@
-"""``python -m benchmarks train``: whole steps of training, the ways to train taking turns.
+"""``python -m benchmarks train``: whole steps of training, the variants to train taking turns.
 
 A step's seconds are what the slowest worker took. Where the store is Tensorwire's, its parts come from the trace of
 the very steps that were timed.
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.elsewhere import ELSEWHERE, MODELS
-from benchmarks.jobs import Cast, Job, Way
 from benchmarks.libraries import PEERS as LIBRARIES
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.links import cable
@@ -42,7 +42,7 @@ QUICK_SHRINK = 16
 
 @dataclass(frozen=True)
 class Course:
-    """How long: ``rounds`` of ``steps`` for each way, taking turns."""
+    """How long: ``rounds`` of ``steps`` for each variant, taking turns."""
 
     rounds: int
     steps: int
@@ -50,7 +50,7 @@ class Course:
 
 @dataclass
 class Outcome:
-    """What one way showed: seconds of a step by round, the last losses of its workers, the trace of its job."""
+    """What one variant showed: seconds of a step by round, the last losses of its workers, the trace of its job."""
 
     samples: Samples = field(default_factory=Samples)
     loss: float = 0.0
@@ -69,13 +69,13 @@ class Outcome:
         return self.samples.median
 
 
-def ways(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Way]:
+def variants(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Variant]:
     """Who takes part; the first has no store."""
-    stores = [Way(OURS, "store", device)] + ([Way(OVERLAP, "overlap", device)] if overlap else [])
+    stores = [Variant(OURS, "store", device)] + ([Variant(OVERLAP, "overlap", device)] if overlap else [])
     if workload == ELSEWHERE:
-        return [Way(COMPUTE, "compute"), *stores]
-    others = [Way(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
-    return [Way(NO_STORE, "alone"), *stores, *others]
+        return [Variant(COMPUTE, "compute"), *stores]
+    others = [Variant(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
+    return [Variant(NO_STORE, "alone"), *stores, *others]
 
 
 def measure(
@@ -112,10 +112,10 @@ def contest(
     rate: str = "",
     ends: tuple[str, ...] = (),
 ) -> list[Record]:
-    """One workload over one device: a record a way. Raises `ProgramFailed` if Tensorwire's own fails."""
-    cast = Cast(workload, workers, servers, shrink, ends)
+    """One workload over one device: a record a variant. Raises `ProgramFailed` if Tensorwire's own fails."""
+    setup = Setup(workload, workers, servers, shrink, ends)
     told = f"{workload} over {rate or device}"
-    outcomes = run(ways(workload, device, peers, overlap=overlap), cast, course, told, notes)
+    outcomes = run(variants(workload, device, peers, overlap=overlap), setup, course, told, notes)
     check_losses(workload, outcomes, notes)
     size = next(iter(outcomes.values())).size
     model = MODELS[workload]
@@ -128,32 +128,34 @@ def contest(
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
-def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
+def run(variants: Sequence[Variant], setup: Setup, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
     """Starts all of them, has them take turns, and ends them. Who fails and is not ours is left out, and who does not
     fit into memory beside the others."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        jobs: dict[str, Job] = {}
+        jobs: dict[str, Workers] = {}
         ours = 0  # bytes that the store without overlap took
-        for way in ways:
-            notes.progress(f"{told}: starting {way.name}")
-            before, needed = available_bytes(), round(ROOM.get(way.kind, 0) * ours)
+        for variant in variants:
+            notes.progress(f"{told}: starting {variant.name}")
+            before, needed = available_bytes(), round(ROOM.get(variant.kind, 0) * ours)
             if before < needed:
-                notes.skip(f"{told}: {way.name} may take {in_words(needed)} of memory, and {in_words(before)} are left")
+                notes.skip(
+                    f"{told}: {variant.name} may take {in_words(needed)} of memory, and {in_words(before)} are left"
+                )
                 continue
-            with _tolerated(way, notes):
-                job = stack.enter_context(Job(way, cast))
+            with _tolerated(variant, notes):
+                job = stack.enter_context(Workers(variant, setup))
                 job.run(2, 1, REHEARSAL)  # now it has all its memory
-                jobs[way.name], outcomes[way.name] = job, Outcome()
-            if way.name == OURS:
+                jobs[variant.name], outcomes[variant.name] = job, Outcome()
+            if variant.name == OURS:
                 ours = before - available_bytes()
-        word = _sleep(jobs, course) if cast.workload == ELSEWHERE else ""
+        word = _sleep(jobs, course) if setup.workload == ELSEWHERE else ""
         for number in range(course.rounds):
             names = list(outcomes)
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
                 notes.progress(f"{told}: round {number + 1} of {course.rounds}: {name}")
-                with _tolerated(jobs[name].way, notes, outcomes):
+                with _tolerated(jobs[name].variant, notes, outcomes):
                     outcomes[name].add(jobs[name].run(WARM, course.steps, word), course)
         for name, outcome in outcomes.items():
             outcome.trace = jobs[name].finish()
@@ -161,17 +163,17 @@ def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes
 
 
 @contextlib.contextmanager
-def _tolerated(way: Way, notes: Notes, outcomes: dict[str, Outcome] | None = None) -> Iterator[None]:
+def _tolerated(variant: Variant, notes: Notes, outcomes: dict[str, Outcome] | None = None) -> Iterator[None]:
     try:
         yield
     except ProgramFailed as error:
-        if way.kind not in PEERS:
+        if variant.kind not in PEERS:
             raise
-        notes.skip(f"{way.name}: {error}")
-        (outcomes or {}).pop(way.name, None)
+        notes.skip(f"{variant.name}: {error}")
+        (outcomes or {}).pop(variant.name, None)
 
 
-def _sleep(jobs: Mapping[str, Job], course: Course) -> str:
+def _sleep(jobs: Mapping[str, Workers], course: Course) -> str:
     """How long a step's computation is to take: as long as its communication does without overlap."""
     took = {}
     for name in (COMPUTE, OURS):

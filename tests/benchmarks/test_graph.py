@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import graphs, huggingface
 from benchmarks.cuts import LAYERS, cut, divide
-from benchmarks.jobs import Cast, Job, Way
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
@@ -71,7 +71,7 @@ def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
-    with Job(Way("copy", "copy", "shm", actor=graphs.ACTOR), Cast("fcn5", 2, 0, TINY)) as job:
+    with Workers(Variant("copy", "copy", "shm", actor=graphs.ACTOR), Setup("fcn5", 2, 0, TINY)) as job:
         job.run(1, 2)
         trace = job.finish()
 
@@ -173,7 +173,7 @@ def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.Monke
 
 
 def outcome(*losses: float) -> graphs.Outcome:
-    """A way that has trained."""
+    """A variant that has trained."""
     return graphs.Outcome(losses=list(losses))
 
 

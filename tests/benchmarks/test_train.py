@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import elsewhere, report, training
 from benchmarks.elsewhere import ELSEWHERE
-from benchmarks.jobs import Cast, Way
+from benchmarks.workers import Setup, Variant
 from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.models import MODELS
@@ -136,7 +136,7 @@ def test_only_a_peer_may_fail(kind: str) -> None:
     left = {"it": training.Outcome()}
 
     def fail() -> None:
-        with training._tolerated(Way("it", kind), Notes(told.append, told.append), left):
+        with training._tolerated(Variant("it", kind), Notes(told.append, told.append), left):
             raise ProgramFailed("it ended")
 
     if kind == "ddp":
@@ -172,8 +172,8 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
     class Large:
         """Stands for processes that take 30 GiB."""
 
-        def __init__(self, way: Way, cast: Cast) -> None:
-            self.way = way
+        def __init__(self, variant: Variant, setup: Setup) -> None:
+            self.variant = variant
 
         def run(self, warm: int, count: int, word: str = "") -> list[Any]:
             nonlocal left
@@ -189,10 +189,10 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(training, "Job", Large)
+    monkeypatch.setattr(training, "Workers", Large)
     monkeypatch.setattr(training, "available_bytes", lambda: left)
-    ways = training.ways("vgg16", "shm", ["ddp"], overlap=True)
+    variants = training.variants("vgg16", "shm", ["ddp"], overlap=True)
     notes = Notes(lambda text: None, told.append)
-    found = training.run(ways, Cast("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
+    found = training.run(variants, Setup("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
     assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
     assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20.0 GiB are left"]

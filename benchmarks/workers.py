@@ -1,4 +1,4 @@
-"""The processes of one way to train: workers by themselves, under DDP, or of a job. Driven by lines.
+"""The processes of one variant to train: workers by themselves, under DDP, or of a job. Driven by lines.
 
 Over a link they are spread over its two ends: server 0 and worker 1 at the first, worker 0 at the second.
 """
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
+class Variant:
+    """One variant to train. ``kind``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker),
 
     ``ddp``, ``grpc`` (the gRPC store), ``store``, or ``overlap`` (a store that is pushed to while backward runs).
     ``device``: the job's. ``actor``: the module that the workers run; that of graphs has kinds of its own: its modes,
@@ -52,8 +52,8 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Cast:
-    """What the compared ways have in common. ``ends``: the network namespaces of a link, or none."""
+class Setup:
+    """What the compared variants have in common. ``ends``: the network namespaces of a link, or none."""
 
     workload: str
     workers: int
@@ -66,22 +66,22 @@ class Cast:
         return ("ip", "netns", "exec", self.ends[place % 2]) if self.ends else ()
 
 
-class Job(Group):
-    """The workers of one way, with what they need: a coordinator and servers. Raises `ProgramFailed`."""
+class Workers(Group):
+    """The workers of one variant, with what they need: a coordinator and servers. Raises `ProgramFailed`."""
 
-    def __init__(self, way: Way, cast: Cast) -> None:
+    def __init__(self, variant: Variant, setup: Setup) -> None:
         super().__init__()
-        self.way = way
+        self.variant = variant
         self.told: list[str] = []  # each worker's first line
-        self._cast = cast
+        self._cast = setup
         self._others: list[Program] = []  # the servers, and before ours the coordinator
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         try:
-            environment = {"TENSORWIRE_TRACE": self._folder.name} if way.traced else {}
+            environment = {"TENSORWIRE_TRACE": self._folder.name} if variant.traced else {}
             meeting = str(Path(self._folder.name) / "meeting")
-            if way.ours:
+            if variant.ours:
                 environment |= self._serve(environment)
-            elif way.kind == "grpc":
+            elif variant.kind == "grpc":
                 meeting = self._serve_grpc(environment)
             self._start(environment, meeting)
         except BaseException:
@@ -89,7 +89,7 @@ class Job(Group):
             raise
 
     def _program(self, name: str, place: int, command: tuple[str, ...], environment: Mapping[str, str]) -> Program:
-        theirs = str(PROGRAMS) if self.way.kind == "grpc" else ""
+        theirs = str(PROGRAMS) if self.variant.kind == "grpc" else ""
         path = (str(ROOT), theirs, os.environ.get("PYTHONPATH", ""))
         common = {
             **MALLOC,
@@ -98,28 +98,28 @@ class Job(Group):
             # gloo takes the interface of the host's name otherwise.
             "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo",
         }
-        name = f"{self.way.name}: {name}"
+        name = f"{self.variant.name}: {name}"
         return Program((*self._cast.inside(place), *command), {**common, **environment}, name=name)
 
     def _serve(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
-        cast = self._cast
+        setup = self._cast
         told = {
             **environment,
             "TENSORWIRE_SECRET": new_secret(),
-            "TENSORWIRE_DEVICE": self.way.device,
-            "TENSORWIRE_WORKERS": str(cast.workers),
-            "TENSORWIRE_SERVERS": str(cast.servers),
+            "TENSORWIRE_DEVICE": self.variant.device,
+            "TENSORWIRE_WORKERS": str(setup.workers),
+            "TENSORWIRE_SERVERS": str(setup.servers),
         }
-        host = ADDRESSES[0] if cast.ends else "127.0.0.1"
-        launch = module_command("tensorwire.launch.coordinator", cast.workers, cast.servers, host, 0)
+        host = ADDRESSES[0] if setup.ends else "127.0.0.1"
+        launch = module_command("tensorwire.launch.coordinator", setup.workers, setup.servers, host, 0)
         coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
         line = coordinator.hear()
         if not line.startswith("listening "):
             raise ProgramFailed(line)
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
-        for index in range(cast.servers):
+        for index in range(setup.servers):
             command = tuple(module_command("tensorwire.launch.server"))
             own = {**told, "TENSORWIRE_INDEX": str(index)}
             self._others.append(self._program(f"server {index}", index, command, own))
@@ -127,38 +127,38 @@ class Job(Group):
 
     def _serve_grpc(self, environment: Mapping[str, str]) -> str:
         """Starts the gRPC store's servers; their addresses."""
-        cast, script = self._cast, str(PROGRAMS / "grpc_train.py")
-        for index in range(cast.servers):
-            host = ADDRESSES[index % 2] if cast.ends else "127.0.0.1"
-            command = (sys.executable, script, "server", str(index), str(cast.workers), host)
+        setup, script = self._cast, str(PROGRAMS / "grpc_train.py")
+        for index in range(setup.servers):
+            host = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
+            command = (sys.executable, script, "server", str(index), str(setup.workers), host)
             self._others.append(self._program(f"server {index}", index, command, environment))
         return ",".join(hear_all(self._others))
 
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
-        cast = self._cast
-        for rank in range(cast.workers):
-            words = (self.way.kind, cast.workload, cast.shrink, rank, cast.workers, meeting)
+        setup = self._cast
+        for rank in range(setup.workers):
+            words = (self.variant.kind, setup.workload, setup.shrink, rank, setup.workers, meeting)
             told = {**environment, "TENSORWIRE_RANK": str(rank)}
-            command = tuple(module_command(self.way.actor, *words))
+            command = tuple(module_command(self.variant.actor, *words))
             self.programs.append(self._program(f"worker {rank}", rank + 1, command, told))
-        servers = self._others[-cast.servers :] if self._others and cast.servers else []
+        servers = self._others[-setup.servers :] if self._others and setup.servers else []
         self.told = hear_all(self.programs, silent=servers)
-        self.introduce(["-"] * cast.workers, silent=servers)
+        self.introduce(["-"] * setup.workers, silent=servers)
 
     def finish(self) -> dict[str, Record]:
         """Has them leave in good order; the trace of a job, nothing otherwise."""
         for worker in self.programs:
             worker.say("run 0 0 0 leave")
         for program in (*self.programs, *self._others):
-            if self.way.kind == "grpc":
+            if self.variant.kind == "grpc":
                 program.say("leave")  # its servers go last, and are told
             try:
                 status = program.process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
-                raise ProgramFailed(f"a process of {self.way.name} did not leave") from None
+                raise ProgramFailed(f"a process of {self.variant.name} did not leave") from None
             if status:
                 program.hear()  # raises with its last words
-        return read_trace(self._folder.name) if self.way.traced else {}
+        return read_trace(self._folder.name) if self.variant.traced else {}
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""The processes of a way to train: whoever dies while they start is named at once."""
+"""The processes of a variant to train: whoever dies while they start is named at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import Cast, Job, Way
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench import programs
 from tensorwire.bench.programs import Program, ProgramFailed, hear_all
 from tests.sandbox import nothing_kept
@@ -46,7 +46,7 @@ def test_who_dies_at_the_start_is_named(
     (tmp_path / "sitecustomize.py").write_text(KILLS.format(words=words))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ProgramFailed, match=f"^mine: {victim} was killed by SIGKILL$"):
-        Job(Way("mine", kind), Cast("fcn5", workers=2, servers=2, shrink=64))
+        Workers(Variant("mine", kind), Setup("fcn5", workers=2, servers=2, shrink=64))
 
 
 def start(stack: ExitStack, name: str, code: str) -> Program:
