@@ -16,6 +16,7 @@ import pytest
 import tensorwire
 
 SOURCE = Path(tensorwire.__file__).parent
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LAYERS = [
     "observe",
     "device",
@@ -75,13 +76,18 @@ def modules() -> list[Path]:
     return sorted(p for p in SOURCE.rglob("*.py"))
 
 
+def all_modules() -> list[Path]:
+    """With those of the benchmarks beside the package."""
+    return [*modules(), *sorted(BENCHMARKS.rglob("*.py"))]
+
+
 def test_every_public_thing_has_a_docstring() -> None:
     bare = []
-    for path in modules():
+    for path in all_modules():
         tree = ast.parse(path.read_text())
         if ast.get_docstring(tree) is None:
             bare.append(str(path))
-        if path.parent.name == "conformance":  # tests: their names say it
+        if path.parent.name in ("conformance", "peers"):  # tests: their names say it; programs
             continue
         for node in ast.walk(tree):
             if not isinstance(node, (ast.ClassDef, ast.Module)):
@@ -127,9 +133,14 @@ def test_a_server_imports_nothing_of_the_workers_side() -> None:
     assert not found & {"tensorwire.store.client", "tensorwire.store.client_state"}
 
 
+def test_the_package_does_without_the_benchmarks_beside_it() -> None:
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b|[\"']benchmarks\.", re.M)
+    assert [path.name for path in modules() if pattern.search(path.read_text())] == []
+
+
 def test_nothing_pickles_or_evaluates() -> None:
     wrong = []
-    for path in modules():
+    for path in all_modules():
         if path.name == "counting.py":  # counts pickles, makes none
             continue
         for line in path.read_text().splitlines():
@@ -139,7 +150,7 @@ def test_nothing_pickles_or_evaluates() -> None:
 
 
 def test_files_stay_readable() -> None:
-    long = [p.name for p in modules() if len(p.read_text().splitlines()) > 600]
+    long = [p.name for p in all_modules() if len(p.read_text().splitlines()) > 600]
     assert long == []
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import launch
 import table
 
-from tensorwire.bench.baselines import peers_folder
 from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Program
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.trace.parts import Record, parts_of_trace, read_trace, typical
 
 SCRIPT = Path(__file__).resolve().parent / "compare.py"
+GRPC = SCRIPT.parents[2] / "benchmarks" / "peers"  # the store on gRPC
 SAME_LOSS = 1e-4  # of it: sums in another order round differently
 
 
@@ -37,7 +37,7 @@ def run(options: dict[str, Any], json_file: str | None) -> int:
             own = Path(folder) / name
             print(f"{options['steps']} steps with the parameters in a store of {name}", flush=True)
             with _servers(options, own) if name == "gRPC" else contextlib.nullcontext([]) as extra:
-                more = {"PYTHONPATH": os.pathsep.join([str(peers_folder()), os.environ.get("PYTHONPATH", "")])}
+                more = {"PYTHONPATH": os.pathsep.join([str(GRPC), os.environ.get("PYTHONPATH", "")])}
                 status = launch.start(launcher, [*script, *extra], str(own), **more)
             if status:
                 return status if status > 0 else 128 - status
@@ -52,7 +52,7 @@ def run(options: dict[str, Any], json_file: str | None) -> int:
 def _servers(options: dict[str, Any], folder: Path) -> Iterator[list[str]]:
     """The servers of the store on gRPC; what the script is told of them. Their trace lies in a folder of its own."""
     environment = {**MALLOC, "OMP_NUM_THREADS": "1", "TENSORWIRE_TRACE": str(folder / "servers")}
-    command = (sys.executable, str(peers_folder() / "grpc_train.py"), "server")
+    command = (sys.executable, str(GRPC / "grpc_train.py"), "server")
     programs: list[Program] = []
     try:
         for index in range(options["servers"]):

@@ -22,7 +22,6 @@
     ├── JobEnded                        the job ended; says who ended it and why
     │   └── WorkerFinished              a worker was done while this one went on with another step
     ├── ProducerFailed                  an edge: its producer failed to make what was to be sent; has its message
-    ├── ProgramFailed                   a program of a benchmark ended or was silent
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
@@ -48,7 +47,6 @@ __all__ = [
     "PeerLost",
     "PlanMismatch",
     "ProducerFailed",
-    "ProgramFailed",
     "ProtocolError",
     "RegionClosed",
     "RemoteAccessError",
@@ -138,10 +136,6 @@ class WorkerFinished(JobEnded):
 
 class ProducerFailed(TensorwireError):
     """What an edge was to carry could not be made. Raised at its consumer, with the producer's message."""
-
-
-class ProgramFailed(TensorwireError):
-    """A program of a benchmark ended or was silent. The message has its last words."""
 
 
 class GradientModified(TensorwireError):

@@ -1,8 +1,7 @@
-"""``tensorwire bench edge``: every contender's own programs, whose values are checked; no figure is judged."""
+"""``tensorwire bench edge``: the programs of every contender, which check values; no figure is judged."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from tensorwire.bench.actors.ends import Summands, Sums
-from tensorwire.bench.baselines import Peers
 from tensorwire.bench.compare import Workload, fitting
-from tensorwire.bench.edges import GIB, KIB, MIB, OTHERS, workloads
+from tensorwire.bench.edges import KIB, workloads
+from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import Contender, Stage
 from tensorwire.bench.show import Notes
 from tests.sandbox import nothing_kept
@@ -25,7 +24,7 @@ WORDS = ("transfer", "whole")
 
 def find(name: str, device: str, nbytes: int, *, word: str = "transfer") -> Contender:
     """A contender by its name, as the benchmark makes it."""
-    made = workloads([device], nbytes, Peers((), None, QUIET), [other.peer.name for other in OTHERS])
+    made = workloads([device], nbytes, Limits(QUIET))
     (contender,) = [c for c in made[WORDS.index(word)].contenders if c.name == name]
     return contender
 
@@ -56,17 +55,6 @@ def test_the_ends_alone_share_the_memory_of_the_static_edge() -> None:
         for word in ("alone", "whole", "alone", "transfer"):
             seconds = [a["seconds"] > 0 for a in stage.run(1, 3, word)]
             assert seconds == [word == "alone", True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.name)
-def test_others_have_the_same_ends(other: object) -> None:
-    name = getattr(other, "name")  # noqa: B009
-    if "grpc" in name and importlib.util.find_spec("grpc") is None:
-        pytest.skip("needs grpcio, of which this process is to have no thread")
-    with nothing_kept(), Stage(find(name, "tcp", 68 * KIB), CORES) as stage:
-        for warm, count, word in ((1, 1, "whole"), (3, 4, "transfer"), (2, 5, "whole")):
-            assert stage.run(warm, count, word)[-1]["seconds"] > 0
 
 
 @pytest.mark.slow
@@ -114,18 +102,6 @@ def test_sums_are_exact() -> None:
     summands.add(1, out)
     sums.take(out)
     assert sums.found == [np.sum(out.numpy(), dtype=np.float64)]
-
-
-def test_targets() -> None:
-    def targets(device: str, nbytes: int) -> list[str]:
-        return [str(w.target) for w in workloads([device], nbytes, Peers((), None, QUIET), [])]
-
-    transfer = "<= 2 us and >= 25.00 of grpc"
-    for nbytes, ratio in ((KIB, "20.00"), (64 * KIB, "20.00"), (MIB, "6.00"), (64 * MIB, "4.00")):
-        assert targets("shm", nbytes) == [transfer, f">= {ratio} of grpc"]
-    assert targets("shm", GIB) == [transfer, "None"]
-    assert targets("tcp", MIB) == ["None", ">= 3.00 of grpc"]
-    assert targets("tcp", KIB) == ["None", "None"]
 
 
 def test_what_does_not_fit_into_memory() -> None:

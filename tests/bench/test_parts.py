@@ -12,10 +12,9 @@ import pytest
 from tensorwire.bench import suite
 from tensorwire.bench.actors.lines import check, pattern
 from tensorwire.bench.compare import Samples, Settings, Workload, compare_all, records
-from tensorwire.bench.programs import Contender, Stage, pair
+from tensorwire.bench.programs import Contender, ProgramFailed, Stage, pair
 from tensorwire.bench.records import COUNTED, MODES, Target, time_text
 from tensorwire.bench.show import Notes
-from tensorwire.errors import ProgramFailed
 from tests.cli.test_cli import complaint
 from tests.sandbox import nothing_kept
 
@@ -70,7 +69,7 @@ def test_on_a_busy_machine_times_are_not_judged(
     timed = records(workload, samples, {"tensorwire": "tensorwire", "C": "C"})
     counted = replace(timed[0], workload="a step", target=COUNTED, met=True)
     file = tmp_path / "figures.json"
-    suite._report(suite.Options(json=str(file)), lambda *_: [*timed, counted])
+    suite.report_on(suite.Options(json=str(file)), lambda *_: [*timed, counted])
     ours, _, step = json.loads(file.read_text())
     said = capsys.readouterr().out
     busy = load > 1
@@ -157,9 +156,11 @@ MISTAKES = [
     (["bench", "device", "--sizes", "100"], "'100' is not a multiple of 64 bytes"),
     (["bench", "edge", "--sizes", "8GiB"], "'8GiB' is not a size"),
     (["bench", "device", "--rounds", "0"], "0 is not in the range 1<=x<=1000"),
-    (["bench", "device", "--peers", "pigeons"], "--peers: 'pigeons' is not one of none, all, ucx"),
-    (["bench", "edge", "--peers", "pigeons"], "'pigeons' is not one of none, grpc, torch-rpc, gloo"),
     (["bench", "device", "--link", "3gbit"], "'3gbit' is not one of 1gbit, 10gbit"),
+    (["bench", "device", "--listen", "127.0.0.1:0"], "--listen and --connect measure verbs alone"),
+    (["bench", "store", "--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16"),
+    (["bench", "store", "--device", "verbs"], "'verbs' is not one of shm, tcp"),
+    (["bench", "store", "--workers", "0"], "0 is not in the range 1<=x<=64"),
     (["bench", "faults", "--cores", "one"], "--cores is two numbers such as 0,1, not 'one'"),
     (["bench", "faults", "--cores", "0,4095"], "--cores 0,4095: two of the processors"),
     (

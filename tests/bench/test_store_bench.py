@@ -1,86 +1,18 @@
-"""``tensorwire bench store``: real stores of a small model, whose values are compared; no figure is judged."""
+"""``tensorwire bench store``: what its programs check, and how they are driven."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
-from typing import Any
 
 import pytest
 import torch
 
 from tensorwire.bench.actors.values import Expected, check_gradient, put, put_start
-from tensorwire.bench.baselines import Peers
-from tensorwire.bench.programs import Contender, Stage
-from tensorwire.bench.records import MODES
-from tensorwire.bench.show import Notes
-from tensorwire.bench.stores import Job, workloads
-from tensorwire.bench.workloads import TINY, find
-from tensorwire.errors import ProgramFailed
-from tests.bench.test_bench import validate
-from tests.cli.test_cli import complaint
-from tests.sandbox import Sandbox, nothing_kept
+from tensorwire.bench.models import TINY
+from tensorwire.bench.programs import Contender, ProgramFailed, Stage
+from tests.sandbox import nothing_kept
 
 CORES = (0, 1)
-QUIET = Notes(lambda text: None, lambda text: None)
-
-
-def run(sandbox: Sandbox, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
-    file = sandbox.folder / "figures.json"
-    options = ("--workload", "tiny", "--quick", "--rounds", "1", "--json", str(file))
-    result = sandbox.launch("bench", "store", *options, *arguments).finish()
-    assert result.status == 0, result.err
-    sandbox.nothing_left()
-    return result.err, json.loads(file.read_text())
-
-
-@pytest.mark.slow
-def test_store(sandbox: Sandbox) -> None:
-    _, records = run(sandbox, "--device", "shm", "--peers", "none")
-    modes = ["step-copied", "step-mapped", "exchange-copied", "exchange-mapped"]
-    assert [r["mode"] for r in records] == modes
-    pieces = len(TINY.tensors) + 2  # the plan cuts one into three
-    for record in records:
-        validate(record, records, pinned="all programs share the processors")
-        copied = record["mode"].endswith("copied")
-        assert (record["copies"], record["rpcs"], record["registrations"]) == (2 * pieces if copied else 0, 0, 0)
-        assert (record["bytes_per_second"] is None) == record["mode"].endswith("mapped")
-        assert "tiny" in record["workload"]
-
-
-@pytest.mark.slow
-def test_the_same_values_as_grpc() -> None:
-    if importlib.util.find_spec("grpc") is None:
-        pytest.skip("needs grpcio, of which this process is to have no thread")
-    job = Job(find("tiny"), workers=2, servers=2)
-    (workload,) = [w for w in workloads(job, ["tcp"], Peers((), None, QUIET), grpc=True) if w.mode == "step-copied"]
-    values = {}
-    for contender in workload.contenders:
-        with nothing_kept(), Stage(contender, CORES) as stage:
-            for steps, word in ((1, "copied"), (3, "born")):
-                answers = stage.run(1, steps, word)
-            assert len({a["values"] for a in answers[2:]}) == 1  # one version everywhere
-            values[contender.name] = answers[-1]["values"]
-            if contender.name == "tensorwire":
-                assert [(a["copies"], a["rpcs"], a["registrations"]) for a in answers] == [(0, 0, 0)] * 4
-    assert set(values) == {"tensorwire", "grpc"}
-    assert values["tensorwire"] == values["grpc"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("only_link")
-def test_over_a_link(sandbox: Sandbox) -> None:
-    said, records = run(sandbox, "--link", "1gbit")
-    if "skipped" in said:
-        assert "--link 1gbit: " in said
-        pytest.skip(said.strip())
-    assert [(r["peer"], r["mode"]) for r in records] == [
-        *((peer, mode) for mode in ("push", "pull", "push-and-pull") for peer in ("tensorwire", "iperf3")),
-        ("iperf3 --bidir", "push-and-pull"),
-    ]
-    assert all(r["mode"] in MODES and "1gbit" in r["workload"] for r in records)
-    assert "RDMA-MXNet" in said
 
 
 def test_a_wrong_value_is_seen() -> None:
@@ -141,19 +73,3 @@ def test_a_server_that_fails_is_heard_while_others_work() -> None:
     contender = Contender("x", commands, servers=1)
     with nothing_kept(), Stage(contender, CORES) as stage, pytest.raises(ProgramFailed, match="no more memory"):
         stage.run(1, 1)
-
-
-MISTAKES = [
-    (["--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16, lstm, gru, fcn5, gpt2, tiny"),
-    (["--device", "verbs"], "bench store measures shm and tcp"),
-    (["--workers", "0"], "0 is not in the range 1<=x<=64"),
-    (["--peers", "gloo"], "'gloo' is not one of none, grpc"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "why"), MISTAKES, ids=lambda a: " ".join(a) if isinstance(a, list) else "")
-def test_a_mistake_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str
-) -> None:
-    with nothing_kept():
-        assert why in complaint(capsys, monkeypatch, "bench", "store", *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,16 @@ MISTAKES = [
 ]
 
 
-def complaint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+def complaint(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    command: Callable[[], None] = main,
+) -> str:
     """The answer to a mistake, one line. Nothing was started, so this process may stand for the command's."""
     monkeypatch.setattr(sys, "argv", ["tensorwire", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     captured = capsys.readouterr()
     assert (ended.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
     assert captured.err.startswith("tensorwire: ")

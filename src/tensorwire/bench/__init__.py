@@ -1,1 +1,1 @@
-"""``tensorwire bench``: every figure beside its limit and its peers, in the same run (docs/benchmarks.md)."""
+"""``tensorwire bench``: every figure beside its limit, in the same run (docs/benchmarks.md)."""

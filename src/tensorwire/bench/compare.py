@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from tensorwire._native import available_bytes
-from tensorwire.bench.programs import OURS, Answer, Contender, Stage
+from tensorwire.bench.programs import OURS, Answer, Contender, ProgramFailed, Stage
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
-from tensorwire.errors import ProgramFailed
 from tensorwire.sizes import size_text
 
 Commands = tuple[tuple[str, ...], ...]

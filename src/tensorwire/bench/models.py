@@ -1,37 +1,86 @@
-"""The models of ``bench train``: the papers' six workloads, GPT-2 small, and VGG-16 computed elsewhere.
+"""Models to measure and to plan with: the papers' six workloads, GPT-2 small, and a tiny one to try things out.
 
-Each is a torch module that takes a batch and returns its loss. The parameters have the shapes of ``workloads.py``, the
-papers' own, not those of a model zoo: Inception-v3's normalisations have an offset and no
-scale, LSTM and GRU are cells written out with one matrix a gate. ``shrink`` divides the hidden sizes, for quick runs.
+Each is a torch module that takes a batch and returns its loss. The parameters have the shapes of the papers on RDMA for
+TensorFlow and MXNet, with 10 classes (LSTM and GRU: 1000 outputs), not those of a model zoo: Inception-v3's
+normalisations have an offset and no scale, LSTM and GRU are cells written out with one matrix a gate. GPT-2 small has
+OpenAI's, with tied embeddings. ``shrink`` divides the hidden sizes, for quick runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tensorwire.bench.workloads import CLASSES, ELSEWHERE
+from tensorwire.store.plan import TensorSpec
+
+CLASSES = 10
+_KIB, _MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A workload that computes: ``build(shrink)`` makes the module, ``inputs(size, generator)`` a synthetic batch.
+class Model:
+    """A workload: ``build(shrink)`` makes the module, ``inputs(size, generator)`` a synthetic batch.
 
-    ``size``: samples a worker and step, such that a step takes a processor core about a second.
+    ``name`` is what people type, ``title`` what they read. ``size``: samples a worker and step, such that a step takes
+    a processor core about a second.
     """
 
     name: str
+    title: str
     size: int
     build: Callable[[int], nn.Module]
     inputs: Callable[[int, torch.Generator], tuple[Tensor, ...]]
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Its parameters, as a store sees them. Makes no memory for them."""
+        with torch.device("meta"):
+            named = list(self.build(1).named_parameters())
+        return tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(t.elements for t in self.tensors)
+
+    @property
+    def mean(self) -> float:
+        """Bytes of the mean tensor."""
+        return self.nbytes / len(self.tensors)
+
+    @property
+    def median(self) -> float:
+        """Bytes of the median tensor."""
+        return statistics.median(t.nbytes for t in self.tensors)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(t.nbytes for t in self.tensors)
+
+    @property
+    def small(self) -> int:
+        """How many tensors have less than 4 KiB."""
+        return sum(t.nbytes < 4 * _KIB for t in self.tensors)
+
+    @property
+    def large(self) -> int:
+        """How many tensors have 1 MiB or more."""
+        return sum(t.nbytes >= _MIB for t in self.tensors)
 
 
 class Classifier(nn.Module):
@@ -51,7 +100,16 @@ class Classifier(nn.Module):
 
 def fcn5(shrink: int = 1) -> nn.Module:
     """784 inputs, four hidden layers of 4096, 10 classes."""
-    widths = [784] + 4 * [4096 // shrink]
+    return connected(784, *(4 * [4096 // shrink]))
+
+
+def tiny(shrink: int = 1) -> nn.Module:
+    """Some 8 MiB in odd sizes: three buckets."""
+    return connected(33, 2051 // shrink, 1030 // shrink)
+
+
+def connected(*widths: int) -> nn.Module:
+    """Fully connected layers between these widths and the classes."""
     hidden = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     return Classifier(nn.Sequential(*hidden, nn.Linear(widths[-1], CLASSES)))
 
@@ -310,101 +368,27 @@ def texts(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     return (torch.randint(_VOCABULARY, (size, _TOKENS), generator=generator),)
 
 
-# ---- computed elsewhere
+def vectors(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Noise, 33 values a sample, and a label for each."""
+    return torch.randn((size, 33), generator=generator), torch.randint(CLASSES, (size,), generator=generator)
 
 
-class _Away(torch.autograd.Function):
-    """Sleeps as long as the layer would take; the gradients lie ready in memory, where an accelerator puts them."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: Layer) -> Tensor:
-        context.layer = layer
-        time.sleep(layer.seconds / 3)
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer = context.layer
-        time.sleep(layer.seconds * 2 / 3)
-        # Fresh views: autograd takes them over as they are, and copies nothing.
-        return gradient, *(ready.view(ready.shape) for ready in layer.ready), None
-
-
-class Layer(nn.Module):
-    """The parameters of a layer that is computed elsewhere; ``share`` of the whole model's time."""
-
-    def __init__(self, like: nn.Module, share: float) -> None:
-        super().__init__()
-        assert isinstance(like, (nn.Conv2d, nn.Linear))
-        assert like.bias is not None
-        self.weight, self.bias = like.weight, like.bias
-        self.share, self.seconds = share, 0.0
-        self.ready = [torch.full_like(p, 1e-4, requires_grad=False) for p in (self.weight, self.bias)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Nothing but time."""
-        out: Tensor = _Away.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
-        return out
-
-
-class Elsewhere(nn.Module):
-    """VGG-16's shapes, computed elsewhere: layers sleep in proportion to their operations, a third of it forward.
-
-    ``seconds``, in all, is set before a step. A processor core that computed would take time from those that transfer;
-    an accelerator does not.
-    """
-
-    def __init__(self, shrink: int = 1) -> None:
-        super().__init__()
-        layers, operations = _operations(shrink)
-        self.layers = nn.ModuleList(
-            Layer(layer, n / sum(operations)) for layer, n in zip(layers, operations, strict=True)
-        )
-
-    def take(self, seconds: float) -> None:
-        """From now on forward and backward take so long together."""
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.seconds = seconds * layer.share
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``: one number, which comes back."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
-def _operations(shrink: int) -> tuple[list[nn.Module], list[int]]:
-    """VGG-16's layers with parameters, and the multiplications of each for an image of 224 x 224."""
-    net = vgg16(shrink).net
-    assert isinstance(net, nn.Sequential)
-    layers: list[nn.Module] = []
-    operations = []
-    side = 224
-    for layer in net:
-        if isinstance(layer, nn.MaxPool2d):
-            side //= 2
-        elif isinstance(layer, (nn.Conv2d, nn.Linear)):
-            layers.append(layer)
-            operations.append(layer.weight.numel() * (side**2 if isinstance(layer, nn.Conv2d) else 1))
-    return layers, operations
-
-
-def one(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """A number that gradients flow to."""
-    return (torch.ones(size, requires_grad=True),)
-
-
+# The seven that figures are told of, and a small one to try things out with.
 MODELS = {
     model.name: model
     for model in (
-        Trained("alexnet", 8, alexnet, images(224)),
-        Trained("inception", 2, Inception, images(299)),
-        Trained("vgg16", 1, vgg16, images(224)),
-        Trained("lstm", 64, LSTM, sequences),
-        Trained("gru", 64, GRU, sequences),
-        Trained("fcn5", 64, fcn5, images(28, flat=True)),
-        Trained("gpt2", 1, GPT2, texts),
-        Trained(ELSEWHERE, 1, Elsewhere, one),
+        Model("alexnet", "AlexNet", 8, alexnet, images(224)),
+        Model("inception", "Inception-v3", 2, Inception, images(299)),
+        Model("vgg16", "VGG-16", 1, vgg16, images(224)),
+        Model("lstm", "LSTM", 64, LSTM, sequences),
+        Model("gru", "GRU", 64, GRU, sequences),
+        Model("fcn5", "FCN-5", 64, fcn5, images(28, flat=True)),
+        Model("gpt2", "GPT-2 small", 1, GPT2, texts),
     )
 }
+TINY = Model("tiny", "tiny", 64, tiny, vectors)
+
+
+def find(name: str) -> Model:
+    """A model by name. Raises `KeyError`."""
+    return TINY if name == TINY.name else MODELS[name]

@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tensorwire.control.names import describe_exit
-from tensorwire.errors import ProgramFailed
+from tensorwire.errors import TensorwireError
 from tensorwire.launch import start
 from tensorwire.launch.start import module_command
 
@@ -27,6 +28,11 @@ ACTORS = Path(__file__).parent / "actors"
 HANG_SECONDS = 120.0  # for one answer; only a guard
 OURS = "tensorwire"
 Answer = dict[str, float]
+Own = TypeVar("Own", bound="Group")
+
+
+class ProgramFailed(TensorwireError):
+    """A program of a benchmark ended or did not answer; the message has its last words."""
 
 
 @dataclass(frozen=True)
@@ -212,35 +218,63 @@ def ask(programs: Sequence[Program], line: str, *, silent: Sequence[Program] = (
     return [json.loads(told) for told in hear_all(programs, silent=silent)]
 
 
-class Stage:
-    """A contender's programs, in a ring: each was told the line of the next one. A context manager."""
+class Group:
+    """Programs that are driven together, and end together. A context manager."""
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []  # in the order in which they answer
+        self._rounds = 0
+
+    def introduce(self, told: Sequence[str], *, silent: Sequence[Program] = ()) -> None:
+        """Tells each program what it needs of the others, and waits until all are ready. ``silent``: see `hear_all`."""
+        for program, line in zip(self.programs, told, strict=True):
+            program.say(line)
+        hear_all(self.programs, silent=silent)
+
+    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
+        """One round; the answers in the order of the programs. Raises `ProgramFailed`."""
+        self._rounds += 1  # each has bytes of its own
+        return self.ask(f"run {self._rounds} {warm} {count} {word}".rstrip())
+
+    def ask(self, line: str) -> list[Answer]:
+        """Gives all of them a line; their answers."""
+        return ask(self.programs, line)
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        for program in self.programs:
+            program.close()
+        self.programs = []
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stage(Group):
+    """A contender's programs, in a ring: each was told the line of the next one. The initiator's answer is the last."""
 
     def __init__(self, contender: Contender, cores: Sequence[int]) -> None:
+        super().__init__()
         self.contender = contender
-        self._rounds = 0
-        self.programs: list[Program] = []
         environment = {"OMP_NUM_THREADS": "1", **contender.environment}
         try:
             for i, command in enumerate(contender.commands):
                 # The target on the second core, the initiator on the first; more take turns.
                 core = cores[(len(contender.commands) - 1 - i) % len(cores)]
                 self.programs.append(Program(command, environment, cores if contender.servers else [core]))
-            lines = [program.hear() for program in self.programs]
-            told = [" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]]
-            for program, line in zip(self.programs, told, strict=True):
-                program.say(line)
-            for program in self.programs:
-                program.hear()  # ready
+            lines = hear_all(self.programs)
+            self.introduce([" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]])
         except BaseException:
             self.close()
             raise
 
-    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
-        """One round; the answers in the order of the programs, the initiator's last. Raises `ProgramFailed`."""
-        self._rounds += 1  # each has bytes of its own
+    def ask(self, line: str) -> list[Answer]:
         self._signal(signal.SIGCONT)
         try:
-            return self._run(f"run {self._rounds} {warm} {count} {word}".rstrip())
+            return self._ask(line)
         except ProgramFailed:
             self.close()  # the other one may be spinning
             raise
@@ -252,26 +286,10 @@ class Stage:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.process.pid, number)
 
-    def _run(self, line: str) -> list[Answer]:
-        answers: list[Answer] = []
+    def _ask(self, line: str) -> list[Answer]:
         if self.contender.asleep:
-            for program in reversed(self.programs):
-                program.say(line)
-                answers.insert(0, json.loads(program.hear()))
-            return answers
+            return [ask([program], line)[0] for program in reversed(self.programs)][::-1]
         count = self.contender.servers
         servers, others = self.programs[:count], self.programs[count:]
         answers = ask(others, line, silent=servers)
         return ask(servers, line) + answers
-
-    def close(self) -> None:
-        """Ends all of them. Idempotent."""
-        for program in self.programs:
-            program.close()
-        self.programs = []
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""``bench store``: our parameter store beside one on gRPC with the same plan, rule, processes and cores.
+"""``bench store``: steps of the parameter store, and on a link its push and pull beside iperf3.
 
 Where the payload ends up in mapped memory and was born there, no byte moves; the mode says so.
 """
@@ -10,25 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tensorwire.bench import links
-from tensorwire.bench.baselines import KEEP, Peer, Peers
 from tensorwire.bench.compare import Workload
+from tensorwire.bench.models import Model, find
 from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target
-from tensorwire.bench.workloads import Model, find
 
 MIB = 2**20
-LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
 RULES = {"SGD": "step", "none": "exchange"}  # and the first half of the mode
-_MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
-GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
-# Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
-_SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
-_TCP = 3.0
 _ONE_WAY = 0.95
-GIGABIT = (
-    "beside the figures over 1gbit, not measured here: RDMA-MXNet's TCP over 1 gigabit Ethernet, 1 worker, needs "
-    "102.1 s for 10,000 pushes of 100,000 keys and values (its authors' table): 12 GB at 118 MB/s, 4 GB of them values"
-)
 
 
 @dataclass(frozen=True)
@@ -51,26 +40,17 @@ def jobs(names: Sequence[str], workers: int, servers: int) -> list[Job]:
     return [Job(find(name), workers, servers) for name in names]
 
 
-def workloads(job: Job, devices: Sequence[str], peers: Peers, *, grpc: bool) -> list[Workload]:
+def workloads(job: Job, devices: Sequence[str]) -> list[Workload]:
     """Whole steps, then push and pull without update; gradients copied, then born in their slots."""
     made = []
     for device in devices:
         for rule in RULES:
-            contenders = [_ours(job, rule, device)] + (_grpc(job, rule, peers) if grpc else [])
+            ours = _ours(job, rule, device)
             for word in ("copied", "born"):
                 mode = f"{RULES[rule]}-{'mapped' if (device, word) == ('shm', 'born') else word}"
                 title = f"{device} store, {job.title}" + (", SGD with momentum" if rule == "SGD" else "")
-                target, told = _target(job, device, mode), tuple(replace(c, word=word) for c in contenders)
-                made.append(Workload("store", device, title, job.model.nbytes, mode, told, ("grpc",), target))
+                made.append(Workload("store", device, title, job.model.nbytes, mode, (replace(ours, word=word),)))
     return made
-
-
-def _target(job: Job, device: str, mode: str) -> Target | None:
-    if device == "tcp":
-        return Target(shares={"grpc": _TCP}) if job.model.nbytes >= LARGE else None
-    if job.model.name != "fcn5" or job.workers != 2:
-        return None
-    return Target(shares={"grpc": _SHM[mode]})
 
 
 def _ours(job: Job, rule: str, device: str) -> Contender:
@@ -79,16 +59,6 @@ def _ours(job: Job, rule: str, device: str) -> Contender:
     workers = [actor("store", "worker", i, *arguments) for i in reversed(range(job.workers))]
     secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
     return Contender(OURS, (*servers, *workers), servers=job.servers, environment=secret)
-
-
-def _grpc(job: Job, rule: str, peers: Peers) -> list[Contender]:
-    program = peers.program(GRPC)
-    if not program:
-        return []
-    arguments = tuple(map(str, (job.model.name, rule, job.workers, job.servers, "127.0.0.1")))
-    commands = [(*program, "server", str(i), *arguments) for i in range(job.servers)]
-    commands += [(*program, "worker", str(i), *arguments) for i in reversed(range(job.workers))]
-    return [Contender("grpc", tuple(commands), stopped=True, servers=job.servers, environment=GRPC.environment)]
 
 
 def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]:

@@ -36,17 +36,22 @@ group.add_command(trace)
 
 
 def main() -> None:
-    """Entry point: errors are one line."""
+    """Entry point of ``tensorwire``."""
+    run_command(group, "tensorwire")
+
+
+def run_command(command: click.Command, name: str) -> None:
+    """Runs a command with the words in ``sys.argv``, then ends the process: errors are one line."""
     _open_streams()
     try:
-        status = group(prog_name="tensorwire", standalone_mode=False)
+        status = command(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        where = context.command_path if context is not None else "tensorwire"
+        where = context.command_path if context is not None else name
         _complain(f"{error.format_message().rstrip('.')}: see {where} --help")
         sys.exit(2)
     except click.Abort:

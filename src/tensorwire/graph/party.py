@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tensorwire.control import Member
 from tensorwire.device import Device
 from tensorwire.edge import Pool
 from tensorwire.graph.inflow import OVER
 from tensorwire.graph.plan import Plan
-from tensorwire.graph.rpc import Calls, RpcWires
 from tensorwire.graph.wires import Wires, make_pool
 
 
 class Party:
-    """All workers of a job: host ``worker:3`` is worker 3. ``timeout``: seconds that one may wait for the others."""
+    """All workers of a job: host ``worker:3`` is worker 3. ``timeout``: seconds that one may wait for the others.
+
+    ``make_wires``: what makes the wires of a plan, called as `Wires`; a benchmark puts others in its place.
+    """
 
     def __init__(self, member: Member, workers: int, timeout: float) -> None:
         self.member, self.timeout = member, timeout
         self.hosts = tuple(f"worker:{rank}" for rank in range(workers))
         self.me = f"worker:{member.index}"
-        self._wires: list[Wires | RpcWires] = []
-        self._calls: Calls | None = None
+        self.make_wires: Callable[..., Wires] = Wires
+        self._wires: list[Wires] = []
         self._pools: dict[str, Pool] = {}
 
     @property
@@ -29,10 +31,8 @@ class Party:
         """Of the plan that is made next: the same on all hosts."""
         return len(self._wires)
 
-    def connect(self, plan: Plan, borrowed: Collection[tuple[str, str]] = (), *, rpc: bool = False) -> Wires | RpcWires:
+    def connect(self, plan: Plan, borrowed: Collection[tuple[str, str]] = ()) -> Wires:
         """The wires of ``plan`` at this host, once all hosts have shown the same plan; ``borrowed`` as for `Wires`.
-
-        ``rpc``: over calls of gRPC, to compare with.
 
         Raises `PlanMismatch`, which ends the job with what differs, or what `Wires` raises.
         """
@@ -40,12 +40,9 @@ class Party:
         for earlier in self._wires:
             earlier.plan_another(number + 1)
         self.member.client.compare(f"graph {number}", plan.digest, plan.text, len(self.hosts), self.timeout)
-        wires: Wires | RpcWires
-        if rpc:
-            self._calls = self._calls or Calls(self.member)
-            wires = RpcWires(plan, self.me, self._calls, number, self.timeout, self._wires.__len__)
-        else:
-            wires = Wires(plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__, self._pool)
+        wires = self.make_wires(
+            plan, self.me, self.member, number, self.timeout, borrowed, self._wires.__len__, self._pool
+        )
         self._wires.append(wires)
         return wires
 
@@ -67,5 +64,3 @@ class Party:
         """Gives the memory of all plans back. Idempotent."""
         for wires in self._wires:
             wires.close()
-        if self._calls is not None:
-            self._calls.close()

@@ -88,7 +88,6 @@ def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
     assert "addmm_2 = aten.addmm.default: worker:" in message
 
 
-@pytest.mark.parametrize("mode", ["zerocopy", pytest.param("rpc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "does"),
     [
@@ -96,9 +95,9 @@ def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
         ("break", "runs no graph any more"),
     ],
 )
-def test_hosts_that_move_on(sandbox: Sandbox, fault: str, does: str, mode: str) -> None:
+def test_hosts_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:
     """One sees another shape and compiles anew, or is done; the other goes on as before."""
-    message = run(sandbox, fault, mode=mode)
+    message = run(sandbox, fault)
     assert message.splitlines()[0] == (
         f"tensorwire: worker 0 raised PlanMismatch: worker:1 {does}, while this host runs graph 0 (forward) once more: "
         "did they get arguments of other shapes, take another branch, or another number of steps?"

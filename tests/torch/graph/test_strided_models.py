@@ -93,7 +93,7 @@ def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, 
         pytest.param(
             "shm",
             "on",
-            [(False, "zerocopy"), (True, "zerocopy"), (False, "copy"), (False, "rpc")],
+            [(False, "zerocopy"), (True, "zerocopy"), (False, "copy")],
             marks=pytest.mark.slow,
         ),
         pytest.param("shm", "off", [(False, "zerocopy")], marks=pytest.mark.slow),

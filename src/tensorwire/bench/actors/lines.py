@@ -2,7 +2,7 @@
 
 It prints one line that its partner needs, reads the partner's, sets up, and prints ``ready``. Then, for each line
 ``run ROUND WARM COUNT [WORD]``, the partners do WARM operations that nobody times and COUNT that the initiator times,
-check what has arrived, and answer with one line of JSON. A program ends with its input. ``bench/peers/lines.h`` is the
+check what has arrived, and answer with one line of JSON. A program ends with its input. ``c/lines.h`` is the
 same in C. Programs of other projects import this file alone, so it needs nothing but numpy.
 """
 

@@ -19,7 +19,7 @@ import torch
 from tensorwire.bench.actors.lines import Lines, Run, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
 from tensorwire.bench.actors.values import LEARNING_RATE, Expected, check_gradient, digest, flat, put, put_start, sgd
-from tensorwire.bench.workloads import Model, find
+from tensorwire.bench.models import Model, find
 from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
 from tensorwire.store import Bucket, StoreClient

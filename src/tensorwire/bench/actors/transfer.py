@@ -3,7 +3,7 @@
 ``ping-pong``: both ends write and wait for the other's signal. ``waiting-target``: the target waits for the last
 signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes (verbs: 4) are always
 outstanding, the target waits. ``one-signal``: the same, with a signal behind the last one only. ``both-ways``: from
-both ends at once. A run with a word is one of the copies and flags in the library instead (``bench/peers/memory.c``),
+both ends at once. A run with a word is one of the copies and flags in the library instead (``c/memory.c``),
 between the same memory.
 """
 

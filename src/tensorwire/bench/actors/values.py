@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorwire.bench.workloads import Model
+from tensorwire.bench.models import Model
 from tensorwire.store.plan import CUT, TensorSpec
 
 LEARNING_RATE = 0.01

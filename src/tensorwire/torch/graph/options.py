@@ -10,7 +10,7 @@ from typing import Any
 from tensorwire.errors import ArgumentError
 
 OUTPUTS = ("small", "all")
-MODES = ("zerocopy", "copy", "rpc")
+MODES = ("zerocopy", "copy")
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Options:
     """``hosts``: by module path, the host that runs it; not needed where the model was placed.
 
     ``outputs``: which of the graph's outputs reach every host: those of up to 64 KiB ("small"), or "all".
-    ``mode``: how tensors cross: born in registered memory ("zerocopy"), or to compare with, copied there ("copy") or by
-    calls of gRPC ("rpc"). ``replay_random``: hosts also draw the random numbers of the others' operators, so that
-    dropout is that of one process; it costs those operators' time.
+    ``mode``: how tensors cross: born in registered memory ("zerocopy"), or to compare with, copied there ("copy").
+    ``replay_random``: hosts also draw the random numbers of the others' operators, so that dropout is that of one
+    process; it costs those operators' time.
     """
 
     hosts: Mapping[str, str] | None = None

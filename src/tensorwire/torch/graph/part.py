@@ -11,7 +11,6 @@ from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
 from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
-from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
 from tensorwire.torch.graph.capture import Boxed, given, returned
@@ -42,7 +41,7 @@ class Part:
         self.party = party_of(job)
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
-        self._wires: Wires | RpcWires | None = None
+        self._wires: Wires | None = None
         self._post: Post | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
@@ -98,10 +97,9 @@ class Part:
 
     def _prepare(self, args: list[Any]) -> Boxed:
         graph = self._import(args)
-        mode = self.options.mode
-        self.analysis = analyze(graph, copies=mode != "zerocopy")
+        self.analysis = analyze(graph, copies=self.options.mode == "copy")
         plan = self.analysis.plan
-        wires = self._wires = self.party.connect(plan, self.borrowed(), rpc=mode == "rpc")
+        wires = self._wires = self.party.connect(plan, self.borrowed())
         post = self._post = Post(wires)
         places = {node.name: place for place, node in enumerate(self.given)}
         for index, edge in enumerate(plan.edges):

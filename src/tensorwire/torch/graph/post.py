@@ -9,14 +9,11 @@ import torch
 
 from tensorwire.edge import Lease
 from tensorwire.edge.header import HEADER
-from tensorwire.errors import Unsupported
-from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.wires import Wires
 from tensorwire.torch.graph import receiving, sending
 from tensorwire.torch.graph.birth import Birthplace, Place
 from tensorwire.torch.graph.memory import extent
-from tensorwire.torch.graph.sending import AnyWires
 
 Function = Callable[..., Any]
 
@@ -24,7 +21,7 @@ Function = Callable[..., Any]
 class Post:
     """The ends of a plan's edges at one host, as functions over tensors."""
 
-    def __init__(self, wires: AnyWires) -> None:
+    def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self._edges = wires.plan.edges
         self._leases: dict[int, Lease] = {}  # of dynamic edges, from birth to sending
@@ -40,7 +37,6 @@ class Post:
         elif edge.if_small:
             send = sending.if_small(wires, index, edge, self._stayed)
         else:
-            self._check(edge)
             kinds = {VALUE: sending.small, STATIC: sending.static, BOUNDED: sending.bounded}
             if edge.kind == DYNAMIC:
                 send = sending.dynamic(wires, index, edge, self._leases)
@@ -59,7 +55,6 @@ class Post:
         elif edge.kind == VALUE:
             receive = receiving.small(wires, index, edge, at, dtype)
         elif edge.kind == DYNAMIC:
-            self._check(edge)
             receive = receiving.dynamic(wires, index, edge, dtype)
         elif edge.kind == BOUNDED:
             receive = receiving.bounded(wires, index, edge, at, dtype)
@@ -74,10 +69,6 @@ class Post:
         stayed = frozenset(self._stayed)
         self._stayed.clear()
         return stayed
-
-    def _check(self, edge: Edge) -> None:
-        if edge.kind == DYNAMIC and not isinstance(self._wires, Wires):
-            raise Unsupported(f"mode='rpc' sends tensors of known or bounded size; {edge.name} is {edge.spec}")
 
     def birthplace(self, op: Any, outputs: dict[int, int], dtypes: list[torch.dtype]) -> Function:
         """``born(sizes, args, kwargs)``: ``op``, whose outputs are born where their edges have them; ``outputs``: the
@@ -102,7 +93,6 @@ class Post:
         return lambda nbytes: Place(wires.held, offset=slot, nbytes=nbytes)
 
     def _lease(self, index: int, nbytes: int) -> Place:
-        assert isinstance(self._wires, Wires)
         lease = self._leases[index] = self._wires.room(index, nbytes)
         return Place(lease.hold, nbytes=nbytes)
 

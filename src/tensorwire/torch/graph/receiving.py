@@ -19,18 +19,18 @@ from tensorwire.observe import counters
 from tensorwire.torch.graph.elsewhere import hollow
 from tensorwire.torch.graph.memory import fill
 from tensorwire.torch.graph.place import over
-from tensorwire.torch.graph.sending import AnyWires, layout
+from tensorwire.torch.graph.sending import layout
 
 Receive = Callable[[], Any]
 _ANY = 2**63
 
 
-def number(wires: AnyWires, index: int, at: int) -> Receive:
+def number(wires: Wires, index: int, at: int) -> Receive:
     """An int, bool or float."""
     return lambda: unpack(wires.receive(index).data, at, 0).value
 
 
-def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+def small(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
     """A tensor of a few bytes; it has its memory for itself."""
     shape, strides, _ = layout(edge)
 
@@ -41,16 +41,14 @@ def small(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) 
     return receive
 
 
-def static(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+def static(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor in its slot, or in the memory that it was lent from."""
     shape, strides, _ = layout(edge)
     at = edge.offset + (edge.slot or 0)
     return lambda: _found(wires, index, wires.receive(index), dtype, shape, strides, at)
 
 
-def _found(
-    wires: AnyWires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int
-) -> torch.Tensor:
+def _found(wires: Wires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int) -> torch.Tensor:
     """The tensor where the plan says, unless its source describes another layout."""
     described = wires.described(index, held)
     if described is not None:
@@ -59,7 +57,7 @@ def _found(
     return over(held, dtype=dtype, shape=shape, strides=strides, offset=at)
 
 
-def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+def bounded(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
     """A tensor in its slot, with a header in front."""
     assert edge.nbytes is not None
     most = edge.nbytes
@@ -72,7 +70,7 @@ def bounded(wires: AnyWires, index: int, edge: Edge, at: int, dtype: torch.dtype
     return receive
 
 
-def if_small(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
+def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
     """A copy of a tensor, with a header in front. Of one that is too large there is only the header: the result has no
     memory then, and its name is added to ``stayed``."""
     assert edge.nbytes is not None
@@ -89,9 +87,8 @@ def if_small(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype, stayed
     return receive
 
 
-def dynamic(wires: AnyWires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+def dynamic(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor of any size. It keeps its memory."""
-    assert isinstance(wires, Wires)
 
     def receive() -> torch.Tensor:
         payload, found = wires.receive_dynamic(index)

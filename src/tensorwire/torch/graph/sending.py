@@ -17,18 +17,16 @@ from tensorwire.edge.header import HEADER, pack_tensor, pack_value
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph import Edge
 from tensorwire.graph.kinds import BY_VALUE
-from tensorwire.graph.rpc import RpcWires
 from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.torch.graph.memory import actual_spec, extent_bytes, fill, fitting
 from tensorwire.torch.graph.place import over
 
-AnyWires = Wires | RpcWires
 Send = Callable[[Any], None]
 
 
-def number(wires: AnyWires, index: int, edge: Edge) -> Send:
+def number(wires: Wires, index: int, edge: Edge) -> Send:
     """An int, bool or float, by value."""
     at = _slot(edge)
 
@@ -39,7 +37,7 @@ def number(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def small(wires: AnyWires, index: int, edge: Edge) -> Send:
+def small(wires: Wires, index: int, edge: Edge) -> Send:
     """A tensor of a few bytes, by value."""
     shape, strides, dtype = layout(edge)
     at, nbytes = _slot(edge), _nbytes(edge)
@@ -57,7 +55,7 @@ def small(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def static(wires: AnyWires, index: int, edge: Edge) -> Send:
+def static(wires: Wires, index: int, edge: Edge) -> Send:
     """A tensor that was born in its slot, which goes as it is, whatever its strides; another one is copied there."""
     shape, strides, dtype = layout(edge)
     at, nbytes = _slot(edge) + edge.offset, _nbytes(edge)
@@ -79,7 +77,7 @@ def static(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
+def bounded(wires: Wires, index: int, edge: Edge) -> Send:
     """A tensor of varying shape, with a header in front. Raises `ArgumentError` above the bound."""
     at, most = _slot(edge), _nbytes(edge)
 
@@ -101,7 +99,7 @@ def bounded(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def if_small(wires: AnyWires, index: int, edge: Edge, stayed: set[str]) -> Send:
+def if_small(wires: Wires, index: int, edge: Edge, stayed: set[str]) -> Send:
     """A tensor of varying shape, with a header in front. One that is too large adds its name to ``stayed``, and only
     the header is sent."""
     at, most = _slot(edge), _nbytes(edge)
@@ -122,16 +120,15 @@ def if_small(wires: AnyWires, index: int, edge: Edge, stayed: set[str]) -> Send:
     return send
 
 
-def _send_with_header(wires: AnyWires, index: int, at: int, value: torch.Tensor) -> None:
+def _send_with_header(wires: Wires, index: int, at: int, value: torch.Tensor) -> None:
     """Sends ``value``, which lies behind the header at ``at``."""
     spec = actual_spec(value)
     pack_tensor(_bank(wires), at, wires.run, spec)
     wires.send(index, HEADER + spec.nbytes)
 
 
-def dynamic(wires: AnyWires, index: int, edge: Edge, born: dict[int, Lease]) -> Send:
+def dynamic(wires: Wires, index: int, edge: Edge, born: dict[int, Lease]) -> Send:
     """A tensor of any size. ``born``: by edge, the memory that it may have been born in."""
-    assert isinstance(wires, Wires)
 
     def send(value: torch.Tensor) -> None:
         _check(edge, value)
@@ -150,7 +147,7 @@ def _lies_in(lease: Lease, value: torch.Tensor) -> bool:
     return not value.numel() or value.data_ptr() == lease.slab.region.address + lease.offset
 
 
-def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
+def lent(wires: Wires, index: int, edge: Edge) -> Send:
     """A parameter that lives in the memory it is lent from; one that was moved elsewhere is copied there."""
     shape, strides, dtype = layout(edge)
 
@@ -163,14 +160,14 @@ def lent(wires: AnyWires, index: int, edge: Edge) -> Send:
     return send
 
 
-def house(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> None:
+def house(wires: Wires, index: int, edge: Edge, parameter: torch.Tensor) -> None:
     """Moves a parameter that is lent into the memory that it is lent from, so that no run copies it."""
     loan = _copy_loan(wires, index, edge, parameter)
     if parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size():  # it has it for itself
         parameter.data = loan
 
 
-def _copy_loan(wires: AnyWires, index: int, edge: Edge, parameter: torch.Tensor) -> torch.Tensor:
+def _copy_loan(wires: Wires, index: int, edge: Edge, parameter: torch.Tensor) -> torch.Tensor:
     """Its borrowers know only the strides that it had when the graph was planned."""
     shape, strides, dtype = layout(edge)
     _check(edge, parameter, shape)
@@ -201,7 +198,7 @@ def _was_born(edge: Edge, value: torch.Tensor, address: int) -> bool:
     return edge.birthplace != "" and value.untyped_storage().data_ptr() == address
 
 
-def _room(wires: AnyWires, edge: Edge, value: torch.Tensor, nbytes: int) -> torch.Tensor:
+def _room(wires: Wires, edge: Edge, value: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Where to copy ``value`` to, with its own strides if there is room for them.
 
     Where other parts of one memory are sent, too, each has room only where the plan says.
@@ -221,7 +218,7 @@ def _folds(strides: Sequence[int], value: torch.Tensor) -> bool:
     return any(planned == 0 and stride != 0 and length > 1 for planned, stride, length in there)
 
 
-def _describe(wires: AnyWires, index: int, edge: Edge, value: torch.Tensor) -> None:
+def _describe(wires: Wires, index: int, edge: Edge, value: torch.Tensor) -> None:
     """Sends ``value``, which lies in the outbox, with a header if it does not lie as the plan says."""
     held = wires.held
     assert held is not None
@@ -234,7 +231,7 @@ def _describe(wires: AnyWires, index: int, edge: Edge, value: torch.Tensor) -> N
     wires.send(index, extent_bytes(value), at)
 
 
-def _copy(wires: AnyWires, index: int, value: torch.Tensor, there: torch.Tensor) -> None:
+def _copy(wires: Wires, index: int, value: torch.Tensor, there: torch.Tensor) -> None:
     """A copy on its way out, counted; it keeps the thread that computes, as sending does."""
     start = clock()
     fill(there, value)
@@ -249,7 +246,7 @@ def layout(edge: Edge) -> tuple[Any, Any, torch.dtype]:
     return edge.spec.shape, edge.spec.stride, dtype
 
 
-def _bank(wires: AnyWires) -> memoryview:
+def _bank(wires: Wires) -> memoryview:
     assert wires.bank is not None
     return wires.bank.memory
 

@@ -1,4 +1,4 @@
-"""``tensorwire bench train``: whole steps of training, the ways to train taking turns.
+"""``python -m benchmarks train``: whole steps of training, the variants to train taking turns.
 
 A step's seconds are what the slowest worker took. Where the store is Tensorwire's, its parts come from the trace of
 the very steps that were timed.
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.elsewhere import ELSEWHERE, MODELS
+from benchmarks.libraries import PEERS as LIBRARIES
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
-from tensorwire.bench import baselines
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.links import cable
-from tensorwire.bench.programs import OURS, Answer
+from tensorwire.bench.programs import OURS, Answer, ProgramFailed
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.bench.workloads import ELSEWHERE, MODELS
-from tensorwire.errors import ArgumentError, ProgramFailed, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import size_text
 from tensorwire.trace.parts import Record as Trace
 from tensorwire.trace.parts import parts_of_trace, typical
 
-WORKLOADS = (*MODELS, ELSEWHERE)
+WORKLOADS = tuple(MODELS)
 PEERS = ("ddp", "grpc")
 # Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
 ROOM = {"overlap": 1.5, "ddp": 1.25, "grpc": 2.5}
@@ -42,7 +42,7 @@ QUICK_SHRINK = 16
 
 @dataclass(frozen=True)
 class Course:
-    """How long: ``rounds`` of ``steps`` for each way, taking turns."""
+    """How long: ``rounds`` of ``steps`` for each variant, taking turns."""
 
     rounds: int
     steps: int
@@ -50,7 +50,7 @@ class Course:
 
 @dataclass
 class Outcome:
-    """What one way showed: seconds of a step by round, the last losses of its workers, the trace of its job."""
+    """What one variant showed: seconds of a step by round, the last losses of its workers, the trace of its job."""
 
     samples: Samples = field(default_factory=Samples)
     loss: float = 0.0
@@ -69,13 +69,13 @@ class Outcome:
         return self.samples.median
 
 
-def ways(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Way]:
+def variants(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Variant]:
     """Who takes part; the first has no store."""
-    stores = [Way(OURS, "store", device)] + ([Way(OVERLAP, "overlap", device)] if overlap else [])
+    stores = [Variant(OURS, "store", device)] + ([Variant(OVERLAP, "overlap", device)] if overlap else [])
     if workload == ELSEWHERE:
-        return [Way(COMPUTE, "compute"), *stores]
-    others = [Way(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
-    return [Way(NO_STORE, "alone"), *stores, *others]
+        return [Variant(COMPUTE, "compute"), *stores]
+    others = [Variant(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
+    return [Variant(NO_STORE, "alone"), *stores, *others]
 
 
 def measure(
@@ -83,7 +83,7 @@ def measure(
 ) -> list[Record]:
     """Every workload over every device, or over tcp on every link. ``made``: the rest of what `contest` takes."""
     if "grpc" in made["peers"] and find_spec("grpc") is None:
-        notes.skip(f"grpc is not here: {baselines.PEERS['grpc'].install}")
+        notes.skip(f"grpc is not here: {LIBRARIES['grpc'].install}")
         made = {**made, "peers": [peer for peer in made["peers"] if peer != "grpc"]}
     found: list[Record] = []
     for workload in workloads:
@@ -112,73 +112,72 @@ def contest(
     rate: str = "",
     ends: tuple[str, ...] = (),
 ) -> list[Record]:
-    """One workload over one device: a record a way. Raises `ProgramFailed` if Tensorwire's own fails."""
-    cast = Cast(workload, workers, servers, shrink, ends)
+    """One workload over one device: a record a variant. Raises `ProgramFailed` if Tensorwire's own fails."""
+    setup = Setup(workload, workers, servers, shrink, ends)
     told = f"{workload} over {rate or device}"
-    outcomes = run(ways(workload, device, peers, overlap=overlap), cast, course, told, notes)
+    outcomes = run(variants(workload, device, peers, overlap=overlap), setup, course, told, notes)
     check_losses(workload, outcomes, notes)
     size = next(iter(outcomes.values())).size
-    title = MODELS[workload].title if workload in MODELS else "VGG-16, layers that sleep"
+    model = MODELS[workload]
     place = f"tcp over a link of {rate}" if rate else device
-    name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
-    nbytes = MODELS["vgg16" if workload == ELSEWHERE else workload].nbytes
+    name = f"{model.title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
     limits = (COMPUTE, NO_STORE)
-    shape = Workload("train", device, name, nbytes if shrink == 1 else 0, "training-step", (), limits)
+    shape = Workload("train", device, name, model.nbytes if shrink == 1 else 0, "training-step", (), limits)
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
     aimed = shrink == 1 and (workload, device) in (("fcn5", "shm"), (ELSEWHERE, "tcp"))
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
-def run(ways: Sequence[Way], cast: Cast, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
+def run(variants: Sequence[Variant], setup: Setup, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
     """Starts all of them, has them take turns, and ends them. Who fails and is not ours is left out, and who does not
     fit into memory beside the others."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        teams: dict[str, Team] = {}
+        jobs: dict[str, Workers] = {}
         ours = 0  # bytes that the store without overlap took
-        for way in ways:
-            notes.progress(f"{told}: starting {way.name}")
-            before, needed = available_bytes(), round(ROOM.get(way.kind, 0) * ours)
+        for variant in variants:
+            notes.progress(f"{told}: starting {variant.name}")
+            before, needed = available_bytes(), round(ROOM.get(variant.kind, 0) * ours)
             if before < needed:
                 notes.skip(
-                    f"{told}: {way.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
+                    f"{told}: {variant.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
                 )
                 continue
-            with _tolerated(way, notes):
-                team = stack.enter_context(Team(way, cast))
-                team.run(2, 1, REHEARSAL)  # now it has all its memory
-                teams[way.name], outcomes[way.name] = team, Outcome()
-            if way.name == OURS:
+            with _tolerated(variant, notes):
+                job = stack.enter_context(Workers(variant, setup))
+                job.run(2, 1, REHEARSAL)  # now it has all its memory
+                jobs[variant.name], outcomes[variant.name] = job, Outcome()
+            if variant.name == OURS:
                 ours = before - available_bytes()
-        word = _sleep(teams, course) if cast.workload == ELSEWHERE else ""
+        word = _sleep(jobs, course) if setup.workload == ELSEWHERE else ""
         for number in range(course.rounds):
             names = list(outcomes)
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
                 notes.progress(f"{told}: round {number + 1} of {course.rounds}: {name}")
-                with _tolerated(teams[name].way, notes, outcomes):
-                    outcomes[name].add(teams[name].run(WARM, course.steps, word), course)
+                with _tolerated(jobs[name].variant, notes, outcomes):
+                    outcomes[name].add(jobs[name].run(WARM, course.steps, word), course)
         for name, outcome in outcomes.items():
-            outcome.trace = teams[name].finish()
+            outcome.trace = jobs[name].finish()
     return outcomes
 
 
 @contextlib.contextmanager
-def _tolerated(way: Way, notes: Notes, outcomes: dict[str, Outcome] | None = None) -> Iterator[None]:
+def _tolerated(variant: Variant, notes: Notes, outcomes: dict[str, Outcome] | None = None) -> Iterator[None]:
     try:
         yield
     except ProgramFailed as error:
-        if way.kind not in PEERS:
+        if variant.kind not in PEERS:
             raise
-        notes.skip(f"{way.name}: {error}")
-        (outcomes or {}).pop(way.name, None)
+        notes.skip(f"{variant.name}: {error}")
+        (outcomes or {}).pop(variant.name, None)
 
 
-def _sleep(teams: Mapping[str, Team], course: Course) -> str:
+def _sleep(jobs: Mapping[str, Workers], course: Course) -> str:
     """How long a step's computation is to take: as long as its communication does without overlap."""
     took = {}
     for name in (COMPUTE, OURS):
-        answers = teams[name].run(WARM, course.steps, REHEARSAL)
+        answers = jobs[name].run(WARM, course.steps, REHEARSAL)
         took[name] = max(a["seconds"] for a in answers) / course.steps
     return str(max(took[OURS] - took[COMPUTE], 0.001))
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.elsewhere import MODELS, Elsewhere
+from benchmarks.training import REHEARSAL
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.models import MODELS, Elsewhere, Trained
-from tensorwire.bench.training import REHEARSAL
+from tensorwire.bench.models import Model
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
@@ -27,7 +28,7 @@ BATCHES = 4  # of each worker, over and over
 class Worker:
     """One worker: its model, its batches, and how it updates. ``update()`` follows backward; ``leave()`` is the end."""
 
-    def __init__(self, kind: str, model: Trained, shrink: int, rank: int, workers: int, meeting: str) -> None:
+    def __init__(self, kind: str, model: Model, shrink: int, rank: int, workers: int, meeting: str) -> None:
         torch.manual_seed(0)  # every worker of every kind begins with the same values
         self.model = model.build(shrink)
         self.module: nn.Module = self.model

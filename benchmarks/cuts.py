@@ -1,4 +1,4 @@
-"""Where ``bench graph`` cuts a model: each host has layers that follow each other, with a like share of the operations.
+"""Where ``graph`` cuts a model: each host has layers that follow each other, with a like share of the operations.
 
 Operations are the multiplications and additions of one forward pass, as torch counts them. The cut is the same in every
 process and in every run.

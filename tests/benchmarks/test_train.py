@@ -1,8 +1,7 @@
-"""``tensorwire bench train``: the models' shapes, real short runs of it, and what it refuses. No figure is judged."""
+"""``python -m benchmarks train``: the models, real short runs of it, and what it leaves out. No figure is judged."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,46 +11,32 @@ from typing import Any
 import pytest
 import torch
 
-from tensorwire.bench import models, report, training
+from benchmarks import elsewhere, report, training
+from benchmarks.elsewhere import ELSEWHERE
+from benchmarks.workers import Setup, Variant
+from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.records import MODES
+from tensorwire.bench.models import MODELS
+from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Way
-from tensorwire.bench.workloads import ELSEWHERE, MODELS
-from tensorwire.errors import ProgramFailed, Unsupported
-from tensorwire.testing.patience import patient
+from tensorwire.errors import Unsupported
 from tensorwire.trace.parts import Record as Trace
-from tests.sandbox import Result, Sandbox
+from tests.bench.running import BESIDE, bench, peers
+from tests.sandbox import Sandbox
 
 TINY = 16  # divides the hidden sizes
 
 
-def bench(sandbox: Sandbox, *arguments: str) -> Result:
-    """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
-    program = sandbox.launch("bench", "train", "--quick", "--rounds", "1", "--steps", "2", *arguments)
-    out, _ = program.process.communicate(timeout=patient(280))
-    sandbox.nothing_left()
-    return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_have_the_tensors_of_the_workloads(name: str) -> None:
-    with torch.device("meta"):
-        model = models.MODELS[name].build(1)
-    assert sorted(p.numel() for p in model.parameters()) == sorted(t.elements for t in MODELS[name].tensors)
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-
-
 def test_layers_computed_elsewhere_have_vgg16s_tensors() -> None:
     with torch.device("meta"):
-        there, here = models.Elsewhere(), models.vgg16()
+        there, here = elsewhere.Elsewhere(), models.vgg16()
     assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
 
 
 @pytest.mark.parametrize("name", training.WORKLOADS)
 def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     torch.manual_seed(0)
-    model = models.MODELS[name]
+    model = elsewhere.MODELS[name]
     module = model.build(TINY)
     loss = module(*model.inputs(min(model.size, 2), torch.Generator().manual_seed(0)))
     loss.backward()
@@ -62,85 +47,56 @@ def test_every_parameter_of_a_small_model_learns(name: str) -> None:
 def test_gradients_computed_elsewhere_are_not_copied_and_the_sleeps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    model = models.Elsewhere(TINY)
+    model = elsewhere.Elsewhere(TINY)
     model.take(30.0)
     model(torch.ones(1, requires_grad=True)).backward()
     assert sum(slept) == pytest.approx(30.0)
     assert sum(slept[: len(slept) // 2]) == pytest.approx(10.0)  # forward
     for layer in model.layers:
-        assert isinstance(layer, models.Layer)
+        assert isinstance(layer, elsewhere.Layer)
         assert layer.weight.grad is not None
         assert layer.weight.grad.data_ptr() == layer.ready[0].data_ptr()
-
-
-def check_parts(details: dict[str, float]) -> None:
-    """So short a step may find every update done, and every peer waiting."""
-    assert min(details["compute"], details["exposed"]) > 0
-    assert min(details["update"], details["idle"]) >= 0
 
 
 @pytest.mark.slow
 def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
-    file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
-    peers = ["DDP, gloo", *(["gRPC store"] if find_spec("grpc") else [])]
-    result = bench(sandbox, "--peers", "ddp,grpc", "--json", str(file), "--report", str(chart))
-    assert result.status == 0, result.err
-    told = json.loads(file.read_text())
-    assert [r["peer"] for r in told] == ["no store", "tensorwire", *peers]
-    assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("train", "training-step", "shm")}
-    assert "training-step" in MODES
-    assert all("all programs share the processors" in r["machine"] for r in told)
-    alone, ours, ddp, *grpc = (r["details"] for r in told)
-    assert (told[1]["rpcs"], told[1]["registrations"]) == (0, 0)
-    assert told[1]["copies"] == 2 * 10  # a gradient once, in both workers
-    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
-    assert ours["overhead"] == told[1]["seconds"] / told[0]["seconds"] - 1
-    assert "overhead" not in alone
-    check_parts(ours)
-    assert "compute" not in ddp
-    for theirs in grpc:
-        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
-        check_parts(theirs)
+    chart = sandbox.folder / "steps.png"
+    result, records = bench(sandbox, *BESIDE, "train", "--steps", "2", "--peers", "ddp,grpc", "--report", str(chart))
+    grpc = ["gRPC store"] if find_spec("grpc") else []
+    assert peers(records) == ["no store", "tensorwire", "DDP, gloo", *grpc]
+    assert {(r["bench"], r["mode"], r["device"]) for r in records} == {("train", "training-step", "shm")}
+    alone, ours, *others = records
+    assert (ours["copies"], ours["rpcs"], ours["registrations"]) == (2 * 10, 0, 0)  # a gradient once, in both workers
+    for other in others:
+        assert other["details"]["loss"] == pytest.approx(ours["details"]["loss"], rel=1e-4)
+    assert ours["details"]["overhead"] == ours["seconds"] / alone["seconds"] - 1
+    for record in records:
+        details = record["details"]
+        if record["peer"] in ("tensorwire", *grpc):
+            assert min(details["compute"], details["exposed"]) > 0
+            assert min(details["update"], details["idle"]) >= 0  # such a short step may have none
+        else:
+            assert "compute" not in details
     assert chart.read_bytes().startswith(b"\x89PNG")
-    assert "53,600,266" in result.out  # the table of sizes tells the whole models
+    assert f"{MODELS['fcn5'].parameters:,}" in result.out  # the table of sizes tells the whole models
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_link")
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
-    file = sandbox.folder / "figures.json"
     options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")
-    result = bench(sandbox, *options, "--json", str(file))
-    assert result.status == 0, result.err
+    result, records = bench(sandbox, *BESIDE, "train", "--steps", "2", *options)
     if "skipped" in result.err:
         assert "--link 10gbit: " in result.err
         pytest.skip(result.err.strip())
-    told = json.loads(file.read_text())
-    assert [r["peer"] for r in told] == ["compute alone", "tensorwire", "tensorwire, overlap"]
-    assert all("over a link of 10gbit" in r["workload"] for r in told)
-    compute, plain, overlapped = (r["seconds"] for r in told)
+    assert peers(records) == ["compute alone", "tensorwire", "tensorwire, overlap"]
+    assert all("10gbit" in r["workload"] for r in records)
+    compute, plain, overlapped = (r["seconds"] for r in records)
     share = 1 - (overlapped - compute) / (plain - compute)
-    assert told[2]["details"]["hidden_share"] == pytest.approx(share)
-    assert told[1]["details"]["samples_per_second"] > 0
+    assert records[2]["details"]["hidden_share"] == pytest.approx(share)
+    assert records[1]["details"]["samples_per_second"] > 0
     assert not list(Path("/run/netns").glob("tw-bench-*"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--report", "steps.txt"), "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
-        (("--report", "/nowhere/steps.png"), "--report /nowhere/steps.png: there is no folder /nowhere"),
-        (("--link", "10gbit"), "--link measures tcp: give --device tcp"),
-        (("--workload", "resnet"), "'resnet' is not one of alexnet, inception, vgg16"),
-        (("--peers", "horovod"), "'horovod' is not one of"),
-    ],
-)
-def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: str) -> None:
-    result = bench(sandbox, *arguments)
-    assert result.status == 2
-    assert message in result.err
-    assert "Traceback" not in result.err
 
 
 def outcomes(**losses: float) -> dict[str, training.Outcome]:
@@ -180,7 +136,7 @@ def test_only_a_peer_may_fail(kind: str) -> None:
     left = {"it": training.Outcome()}
 
     def fail() -> None:
-        with training._tolerated(Way("it", kind), Notes(told.append, told.append), left):
+        with training._tolerated(Variant("it", kind), Notes(told.append, told.append), left):
             raise ProgramFailed("it ended")
 
     if kind == "ddp":
@@ -204,11 +160,6 @@ def test_verdicts() -> None:
     assert [judged(0.10, 1.1), judged(0.11, 1.1), judged(0.10, 0.99)] == [True, False, False]
 
 
-def test_the_table_of_sizes() -> None:
-    (row,) = report.size_rows([MODELS["fcn5"]])
-    assert row == ("FCN-5", "204.47", "10", "53,600,266", "20.4 MiB", "88 KiB", "64 MiB", "1", "4")
-
-
 def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install '\.\[plot\]'"):
@@ -219,10 +170,10 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
     left, told = 110 << 30, []
 
     class Large:
-        """Stands for a team, of processes that take 30 GiB."""
+        """Stands for processes that take 30 GiB."""
 
-        def __init__(self, way: Way, cast: Cast) -> None:
-            self.way = way
+        def __init__(self, variant: Variant, setup: Setup) -> None:
+            self.variant = variant
 
         def run(self, warm: int, count: int, word: str = "") -> list[Any]:
             nonlocal left
@@ -238,10 +189,10 @@ def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatc
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(training, "Team", Large)
+    monkeypatch.setattr(training, "Workers", Large)
     monkeypatch.setattr(training, "available_bytes", lambda: left)
-    ways = training.ways("vgg16", "shm", ["ddp"], overlap=True)
+    variants = training.variants("vgg16", "shm", ["ddp"], overlap=True)
     notes = Notes(lambda text: None, told.append)
-    found = training.run(ways, Cast("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
+    found = training.run(variants, Setup("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
     assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
     assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20 GiB are left"]

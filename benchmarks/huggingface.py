@@ -1,4 +1,4 @@
-"""Models of the package transformers for ``bench graph``: their configurations with random weights, no dropout.
+"""Models of the package transformers for ``graph``: their configurations with random weights, no dropout.
 
 Widths, depths and heads are those of models that people know, or near them; ``shrink`` divides the widths. Each is
 wrapped, so that it takes a batch and returns its loss as the models of ``models.py`` do.
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorwire.bench.models import Trained, images
-from tensorwire.bench.workloads import CLASSES
+from tensorwire.bench.models import CLASSES, Model, images
 
 _TOKENS = 64
 _BERT_WORDS, _LLAMA_WORDS = 30522, 32000
@@ -91,8 +90,8 @@ def words(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
 MODELS = {
     model.name: model
     for model in (
-        Trained("bert", 1, bert, words),
-        Trained("llama", 1, llama, words),
-        Trained("vit", 2, vit, images(224)),
+        Model("bert", "BERT-base", 1, bert, words),
+        Model("llama", "Llama of GPT-2's size", 1, llama, words),
+        Model("vit", "ViT-small", 2, vit, images(224)),
     )
 }

@@ -1,4 +1,4 @@
-"""What ``bench train`` tells besides its figures: where a step's time went, how big tensors are, and a chart."""
+"""What ``train`` and ``graph`` tell besides their figures: where a step's time went, how big tensors are, a chart."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tensorwire.bench.models import MODELS, Model
 from tensorwire.bench.records import Record, time_text
-from tensorwire.bench.workloads import MODELS, Model
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.extras import how_to_install
 from tensorwire.observe.files import check_file, save_file

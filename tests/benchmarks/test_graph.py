@@ -1,35 +1,25 @@
-"""``tensorwire bench graph``: real short runs, where models are cut, and what it refuses. No figure is judged."""
+"""``python -m benchmarks graph``: real short runs, where models are cut, and what is left out. No figure is judged."""
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from tensorwire.bench import graphs, huggingface, models
+from benchmarks import graphs, huggingface
+from benchmarks.cuts import LAYERS, cut, divide
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.cuts import LAYERS, cut, divide
-from tensorwire.bench.records import MODES
+from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.errors import ArgumentError, ProgramFailed
-from tensorwire.testing.patience import patient
+from tensorwire.errors import ArgumentError
 from tensorwire.trace.parts import Record as Trace
-from tests.sandbox import Result, Sandbox
+from tests.bench.running import BESIDE, bench, costs, peers
+from tests.sandbox import Sandbox
 
 TINY = 16  # divides the hidden sizes
-ALL = {**models.MODELS, **huggingface.MODELS}
-
-
-def bench(sandbox: Sandbox, *arguments: str) -> Result:
-    """Runs it; it may take longer than a sandbox's programs do, because each of its processes imports torch."""
-    program = sandbox.launch("bench", "graph", "--quick", "--rounds", "1", "--steps", "2", *arguments)
-    out, _ = program.process.communicate(timeout=patient(280))
-    sandbox.nothing_left()
-    return Result(program.process.returncode, out, (sandbox.folder / "stderr0").read_text())
 
 
 def check_parts(details: dict[str, float]) -> None:
@@ -43,56 +33,37 @@ def check_parts(details: dict[str, float]) -> None:
 @pytest.mark.slow
 def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
-    file, chart = sandbox.folder / "figures.json", sandbox.folder / "steps.png"
-    result = bench(sandbox, "--workload", "fcn5", "--json", str(file), "--report", str(chart))
-    assert result.status == 0, result.err
-    told = json.loads(file.read_text())
+    chart = sandbox.folder / "steps.png"
+    options = ("--workload", "fcn5", "--steps", "2", "--report", str(chart))
+    result, records = bench(sandbox, *BESIDE, "graph", *options)
     calls = ["rpc"] if find_spec("grpc") else []
-    assert [r["peer"] for r in told] == ["one process", "zerocopy", "copy", *calls]
-    assert {(r["bench"], r["mode"], r["device"]) for r in told} == {("graph", "training-step", "shm")}
-    assert "training-step" in MODES
-    alone, zerocopy, copy, *rpc = told
+    assert peers(records) == ["one process", "zerocopy", "copy", *calls]
+    alone, zerocopy, copy, *rpc = records
     assert (alone["details"]["compute"], alone["details"]["step"]) == (alone["seconds"], alone["seconds"])
-    assert (zerocopy["target"], zerocopy["met"]) == ("0 copies, registrations, RPCs", True)
-    assert [zerocopy[name] for name in ("copies", "registrations", "rpcs")] == [0, 0, 0]
-    width = 4096 // TINY
-    crossed = 2 * 4 * 64 * width + 4  # an activation, its gradient, and the loss
+    assert zerocopy["met"] is True
+    assert costs(records, peer="zerocopy") == {(0, 0, 0)}
+    crossed = 2 * 4 * 64 * 4096 // TINY + 4  # an activation, its gradient, and the loss
     assert [r["details"]["mapped_bytes"] for r in (zerocopy, copy)] == [crossed, crossed]
     assert (copy["copies"], copy["details"]["copied_bytes"]) == (2, crossed - 4)
-    assert [r["rpcs"] for r in rpc] == [3 for _ in rpc]
-    assert len({r["details"]["loss"] for r in told}) == 1
-    for record in told[1:]:
+    for record in rpc:
+        assert record["rpcs"] == 3
+        assert (record["details"]["mapped_bytes"], record["details"]["bytes"]) == (0, 0)
+    assert len({r["details"]["loss"] for r in records}) == 1
+    for record in records[1:]:
         assert record["details"]["overhead"] == record["seconds"] / alone["seconds"] - 1
         check_parts(record["details"])
     assert chart.read_bytes().startswith(b"\x89PNG")
-    assert "worker:0 has net.0; worker:1 has net.1 to net.8 and the rest" in result.out
-    assert ", ".join(["one process, zerocopy, copy", *calls]) in result.out
+    assert "worker:0 has " in result.out
+    assert ", ".join(peers(records)) in result.out  # whose losses are the same
 
 
 @pytest.mark.slow
 def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
-    result = bench(sandbox, "--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--markdown")
-    assert result.status == 0, result.err
-    row = next(line for line in result.out.splitlines() if line.startswith("|  | zerocopy | 0 | 0 | 0 |"))
-    assert row.endswith("| 0 copies, registrations, RPCs | met |")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--modes", "carrier"), "'carrier' is not one of zerocopy, copy, rpc"),
-        (("--modes", ","), "no mode: one or more of zerocopy, copy, rpc"),
-        (("--workload", "resnet"), "'resnet' is not one of alexnet, inception, vgg16"),
-        (("--hosts", "1"), "1 is not in the range 2<=x<=8"),
-        (("--device", "verbs"), "'verbs' is not one of shm, tcp"),
-        (("--report", "steps.txt"), "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
-    ],
-)
-def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: str) -> None:
-    result = bench(sandbox, *arguments)
-    assert result.status == 2
-    assert message in result.err
-    assert "Traceback" not in result.err
+    options = ("--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--steps", "2", "--markdown")
+    result, records = bench(sandbox, *BESIDE, "graph", *options)
+    assert records[1]["met"] is True
+    assert records[1]["details"]["bytes"] > 0
+    assert "|  | zerocopy | 0 | 0 | 0 |" in result.out
 
 
 # ---- the trace that the parts come from
@@ -100,9 +71,9 @@ def test_what_it_refuses(sandbox: Sandbox, arguments: tuple[str, ...], message: 
 
 @pytest.mark.slow
 def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
-    with Team(Way("copy", "copy", "shm", actor="graph"), Cast("fcn5", 2, 0, TINY)) as team:
-        team.run(1, 2)
-        trace = team.finish()
+    with Workers(Variant("copy", "copy", "shm", actor=graphs.ACTOR), Setup("fcn5", 2, 0, TINY)) as job:
+        job.run(1, 2)
+        trace = job.finish()
 
     def named(process: str, name: str) -> set[tuple[str, int]]:
         spans = (span for span in trace[process].spans if span.name == name)
@@ -135,12 +106,12 @@ def test_layers_are_divided_by_what_they_cost() -> None:
 
 def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A small model and a batch."""
-    return ALL[name].build(TINY), ALL[name].inputs(2, torch.Generator().manual_seed(0))
+    return graphs.MODELS[name].build(TINY), graphs.MODELS[name].inputs(2, torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", graphs.WORKLOADS)
+@pytest.mark.parametrize("name", graphs.MODELS)
 def test_a_cut_gives_every_host_parameters(name: str) -> None:
-    if name in graphs.TRANSFORMERS:
+    if name in huggingface.MODELS:
         pytest.importorskip("transformers")
     model, batch = built(name)
     found = cut(name, model, batch, 2)
@@ -164,9 +135,8 @@ def test_too_many_hosts_for_the_layers() -> None:
         cut("lstm", model, batch, 3)
 
 
-def test_every_workload_has_its_layers_and_its_model() -> None:
-    assert set(graphs.WORKLOADS) == set(LAYERS)
-    assert set(graphs.WORKLOADS) < set(ALL)
+def test_every_workload_has_its_layers() -> None:
+    assert set(graphs.MODELS) == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", huggingface.MODELS)
@@ -195,7 +165,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, missing: str, workload: str, **mad
 
 
 def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    rpc = ["skipped: rpc needs grpcio: run pip install '.[rpc]' in the folder of Tensorwire's source"]
+    rpc = ["skipped: rpc needs grpcio: run pip install '.[benchmarks]' in the folder of Tensorwire's source"]
     assert measured(monkeypatch, "grpc", "fcn5") == (rpc, ["zerocopy", "copy"])
     bert = ["skipped: bert needs transformers: pip install transformers"]
     assert measured(monkeypatch, "transformers", "bert") == (bert, [])
@@ -203,7 +173,7 @@ def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.Monke
 
 
 def outcome(*losses: float) -> graphs.Outcome:
-    """A way that has trained."""
+    """A variant that has trained."""
     return graphs.Outcome(losses=list(losses))
 
 

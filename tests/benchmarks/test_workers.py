@@ -1,4 +1,4 @@
-"""The teams of ``tensorwire bench train``: whoever dies while they start is named at once."""
+"""The processes of a variant to train: whoever dies while they start is named at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench import programs
-from tensorwire.bench.programs import Program, hear_all
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.errors import ProgramFailed
+from tensorwire.bench.programs import Program, ProgramFailed, hear_all
 from tests.sandbox import nothing_kept
 
 # Python runs this before the program; the victim is found by the words of its command line.
@@ -37,8 +36,8 @@ def clean() -> Iterator[None]:
     ("kind", "words", "victim"),
     [
         ("store", "tensorwire.launch.server", "server 1"),
-        ("store", "train store fcn5 64 1 2", "worker 1"),
-        ("ddp", "train ddp fcn5 64 1 2", "worker 1"),
+        ("store", "actors.train store fcn5 64 1 2", "worker 1"),
+        ("ddp", "actors.train ddp fcn5 64 1 2", "worker 1"),
     ],
 )
 def test_who_dies_at_the_start_is_named(
@@ -47,7 +46,7 @@ def test_who_dies_at_the_start_is_named(
     (tmp_path / "sitecustomize.py").write_text(KILLS.format(words=words))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ProgramFailed, match=f"^mine: {victim} was killed by SIGKILL$"):
-        Team(Way("mine", kind), Cast("fcn5", workers=2, servers=2, shrink=64))
+        Workers(Variant("mine", kind), Setup("fcn5", workers=2, servers=2, shrink=64))
 
 
 def start(stack: ExitStack, name: str, code: str) -> Program:

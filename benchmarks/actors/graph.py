@@ -7,7 +7,9 @@ tells where the model is cut, as JSON. The word of a round is ``leave``, or noth
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,13 +19,14 @@ import torch
 from torch import Tensor
 
 import tensorwire as tw
-from tensorwire.bench import huggingface, models
+from benchmarks.actors.train import BATCHES, SGD
+from benchmarks.cuts import cut
+from benchmarks.graphs import MODELS
 from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.actors.train import BATCHES, SGD
-from tensorwire.bench.cuts import cut
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
+from tensorwire.torch.graph.party import party_of
 
 
 class Host:
@@ -31,7 +34,7 @@ class Host:
 
     def __init__(self, mode: str, workload: str, shrink: int, hosts: int) -> None:
         torch.manual_seed(0)  # every process begins with the same values
-        made = {**models.MODELS, **huggingface.MODELS}[workload]
+        made = MODELS[workload]
         self.model = made.build(shrink)
         generator = torch.Generator().manual_seed(1)
         self._batches = [made.inputs(made.size, generator) for _ in range(BATCHES)]
@@ -50,7 +53,12 @@ class Host:
     def _divide(self, mode: str, workload: str, hosts: int) -> None:
         found = cut(workload, self.model, self._batches[0], hosts)
         self.facts["cut"] = found.text
-        self.leave = tw.init().close
+        job = tw.init()
+        self.leave = job.close
+        if mode == "rpc":
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
+            importlib.import_module("benchmarks.rpc").install(party_of(job))
+            mode = "copy"
         tw.torch.place(self.model, found.hosts)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})
 

@@ -18,7 +18,7 @@ import torch
 
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.values import Expected, check_gradient, digest, flat, put, put_start, sgd
-from tensorwire.bench.workloads import Model, find
+from tensorwire.bench.models import Model, find
 from tensorwire.store.plan import Bucket, Plan, make_plan
 
 # Tried with FCN-5 and two workers on two cores, in turns, each against the rest as it is: these gave the least time of

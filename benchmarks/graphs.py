@@ -1,4 +1,4 @@
-"""``tensorwire bench graph``: training steps of models that are cut over hosts, whose tensors cross in several ways.
+"""``python -m benchmarks graph``: steps of models that are cut over hosts, whose tensors cross in several variants.
 
 A step's seconds are what the slowest host took. Its parts come from the trace of the very steps that were timed, what
 crossed from the counters of all hosts meanwhile.
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks import huggingface
+from benchmarks.training import WARM, Course, parts
+from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
+from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.programs import Answer
+from tensorwire.bench.programs import Answer, ProgramFailed
 from tensorwire.bench.records import COUNTED, Record
 from tensorwire.bench.show import Notes
-from tensorwire.bench.teams import Cast, Team, Way
-from tensorwire.bench.training import WARM, Course, parts
-from tensorwire.bench.workloads import MODELS
-from tensorwire.errors import ProgramFailed
 from tensorwire.extras import how_to_install
 from tensorwire.sizes import size_text
 
 MODES = ("zerocopy", "copy", "rpc")
-TRANSFORMERS = {"bert": "BERT-base", "llama": "Llama of GPT-2's size", "vit": "ViT-small"}
-WORKLOADS = (*MODELS, *TRANSFORMERS)
+MODELS = {**models.MODELS, **huggingface.MODELS}
 ALONE = "one process"
+ACTOR = "benchmarks.actors.graph"
 REHEARSAL = "rehearsal"  # the word of a round that is not timed
 REHEARSED = 4  # steps, in which graphs are captured, plans are made, and memory is registered
 MOST_HOSTS = {"lstm": 2, "gru": 2}
@@ -49,7 +49,7 @@ ROOM = 2.0  # what a job may take of memory for each byte that one process took
 
 @dataclass
 class Outcome:
-    """What one way showed: seconds and losses by round, facts of the model, the parts of the typical step.
+    """What one variant showed: seconds and losses by round, facts of the model, the parts of the typical step.
 
     ``samples.counts``: of a step, all hosts together, in the round that had most.
     """
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Told:
+class CutNote:
     """Of one workload besides its figures: where it was cut, and whose losses are the same."""
 
     workload: str
@@ -81,15 +81,15 @@ class Told:
 
 
 def measure(
-    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], told: list[Told], notes: Notes
+    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], told: list[CutNote], notes: Notes
 ) -> list[Record]:
     """Every workload over every device; adds to ``told``. ``made``: the rest of what `contest` takes."""
     if "rpc" in made["modes"] and find_spec("grpc") is None:
-        notes.skip(f"rpc needs grpcio: {how_to_install('rpc')}")
+        notes.skip(f"rpc needs grpcio: {how_to_install('benchmarks')}")
         made = {**made, "modes": [mode for mode in made["modes"] if mode != "rpc"]}
     found: list[Record] = []
     for workload in workloads:
-        if workload in TRANSFORMERS and find_spec("transformers") is None:
+        if workload in huggingface.MODELS and find_spec("transformers") is None:
             notes.skip(f"{workload} needs transformers: pip install transformers")
             continue
         if made["hosts"] > MOST_HOSTS.get(workload, made["hosts"]):
@@ -107,49 +107,51 @@ def contest(
     hosts: int,
     modes: Sequence[str],
     course: Course,
-    told: list[Told],
+    told: list[CutNote],
     notes: Notes,
     shrink: int = 1,
 ) -> list[Record]:
     """One workload over one device: a record of one process, and one a mode. Raises `ProgramFailed`."""
-    title = MODELS[workload].title if workload in MODELS else TRANSFORMERS[workload]
-    ways = {ALONE: Way(ALONE, "alone", actor="graph")}
-    ways |= {mode: Way(mode, mode, device, actor="graph") for mode in modes}
-    casts = {name: Cast(workload, 1 if name == ALONE else hosts, 0, shrink) for name in ways}
-    outcomes = run(ways, casts, course, f"{workload} over {device}", notes)
+    variants = {ALONE: Variant(ALONE, "alone", actor=ACTOR)}
+    variants |= {mode: Variant(mode, mode, device, actor=ACTOR) for mode in modes}
+    setups = {name: Setup(workload, 1 if name == ALONE else hosts, 0, shrink) for name in variants}
+    outcomes = run(variants, setups, course, f"{workload} over {device}", notes)
     facts = outcomes[ALONE].facts
+    title = MODELS[workload].title
     name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {hosts} hosts, {device}"
-    told.append(Told(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
+    told.append(CutNote(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
     shape = Workload("graph", device, name, facts["nbytes"], "training-step", (), (ALONE,))
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
     aimed = shrink == 1 and (workload, device, hosts) == ("gpt2", "shm", 2)
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
-def run(ways: dict[str, Way], casts: dict[str, Cast], course: Course, about: str, notes: Notes) -> dict[str, Outcome]:
+def run(
+    variants: dict[str, Variant], setups: dict[str, Setup], course: Course, about: str, notes: Notes
+) -> dict[str, Outcome]:
     """Starts all of them, has them take turns, and ends them. Who does not fit into memory is left out."""
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        teams: dict[str, Team] = {}
+        jobs: dict[str, Workers] = {}
         needed = 0
-        for name, way in ways.items():
+        for name, variant in variants.items():
             notes.progress(f"{about}: starting {name}")
             before = available_bytes()
             if before < needed:
                 notes.skip(f"{about}: {name} may take {size_text(needed)} of memory, and {size_text(before)} are left")
                 continue
-            team = teams[name] = stack.enter_context(Team(way, casts[name]))
-            team.run(REHEARSED, 1, REHEARSAL)
-            outcomes[name] = Outcome(facts=json.loads(team.told[0]))
+            job = jobs[name] = stack.enter_context(Workers(variant, setups[name]))
+            job.run(REHEARSED, 1, REHEARSAL)
+            outcomes[name] = Outcome(facts=json.loads(job.told[0]))
             needed = needed or round(ROOM * max(0, before - available_bytes()))
-        names = list(teams)
+        names = list(jobs)
         for number in range(course.rounds):
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
                 notes.progress(f"{about}: round {number + 1} of {course.rounds}: {name}")
-                outcomes[name].add(teams[name].run(WARM, course.steps), course)
+                outcomes[name].add(jobs[name].run(WARM, course.steps), course)
         for name, outcome in outcomes.items():
-            trace = teams[name].finish()
+            trace = jobs[name].finish()
             outcome.parts = parts(trace) if trace else {}
     return outcomes
 
@@ -206,6 +208,6 @@ def crossed_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     return rows
 
 
-def cut_rows(told: Sequence[Told]) -> list[tuple[str, ...]]:
+def cut_rows(told: Sequence[CutNote]) -> list[tuple[str, ...]]:
     """A row a workload."""
     return [(one.workload, one.cut, one.same) for one in told]

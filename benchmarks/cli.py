@@ -1,0 +1,153 @@
+"""``python -m benchmarks``: its commands and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from tensorwire.cli import bench_options, run_command
+from tensorwire.cli.bench_options import MODELS, devices, link, names, plain, processes, shown, sizes, workload
+
+_TRANSFORMERS = ("bert", "llama", "vit")
+
+
+def _peers(default: str, *known: str) -> Callable[..., Any]:
+    return click.option(
+        "--peers",
+        default=default,
+        show_default=True,
+        metavar="NAMES",
+        callback=names("", known),
+        help=f"Beside what: {', '.join(known)}.",
+    )
+
+
+_peer_python = click.option(
+    "--peer-python", metavar="PATH", help="The Python that has the other libraries; by default this one."
+)
+_steps = click.option(
+    "--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round."
+)
+_report = click.option(
+    "--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); train: tell tensor sizes."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def group() -> None:
+    """Measure Tensorwire beside other libraries, and whole steps of training.
+
+    \b
+    Start here (no root, no network; one to three minutes each, edge more):
+      python -m benchmarks train
+      python -m benchmarks graph
+      python -m benchmarks store
+      python -m benchmarks edge --sizes 64KiB,1MiB
+      python -m benchmarks device --peers all
+    """
+
+
+@group.command()
+@plain
+@devices("Which transports.", "shm,tcp", "shm", "tcp")
+@sizes
+@click.option(
+    "--peers", default="all", show_default=True, metavar="NAMES", help="Beside what: all, none, or such as ucx,grpc."
+)
+@_peer_python
+def device(peers: str, **options: Any) -> None:
+    """Writes over shm and tcp, beside libfabric and other libraries, and what tensorwire bench has beside them."""
+    from benchmarks.libraries import parse_peers
+
+    _run("device", peers=tuple(parse_peers(peers)), **options)
+
+
+@group.command()
+@plain
+@devices("Which transports.", "shm,tcp", "shm", "tcp", "verbs")
+@sizes
+@_peers("grpc,torch-rpc,gloo", "grpc", "torch-rpc", "gloo")
+@_peer_python
+def edge(**options: Any) -> None:
+    """A stream of tensors over one edge, alone and between a producer and a consumer, beside other libraries."""
+    _run("edge", **options)
+
+
+@group.command()
+@plain
+@devices("Which transports.", "shm,tcp", "shm", "tcp")
+@workload("Whose tensors: all, or " + ", ".join(MODELS) + "; tiny to try it out.", "tiny")
+@processes
+@_peer_python
+def store(**options: Any) -> None:
+    """The parameter store's step, push and pull, beside a store on gRPC."""
+    _run("store", **options)
+
+
+@group.command()
+@shown
+@workload(
+    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
+    "vgg16-elsewhere",
+)
+@devices("The store's transports: shm, tcp.", "shm", "shm", "tcp")
+@link("tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.")
+@_peers("ddp", "ddp", "grpc", "none")
+@processes
+@_steps
+@click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
+@_report
+def train(**options: Any) -> None:
+    """Whole steps of training: with a store, without any, and under DDP over gloo.
+
+    \b
+    SGD with momentum, synthetic inputs, one thread a worker. Some runs:
+      python -m benchmarks train
+      python -m benchmarks train --workload all --device shm,tcp --overlap --report steps.png
+      python -m benchmarks train --workload vgg16-elsewhere --overlap --device tcp --link 10gbit --workers 1
+    """
+    from benchmarks.training import check
+
+    check(options["workloads"], options["devices"], options["links"])
+    _run("train", **options)
+
+
+@group.command()
+@shown
+@workload(
+    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; with transformers also bert, llama, vit.",
+    every=(*MODELS, *_TRANSFORMERS),
+    default="gpt2",
+)
+@devices("Between the hosts: shm, tcp.", "shm", "shm", "tcp")
+@click.option(
+    "--modes",
+    default="zerocopy,copy,rpc",
+    show_default=True,
+    metavar="NAMES",
+    callback=names("mode", ("zerocopy", "copy", "rpc")),
+    help="How tensors cross; rpc is a call of gRPC for each.",
+)
+@click.option("--hosts", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
+@_steps
+@_report
+def graph(**options: Any) -> None:
+    """Training steps of a model whose parts run on several hosts: zerocopy, copy, rpc, and one process alone.
+
+    \b
+    SGD with momentum, synthetic inputs, one thread a process. Some runs:
+      python -m benchmarks graph
+      python -m benchmarks graph --workload all --device shm,tcp --report graphs.png
+    """
+    _run("graph", **options)
+
+
+def _run(name: str, **options: Any) -> None:
+    bench_options.run("benchmarks.suite", name, **options)
+
+
+def main() -> None:
+    """Entry point: errors are one line."""
+    run_command(group, "python -m benchmarks")

@@ -1,0 +1,195 @@
+"""The wires of a graph over gRPC: each tensor that crosses is serialised, sent by a call of its own, and unpacked.
+
+What the papers compare with, on the same plans and the same partitions as Tensorwire's own ``copy``. `install` puts it
+in the place of the product's wires; it sends tensors whose shapes are known in the plan.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy
+
+from tensorwire.control import Member
+from tensorwire.device import Device
+from tensorwire.edge import Pool, Spec
+from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
+from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.graph.bank import Bank, Held, hold
+from tensorwire.graph.party import Party
+from tensorwire.graph.plan import Plan
+from tensorwire.graph.wires import Wires, make_pool
+from tensorwire.observe import counters, spans
+from tensorwire.observe.edges import edge_of
+from tensorwire.observe.spans import clock
+
+_HEAD = struct.Struct("<IIQQ")  # plan, edge, run, bytes of a header in front of the payload
+_METHOD = "/tensorwire.Graph/Put"
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.optimization_target", "throughput"),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+]
+_LOOK = 0.05  # seconds between looks whether the job still goes on
+
+
+def install(party: Party) -> None:
+    """Has the graphs of ``party`` send by calls from now on."""
+    party.make_wires = partial(RpcWires, Calls(party.member))
+
+
+class Calls:
+    """This process's server, and its channels to the other hosts. One a job."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._arrived: dict[tuple[int, int, int], bytes] = {}
+        self._changed = threading.Condition()
+        handler = grpc.method_handlers_generic_handler(
+            "tensorwire.Graph", {"Put": grpc.unary_unary_rpc_method_handler(self._put)}
+        )
+        self._server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((handler,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+        self._channels: dict[str, Any] = {}
+        member.client.publish(f"rpc/{member.name}", f"127.0.0.1:{port}".encode())
+
+    def _put(self, request: bytes, context: Any) -> bytes:
+        plan, edge, run, _ = _HEAD.unpack_from(request)
+        with self._changed:
+            self._arrived[plan, edge, run] = request
+            self._changed.notify_all()
+        return b""
+
+    def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview, header: bytes) -> Any:
+        """Begins a call; its future."""
+        if host not in self._channels:
+            target = self._member.client.lookup(f"rpc/{host.replace(':', ' ')}").decode()
+            self._channels[host] = grpc.insecure_channel(target, options=_OPTIONS)
+        counters.add(rpcs=1, copies=1, copied_bytes=payload.nbytes)
+        request = _HEAD.pack(plan, edge, run, len(header)) + header + payload
+        return self._channels[host].unary_unary(_METHOD).future(request)
+
+    def take(self, plan: int, edge: int, run: int, timeout: float) -> tuple[memoryview, memoryview]:
+        """The header and the payload that arrived for an edge.
+
+        Raises `PeerLost` when the job ends meanwhile, or `WaitTimeout`.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            while (plan, edge, run) not in self._arrived:
+                if self._member.client.ended.is_set():
+                    raise PeerLost("rpc: the job ended")
+                if time.monotonic() >= end:
+                    raise WaitTimeout(f"rpc: edge {edge} of run {run} did not arrive within {timeout:g} s")
+                self._changed.wait(_LOOK)
+            request = memoryview(self._arrived.pop((plan, edge, run)))
+        behind = _HEAD.size + _HEAD.unpack_from(request)[-1]
+        return request[_HEAD.size : behind], request[behind:]
+
+    def close(self) -> None:
+        """Ends the server and the channels. Idempotent."""
+        self._server.stop(None)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+
+class RpcWires(Wires):
+    """The same over calls, made as `Wires` is. Memory is ordinary memory, made anew where a tensor is unpacked."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        plan: Plan,
+        me: str,
+        member: Member,
+        number: int,
+        timeout: float,
+        borrowed: Collection[tuple[str, str]] = (),
+        plans: Callable[[], int] = int,
+        pools: Callable[[Device], Pool] = make_pool,
+    ) -> None:
+        # Not the base's: it would register memory and make it known.
+        self.plan, self.me, self._number, self._timeout = plan, me, number, timeout
+        self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
+        self.run = 0
+        self._calls = calls
+        self._outbox = numpy.empty(dict(plan.outbox)[me], numpy.uint8).data
+        self.bank = Bank(0, self._outbox)
+        self.held = hold(self._outbox)
+        self._sent: list[Any] = []
+        self._headers: dict[int, Header] = {}  # of this run, by edge: those that were received
+
+    def begin(self) -> None:
+        self.run += 1
+        self._headers.clear()
+
+    def describe(self, index: int, spec: Spec, at: int) -> None:
+        pack_tensor(self._outbox, self._header_at(index), self.run, spec, offset=at)
+
+    def described(self, index: int, held: Held) -> Header | None:
+        return self._headers.get(index)
+
+    def _header_at(self, index: int) -> int:
+        at = self.plan.edges[index].header
+        assert at is not None
+        return at
+
+    def send(self, index: int, nbytes: int, at: int | None = None) -> None:
+        """Serialises edge ``index`` and calls each of its targets."""
+        edge, start = self.plan.edges[index], clock()
+        assert edge.slot is not None
+        header = b"" if at is None else bytes(self._outbox[self._header_at(index) :][:HEADER])
+        at = edge.slot + edge.offset if at is None else at
+        for host in edge.targets:
+            future = self._calls.call(host, self._number, index, self.run, self._outbox[at : at + nbytes], header)
+            self._sent.append(future)
+            if spans.enabled:
+                self._trace(future, index)
+        spans.add("push", self.run, start, clock(), self.what[index])
+
+    def _trace(self, call: Any, index: int) -> None:
+        run, start = self.run, clock()
+        call.add_done_callback(lambda _: spans.add("transfer", run, start, clock(), self.what[index]))
+
+    def receive(self, index: int) -> Held:
+        """Waits for the call of edge ``index``, and unpacks it into memory of its own."""
+        edge, start = self.plan.edges[index], clock()
+        assert edge.slot is not None
+        header, payload = self._calls.take(self._number, index, self.run, self._timeout)
+        at = edge.slot + edge.offset
+        if header:
+            self._headers[index] = found = unpack(header, 0, payload.nbytes, 1 << 62)
+            at = found.offset
+        memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
+        memory[at:] = payload
+        counters.add(copies=1, copied_bytes=payload.nbytes)
+        spans.add("wait", self.run, start, clock(), self.what[index])
+        return hold(memory.data)
+
+    def end(self) -> None:
+        """Waits until every call of this run was answered. Raises `PeerLost`."""
+        sent, self._sent = self._sent, []
+        start = clock()
+        try:
+            for future in sent:
+                future.result(self._timeout)
+        except grpc.RpcError as error:
+            raise PeerLost(f"rpc: a call failed: {error.code().name}") from None
+        spans.add("push", self.run, start, clock(), edge_of(self.plan.name, "answers"))
+
+    def plan_another(self, number: int) -> None:
+        """The hosts of a benchmark make the same plans: nobody waits for news of them."""
+
+    def close(self) -> None:
+        self._calls.close()

@@ -1,0 +1,53 @@
+"""``python -m benchmarks store``: the steps of ``tensorwire bench store``, beside a store on gRPC.
+
+It has the same plan, rule, processes and cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.libraries import KEEP, Libraries, Peer
+from tensorwire.bench import stores
+from tensorwire.bench.compare import Workload
+from tensorwire.bench.programs import Contender
+from tensorwire.bench.records import Target
+from tensorwire.bench.stores import MIB, RULES, Job
+
+LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
+_MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
+GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
+# Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
+_SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
+_TCP = 3.0
+
+
+def workloads(job: Job, devices: Sequence[str], libraries: Libraries) -> list[Workload]:
+    """The package's own, each with the store on gRPC."""
+    made = []
+    for workload in stores.workloads(job, devices):
+        (ours,) = workload.contenders
+        rule = next(rule for rule, kind in RULES.items() if workload.mode.startswith(kind))
+        contenders = (ours, *(replace(c, word=ours.word) for c in _grpc(job, rule, libraries)))
+        target = _target(job, workload)
+        made.append(replace(workload, contenders=contenders, limits=("grpc",), target=target))
+    return made
+
+
+def _target(job: Job, workload: Workload) -> Target | None:
+    if workload.device == "tcp":
+        return Target(shares={"grpc": _TCP}) if workload.nbytes >= LARGE else None
+    if job.model.name != "fcn5" or job.workers != 2:
+        return None
+    return Target(shares={"grpc": _SHM[workload.mode]})
+
+
+def _grpc(job: Job, rule: str, libraries: Libraries) -> list[Contender]:
+    program = libraries.program(GRPC)
+    if not program:
+        return []
+    arguments = tuple(map(str, (job.model.name, rule, job.workers, job.servers, "127.0.0.1")))
+    commands = [(*program, "server", str(i), *arguments) for i in range(job.servers)]
+    commands += [(*program, "worker", str(i), *arguments) for i in reversed(range(job.workers))]
+    return [Contender("grpc", tuple(commands), stopped=True, servers=job.servers, environment=GRPC.environment)]

@@ -1,0 +1,115 @@
+"""What one call of ``python -m benchmarks`` does, from its options to the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks import edges, graphs, report, stores, training, writes
+from benchmarks.libraries import Libraries
+from tensorwire.bench import suite
+from tensorwire.bench.compare import Settings, compare_all
+from tensorwire.bench.limits import Limits
+from tensorwire.bench.records import Record
+from tensorwire.bench.show import Notes
+from tensorwire.bench.suite import report_on
+
+
+@dataclass(frozen=True)
+class Options(suite.Options):
+    """What the user asked for; None and empty: the default of the benchmark."""
+
+    peers: tuple[str, ...] = ()
+    peer_python: str | None = None
+    steps: int = 3
+    overlap: bool = False
+    report: str = ""
+    hosts: int = 2
+    modes: tuple[str, ...] = ()
+
+    @property
+    def shrink(self) -> int:
+        """What divides the models' hidden sizes."""
+        return training.QUICK_SHRINK if self.quick else 1
+
+
+def device(options: Options) -> None:
+    """``python -m benchmarks device``."""
+    report_on(options, _device)
+
+
+def edge(options: Options) -> None:
+    """``python -m benchmarks edge``."""
+    report_on(options, _edge)
+
+
+def store(options: Options) -> None:
+    """``python -m benchmarks store``."""
+    report_on(options, _store, shared=True)
+
+
+def train(options: Options) -> None:
+    """``python -m benchmarks train``."""
+    if options.report:
+        report.check_chart(options.report)
+    records, described = report_on(options, _train, shared=True)
+    tell = report.markdown if options.markdown else report.show
+    tell(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    if options.report:
+        tell(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
+        report.chart(records, options.report, described)
+
+
+def graph(options: Options) -> None:
+    """``python -m benchmarks graph``."""
+    if options.report:
+        report.check_chart(options.report)
+    told: list[graphs.CutNote] = []
+    records, described = report_on(options, partial(_graph, told), shared=True)
+    tell = report.markdown if options.markdown else report.show
+    tell(graphs.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    tell(graphs.CROSSED_TITLE, graphs.CROSSED_HEAD, graphs.crossed_rows(records))
+    tell(graphs.CUT_TITLE, graphs.CUT_HEAD, graphs.cut_rows(told))
+    if options.report:
+        report.chart(records, options.report, described)
+
+
+def _device(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    libraries = Libraries(options.peer_python, notes)
+    made = writes.workloads(
+        options.devices, options.sizes, Limits(notes), libraries, options.peers, quick=options.quick
+    )
+    return compare_all(made, settings, notes)
+
+
+def _edge(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    libraries = Libraries(options.peer_python, notes)
+    made = partial(edges.workloads, limits=Limits(notes), libraries=libraries, names=options.peers)
+    return suite.stream(options, settings, notes, made)
+
+
+def _store(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    libraries = Libraries(options.peer_python, notes)
+    return suite.update(options, settings, notes, partial(stores.workloads, libraries=libraries))
+
+
+def _train(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    made = {
+        "workers": options.workers,
+        "servers": options.servers,
+        "peers": options.peers,
+        "overlap": options.overlap,
+        "course": training.Course(settings.rounds, options.steps),
+        "shrink": options.shrink,
+    }
+    return training.measure(options.workloads, options.devices, options.links, made, notes)
+
+
+def _graph(told: list[graphs.CutNote], options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    made = {
+        "hosts": options.hosts,
+        "modes": options.modes,
+        "course": training.Course(options.rounds or (2 if options.quick else 5), options.steps),
+        "shrink": options.shrink,
+    }
+    return graphs.measure(options.workloads, options.devices, made, told, notes)

@@ -1,0 +1,100 @@
+"""The limits of the machine: programs in C, built on demand, that Tensorwire's own are held against."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tensorwire.bench.programs import Contender, pair
+from tensorwire.bench.records import size_text
+from tensorwire.bench.show import Notes
+from tensorwire.errors import Unsupported
+
+_FLAGS = ("-O2", "-std=gnu11")
+SOURCES = Path(__file__).parent / "c"
+POLLING = "C sockets, polling"
+
+
+class Limits:
+    """Contenders in C. What cannot be built is told by a note."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def copies(self, nbytes: int, mode: str, names: Sequence[str], group: str) -> list[Contender]:
+        """Copies and a flag in shared memory."""
+        program = self.program(SOURCES / "memory.c")
+        asleep = mode == "one-way"
+        return [Contender(f"C {name}", pair(program, nbytes, mode, name), group, asleep) for name in names if program]
+
+    def same_memory(self, ours: Contender, names: Sequence[str], group: str) -> tuple[Contender, list[Contender]]:
+        """The same copies, done by our own processes: where a large payload lies decides how fast it is."""
+        library = self.program(SOURCES / "memory.c", "-shared", "-fPIC")
+        if not library:
+            return ours, []
+        ours = replace(ours, commands=tuple((*command, *library) for command in ours.commands))
+        return ours, [replace(ours, name=f"C {name}", word=name, group=group) for name in names]
+
+    def sockets(self, nbytes: int, buffers: Sequence[int], window: int = 1) -> list[Contender]:
+        """Blocking sockets with buffers of several sizes, 0 being the kernel's own choice; one byte back.
+
+        ``window``: how many payloads may be on their way before the first is answered.
+        """
+        program = self.program(SOURCES / "sockets.c")
+        made = []
+        for buffer in buffers if program else ():
+            name = f"C sockets, {size_text(buffer)}" if buffer else "C sockets"
+            made.append(Contender(name, pair(program, nbytes, window, buffer, "127.0.0.1", 0), "C sockets"))
+        return made
+
+    def polling_sockets(self, nbytes: int) -> list[Contender]:
+        """The same where both ends poll: the time that the kernel itself needs, without a wake-up."""
+        program = self.program(SOURCES / "sockets.c")
+        return [Contender(POLLING, pair(program, nbytes, 1, 0, "127.0.0.1", 1))] if program else []
+
+    def program(self, source: Path, *libraries: str, needs: str = "") -> tuple[str, ...]:
+        """The command of the program of ``source``; empty, with a note that names what it ``needs``, without it."""
+        try:
+            return (str(build(source, libraries, self._notes)),)
+        except Unsupported as error:
+            self._notes.skip(f"C {source.stem}: {error}{f' ({needs})' if needs else ''}")
+            return ()
+
+
+def build(source: Path, libraries: Sequence[str], notes: Notes) -> Path:
+    """The program of ``source``, built if the cache has none of it. Raises `Unsupported`."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise Unsupported("no C compiler: apt install gcc libc6-dev")
+    header = (SOURCES / "lines.h").read_bytes()
+    told = [source.read_bytes(), header, repr((_FLAGS, libraries, platform.machine())).encode()]
+    tag = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
+    program = cache() / f"{source.stem}-{tag}"
+    if program.exists():
+        return program
+    notes.say(f"building {source.name} into {program.parent}")
+    fresh = program.with_suffix(f".{os.getpid()}")
+    command = [compiler, *_FLAGS, f"-I{SOURCES}", "-o", str(fresh), str(source), *libraries]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
+        raise Unsupported(f"cannot be built: {errors[0]}")
+    fresh.replace(program)  # whoever built it at the same time made the same
+    return program
+
+
+def cache() -> Path:
+    """Where built programs are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "tensorwire" / "bench"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unsupported(f"cannot make {folder}: {error.strerror}; set XDG_CACHE_HOME") from None
+    return folder

@@ -1,0 +1,28 @@
+"""``python -m benchmarks device``: real short runs, and what it refuses. No figure is judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.running import BESIDE, bench, peers
+from tests.sandbox import Sandbox
+
+
+@pytest.mark.slow
+def test_device(sandbox: Sandbox) -> None:
+    result, records = bench(sandbox, *BESIDE, "device", "--sizes", "64", "--peers", "torch-rpc,zeromq")
+    there = {"libfabric", "zeromq"} - {line.split()[1] for line in result.err.splitlines() if "skipped: " in line}
+    if "skipped: C libfabric" in result.err:
+        there.discard("libfabric")
+    waiting = peers(records, device="tcp", mode="waiting-target")
+    assert {"tensorwire", "C sockets", "torch-rpc", *there} == {*waiting} - {"C sockets, polling"}
+    assert peers(records, device="tcp", mode="passive-target") == ["tensorwire", "C sockets"]
+    assert peers(records, device="shm") == ["tensorwire", "C memcpy"]
+
+
+@pytest.mark.slow
+def test_who_is_not_here_is_left_out_with_the_reason(sandbox: Sandbox) -> None:
+    options = ("--sizes", "64", "--device", "shm", "--peers", "nixl", "--peer-python", "/bin/false")
+    result, records = bench(sandbox, *BESIDE, "device", *options)
+    assert "skipped: nixl is not here: pip install" in result.err
+    assert peers(records, device="shm") == ["tensorwire", "C memcpy"]
