@@ -107,8 +107,8 @@ def test_there_is_no_check_without_a_payload(pair: Pair) -> None:
     with pytest.raises(ArgumentError, match="needs slots"):
         CheckedConsumer(Word(inbox, 0, pair.back), slots=[memoryview(inbox)[:8]])
     producer, _, _ = sent(pair)
-    with pytest.raises(ArgumentError, match="payload every step"):
-        producer.send(2, payload=False)
+    with pytest.raises(ArgumentError, match="the whole of its slot"):
+        producer.send(2, nbytes=0)
 
 
 def test_steps_still_grow(pair: Pair) -> None:

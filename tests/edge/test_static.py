@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tensorwire.edge import Producer
-from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
+from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tests.edge.edges import Pair, make_edge
 
@@ -83,14 +83,34 @@ def test_mapped_edges_are_born_in_the_slot(pair: Pair) -> None:
 def test_a_signal_without_payload(pair: Pair) -> None:
     producer, consumer, _ = make_edge(pair, 1, NBYTES)
     before = counters.snapshot()
-    producer.send(1, payload=False)
+    producer.send(1, nbytes=0)
     consumer.receive(1, 60.0)
     assert counters.since(before).bytes == 0
 
 
+def test_flush_says_what_did_not_arrive(pair: Pair) -> None:
+    producer, _, inbox = make_edge(pair, 2, NBYTES)
+    inbox.close()
+    producer.send(1)
+    with pytest.raises((RemoteAccessError, PeerLost)):
+        producer.flush(60.0)
+
+
+def test_only_what_was_used_is_sent(pair: Pair) -> None:
+    producer, consumer, _inbox = make_edge(pair, 1, NBYTES)
+    producer.slot(1, 60.0)[:] = b"x" * NBYTES
+    before = counters.snapshot()
+    producer.send(1, nbytes=100)
+    slot = consumer.receive(1, 60.0)
+    assert slot is not None
+    assert bytes(slot[:100]) == b"x" * 100
+    sent = counters.since(before)
+    assert sent.mapped_bytes + sent.bytes == 100
+
+
 def test_steps_must_grow(pair: Pair) -> None:
     producer, _, _ = make_edge(pair, 1, NBYTES)
-    producer.send(5, payload=False)
+    producer.send(5, nbytes=0)
     for step in (5, 4):
         with pytest.raises(ArgumentError, match="steps grow"):
             producer.send(step)

@@ -29,7 +29,7 @@ def last_first(job: Job) -> list[float]:
     client.begin(Operation.ASSIGN, [1.0])
     for bucket in client.order:
         views[bucket.index].fill_(0.0)
-        client.send(bucket)
+        client.push(bucket)
     client.wait()
     for _ in range(3):
         client.begin(Operation.UPDATE, [1.0])
@@ -37,7 +37,7 @@ def last_first(job: Job) -> list[float]:
             job.barrier()  # meanwhile the server finds nothing, and waits
             client.slot(bucket)
             views[bucket.index].fill_(bucket.index + 1)
-            client.send(bucket)
+            client.push(bucket)
             client.wait_for(bucket, client.step)
     shown = tensor_over(memoryview(client.windows[0]), "float32", 0, 3 * 1024)
     values = [float(shown[1024 * i]) for i in range(3)]

@@ -80,7 +80,7 @@ def test_a_receiver_that_gives_up_frees_the_sender(
     there, back = pair
     receiver = Receiver(back)
     thread = send(there, receiver.door, items([100_000]))
-    receiver._word.wait(1, SECONDS)  # the sender now waits for its credit, or will
+    receiver._edge.receive(1, SECONDS)  # the sender now waits for its credit, or will
     for _ in zip(range(taken), receiver.receive(SECONDS), strict=False):
         pass
     receiver.close()

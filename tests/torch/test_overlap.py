@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -175,10 +175,10 @@ def slow(job: tw.Job) -> list[tuple[int, int]]:
     (part,) = optimizer._parts
     push, copied = part.push, []
 
-    def slowly(bucket: Bucket, values: Any) -> None:
+    def slowly(buckets: Sequence[Bucket], values: Any) -> None:
         threading.Event().wait(0.01)
-        push(bucket, values)
-        copied.append(bucket)
+        push(buckets, values)
+        copied.extend(buckets)
 
     part.push = slowly  # type: ignore[method-assign]
     seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.edge import Producer
 from tensorwire.observe import counters, pickles_counted
+from tensorwire.torch import optimizer as optimizer_module
 from tests.jobs import Ended, run_job
 
 
@@ -442,3 +445,38 @@ def reload(job: tw.Job, again: bool) -> dict[str, torch.Tensor]:
 def test_loading_the_values_that_are_there_changes_nothing() -> None:
     with_loading, without = (run_job(reload, again).ok()[0] for again in (True, False))
     assert same(with_loading, without)
+
+
+OPTIMIZER = optimizer_module.__file__
+
+
+def call_paths(job: tw.Job) -> list[list[str]]:
+    """The calls from ``step()`` to each ``Producer.send``, which signals; both included."""
+    net = model()
+    optimizer = sgd(net)
+    paths: list[list[str]] = []
+    path: list[str] = []
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_name
+        if event == "call" and (path or (name == "step" and frame.f_code.co_filename == OPTIMIZER)):
+            path.append(name)
+            if frame.f_code is Producer.send.__code__:
+                paths.append(path.copy())
+        elif event == "return" and path:
+            path.pop()
+
+    for step in range(2):
+        backward(net, job.rank, step)
+        sys.setprofile(watch)
+        optimizer.step()
+        sys.setprofile(None)
+    return paths
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_the_signal_of_a_bucket_is_at_most_five_calls_below_step(device: str) -> None:
+    for paths in run_job(call_paths, device=device).ok():
+        buckets = [path for path in paths if "push" in path]
+        assert buckets
+        assert max(len(path) for path in buckets) <= 5, buckets  # the last of them calls the channel's signal()

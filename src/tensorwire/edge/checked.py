@@ -51,9 +51,9 @@ class CheckedProducer(Producer):
         self.spec = spec
         check_spec(spec, self._memory)
 
-    def send(self, step: int, *, payload: bool = True) -> Completion:
-        if not payload:
-            raise ArgumentError("a checked edge carries a payload every step")
+    def send(self, step: int, *, nbytes: int | None = None) -> Completion:
+        if nbytes is not None:
+            raise ArgumentError("a checked edge sends the whole of its slot")
         self._check(step)
         at = step % self.depth
         _TRAILER.pack_into(self._whole[at], self.nbytes, _MARK, self._digest(self._memory[at], seed=step))

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.device import Channel, Completion, Region, RemoteView, View
+from tensorwire.device.contract import DONE
 from tensorwire.edge.tensor import Spec, check_step, check_tensor, copy_tensor
 from tensorwire.errors import ArgumentError
-from tensorwire.observe import counters
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
 
 DEFAULT_TIMEOUT = 1800.0
 TRAILER = 16  # bytes of a checked edge's slot behind the payload
@@ -63,7 +65,8 @@ class Producer:
     the consumer reads our memory in place, and ``send`` is always a signal alone.
 
     ``spec``: the tensor that the slots are for; then ``fill`` takes no other. ``lane``: which of the channel's lanes it
-    goes over; by default the arrival word decides. Raises `ArgumentError` for slots of another size.
+    goes over; by default the arrival word decides. ``label``: what traces call its transfers. Raises `ArgumentError`
+    for slots of another size.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class Producer:
         credit: Word | None = None,
         spec: Spec | None = None,
         lane: int | None = None,
+        label: str = "",
     ) -> None:
+        self._label = label
         self._channel = lane_of(channel, arrival) if lane is None else channel.lanes[lane]
         self._arrival = arrival
         self._slots = list(slots)
@@ -137,18 +142,30 @@ class Producer:
         copy_tensor(self.slot(step, timeout), tensor)
         counters.add(copies=1, copied_bytes=self.nbytes)
 
-    def send(self, step: int, *, payload: bool = True) -> Completion:
-        """Makes step ``step``, that the caller has put into its slot, arrive. ``payload=False``: the signal only."""
+    def send(self, step: int, *, nbytes: int | None = None) -> Completion:
+        """Makes step ``step``, that the caller has put into its slot, arrive: its first ``nbytes``, by default all."""
         if step <= self._last:
             self._check(step)
         self._last = step
-        if self._source and payload:
-            at = step % self.depth
-            self._sent[at] = written = self._channel.write(self._source[at], self._slots[at], (self._arrival, step))
-            return written
-        if payload:
-            counters.mapped(self.nbytes)
-        return self._channel.signal(self._arrival, step)
+        if not self._source:
+            counters.mapped(self.nbytes if nbytes is None else nbytes)
+            signalled = self._channel.signal(self._arrival, step)
+            if signalled is not DONE:  # it failed: flush() and slot() say so
+                self._sent[step % self.depth] = signalled
+            return signalled
+        at, start = step % self.depth, clock() if spans.enabled else 0.0
+        source, slot = self._source[at], self._slots[at]
+        if nbytes is not None:
+            source = source.region.view(source.offset, nbytes)
+            slot = slot.region.view(slot.offset, nbytes)
+        self._sent[at] = written = self._channel.write(source, slot, (self._arrival, step))
+        if spans.enabled:
+            written.on_done(lambda _: spans.add("transfer", step, start, clock(), self._label))
+        return written
+
+    def put(self, source: View, target: RemoteView) -> Completion:
+        """Writes ``source`` to ``target`` ahead of what is sent next, which tells the consumer that it is there."""
+        return self._channel.write(source, target)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""
@@ -181,6 +198,10 @@ class Consumer:
         self._credit = None if credit is None else (lane_of(*credit), credit[1])
         self.spec = spec
         check_spec(spec, self._slots)
+
+    def credit_to(self, channel: Channel, word: RemoteView) -> None:
+        """From now on gives slots back by ``word``, for a consumer that hears only later where it is."""
+        self._credit = (lane_of(channel, word), word)
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview | None:
         """Waits for step ``step``; its slot (None for an edge without slots), valid until ``release(step)``."""

@@ -60,11 +60,13 @@ class StripedProducer(Producer):
             stripe.slot(step, timeout)  # its bytes may still be on their way
         return memory
 
-    def send(self, step: int, *, payload: bool = True) -> Completion:
+    def send(self, step: int, *, nbytes: int | None = None) -> Completion:
         """Returns the completion of the last stripe: others may still be on their way."""
+        if nbytes is not None:
+            raise ArgumentError("a striped edge sends the whole of its slot")
         self._check(step)
         self._last = step
-        return [stripe.send(step, payload=payload) for stripe in self._stripes][-1]
+        return [stripe.send(step) for stripe in self._stripes][-1]
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         for stripe in self._stripes:

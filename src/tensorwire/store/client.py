@@ -12,7 +12,6 @@ from tensorwire.control import Member
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.edge.static import lane_of
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
@@ -20,7 +19,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.pacing import Pacing
 from tensorwire.store.plan import Bucket, Plan
 from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
-from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
+from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _TILE = 2 << 20
 
@@ -52,7 +51,7 @@ class _Server:
         self.head = self._producer(self.layout.head, head_bytes(len(spec.numeric)), self.layout.head_word)
         self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
         self.pushes = [self._push(b) for b in self.buckets]
-        self._said: list[Completion | None] = [None] * len(self.buckets)
+        self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
         self.pacing = Pacing() if spec.planes > 1 and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
@@ -72,26 +71,27 @@ class _Server:
             slots=[self.inbox.view(self.layout.slots + bucket.shard, bucket.nbytes)],
             source=source,
             credit=self.version(bucket.index),
+            label=f"{self.name}, bucket {bucket.index}",
         )
 
-    def push(self, bucket: Bucket, step: int, present: bytes | None) -> Completion:
-        """Sends a bucket; ahead of it ``present``, a byte a piece, where that is not what it was."""
+    def push_later(self, bucket: Bucket, step: int, present: bytes | None) -> Completion:
+        """Sends a bucket in its turn; ahead of it ``present``, as `put_present`, if that has changed."""
         if present is not None:
-            self._say(bucket.index, present)
-        return traced_send(self.pushes[bucket.index], step, self.name, bucket.index)
+            self.put_present(bucket.index, present)
+        return self.pushes[bucket.index].send(step)
 
-    def _say(self, bucket: int, present: bytes) -> None:
+    def put_present(self, bucket: int, present: bytes) -> None:
+        """Tells the server which pieces of a bucket have a gradient: one byte per piece, ahead of the bucket."""
         at, nbytes = self.layout.present[bucket]
         if self.mapped is not None:
             memoryview(self.mapped)[at : at + nbytes] = present
             return
         assert self.staging is not None
-        earlier = self._said[bucket]
+        earlier = self._put[bucket]
         if earlier is not None:
             earlier.wait(self._timeout)  # it was there before a version that has come; now its source is free
         memoryview(self.staging)[at : at + nbytes] = present
-        lane = lane_of(self.channel, self.inbox.view(self.layout.word(bucket), 8))  # which keeps it ahead
-        self._said[bucket] = lane.write(self.staging.view(at, nbytes), self.inbox.view(at, nbytes))
+        self._put[bucket] = self.pushes[bucket].put(self.staging.view(at, nbytes), self.inbox.view(at, nbytes))
 
     def version(self, bucket: int) -> Word:
         """The word that says which version of a bucket is out; also the credit of its gradient slot."""
@@ -128,9 +128,11 @@ class StoreClient:
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
         self.gradients = self._place_gradients()
-        self._said: dict[int, bytes] = {}  # by bucket: what was said last of the gradients in its slot
-        self._posted: dict[int, int] = {}  # by bucket: the round in which it was pushed last
-        self._rooms = {id(b): self._rooms_of(b) for b in self.order}  # by bucket: where its pieces go
+        # By the buckets' numbers: which pieces had a gradient, the round in which it was pushed last, and where its
+        # pieces go.
+        self._present = [b""] * len(self.order)
+        self._pushed = [0] * len(self.order)
+        self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
         self._space = self._place_parameters()
         self._open()
@@ -224,7 +226,7 @@ class StoreClient:
         Raises what became of that push, if it failed.
         """
         server = self._servers[bucket.server]
-        if self.step < 0 or server.version(bucket.index).value < self._posted.get(id(bucket), 0):
+        if self.step < 0 or server.version(bucket.index).value < self._pushed[bucket.number]:
             return False
         server.pushes[bucket.index].flush(self.timeout)  # it has left: the server had it
         return True
@@ -241,25 +243,28 @@ class StoreClient:
 
         ``values``: a tensor on the CPU, with the elements and of the dtype of the bucket's piece ``number``.
         """
-        room = self._rooms[id(bucket)][number]
+        room = self._rooms[bucket.number][number]
         gather(room, values, self._large)
         counters.add(copies=1, copied_bytes=room.nbytes)
 
-    def send(self, bucket: Bucket, present: bytes | None = None) -> None:
-        """Pushes a bucket whose slot has been filled, where rounds overlap in its turn.
+    def push(self, bucket: Bucket, present: bytes | None = None) -> None:
+        """Sends a bucket whose slot has been filled; where rounds overlap, in its turn.
 
-        ``present``: a byte a piece, 0 where there is no gradient.
+        Args:
+            bucket: The bucket.
+            present: One byte per piece, 0 where there is no gradient; None: there are all.
         """
         server = self._servers[bucket.server]
-        said = b"\1" * len(bucket.pieces) if present is None else present
-        news = None if self._said.get(id(bucket)) == said else said
-        self._said[id(bucket)] = said
-        self._posted[id(bucket)] = self.step
-        send = partial(server.push, bucket, self.step, news)
-        if server.pacing is None:
-            send()
-        else:
-            server.pacing.post(bucket.first, bucket.nbytes, send)
+        here = b"\1" * len(bucket.pieces) if present is None else present
+        news = None if self._present[bucket.number] == here else here
+        self._present[bucket.number] = here
+        self._pushed[bucket.number] = self.step
+        if server.pacing is not None:
+            server.pacing.post(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
+            return
+        if news is not None:
+            server.put_present(bucket.index, news)
+        server.pushes[bucket.index].send(self.step)
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""

@@ -62,8 +62,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``nbytes`` that travel and are updated together, at ``space`` in the space and at ``shard`` in the shard."""
+    """``nbytes`` that travel and are updated together, at ``space`` in the space and at ``shard`` in the shard.
 
+    ``number`` is its own among all buckets of the plan, from 0; ``index`` among those of its server.
+    """
+
+    number: int
     server: int
     index: int
     space: int
@@ -151,8 +155,9 @@ class _Builder:
         self.shards[server] = round_up(self.shards[server], PAGE)
 
     def add(self, server: int, pieces: Sequence[Piece], nbytes: int) -> None:
-        bucket = Bucket(server, len(self.buckets[server]), self.space, self.shards[server], nbytes, tuple(pieces))
-        self.buckets[server].append(bucket)
+        mine = self.buckets[server]
+        number = sum(map(len, self.buckets))
+        mine.append(Bucket(number, server, len(mine), self.space, self.shards[server], nbytes, tuple(pieces)))
         self.space += nbytes
         self.shards[server] += nbytes
 

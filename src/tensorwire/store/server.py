@@ -21,7 +21,7 @@ from tensorwire.store.rounds import LEFT_OUT, NORM, STEPS, Head, Operation, clip
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.sameness import Sameness
 from tensorwire.store.server_state import take_state
-from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox, traced_send
+from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -69,7 +69,8 @@ class _Worker:
             planes = range(server.spec.planes)
             slots = [target.view(i * space + b.space, b.nbytes) for i in planes]
             views = [source.view(i * shard + b.shard, b.nbytes) for i in planes]
-            self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views))
+            label = f"{self.name}, bucket {b.index}"
+            self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views, label=label))
         if not buckets:
             self.pulls.append(Producer(self.channel, words.view(layout.word(0), 8)))
         self.together = Producer(self.channel, words.view(layout.together_word, 8))
@@ -277,7 +278,7 @@ class StoreServer:
             pull = worker.pulls[bucket]
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
-            traced_send(pull, self.step, worker.name, bucket)
+            pull.send(self.step)
 
     def close(self) -> None:
         """Frees the store's memory."""

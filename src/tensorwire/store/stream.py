@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 
 from tensorwire.device import Channel, RemoteRegion
-from tensorwire.edge import Word
+from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError, TensorwireError
 from tensorwire.store.plan import PAGE, PARAMETER_DTYPES
@@ -80,17 +80,25 @@ class Sender:
     """Fills the slot behind ``door``, which a `Receiver` at the other end of ``channel`` opened."""
 
     def __init__(self, channel: Channel, door: bytes) -> None:
-        self._slot = RemoteRegion.unpack(door)
-        if self._slot.device != channel.device.name or self._slot.length != PAGE + PART_BYTES:
+        slot = RemoteRegion.unpack(door)
+        if slot.device != channel.device.name or slot.length != PAGE + PART_BYTES:
             raise ProtocolError("state cannot be sent: the other side opened another kind of memory")
-        self._channel = channel
         self._credit = channel.device.allocate(PAGE)
-        self._staging = channel.device.allocate(PART_BYTES)
-        self._memory = memoryview(self._staging)
-        self._sent = 0
-        self._restart()
+        self._staging = None if channel.device.capabilities.maps else channel.device.allocate(PART_BYTES)
+        self._edge = Producer(
+            channel,
+            slot.view(0, 8),
+            slots=[slot.view(PAGE, PART_BYTES)],
+            source=[] if self._staging is None else [self._staging.view()],
+            credit=Word(self._credit, 0, channel),
+        )
+        self._parts = 0
+        self._begin()
 
-    def _restart(self) -> None:
+    def _begin(self) -> None:
+        """The next part."""
+        self._parts += 1
+        self._memory = self._edge.slot(self._parts, CREDIT_SECONDS)
         self._used, self._table_bytes = _HEAD.size, 8
         self._table: _Table = []
 
@@ -105,7 +113,8 @@ class Sender:
             while sent < data.nbytes:
                 room = PART_BYTES - self._used - self._table_bytes - cost
                 if room < min(_LEAST, data.nbytes - sent):
-                    self._flush(last=False)
+                    self._send_part(last=False)
+                    self._begin()
                     continue
                 nbytes = min(data.nbytes - sent, room // size * size)
                 self._memory[self._used : self._used + nbytes] = data[sent : sent + nbytes]
@@ -113,27 +122,23 @@ class Sender:
                 chunk = msgspec.structs.replace(entry, start=start, stop=start + nbytes // size)
                 self._table.append((self._used, chunk))
                 self._used, self._table_bytes, sent = self._used + nbytes, self._table_bytes + cost, sent + nbytes
-        self._flush(last=True)
+        self._send_part(last=True)
 
-    def _flush(self, *, last: bool) -> None:
+    def _send_part(self, *, last: bool) -> None:
         table = msgspec.msgpack.encode(self._table)
         end = self._used + len(table)
         self._memory[self._used : end] = table
         credit = self._credit.remote("write").pack()
         self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, last, len(table), self._used, credit)
-        if self._sent:
-            self._credit.wait(0, self._sent, CREDIT_SECONDS, self._channel)
-        self._sent += 1
-        arrival = (self._slot.view(0, 8), self._sent)
-        self._channel.write(self._staging.view(0, end), self._slot.view(PAGE, end), arrival).wait(CREDIT_SECONDS)
-        self._restart()
+        self._edge.send(self._parts, nbytes=end).wait(CREDIT_SECONDS)
 
     def __enter__(self) -> Sender:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._credit.close()
-        self._staging.close()
+        if self._staging is not None:
+            self._staging.close()
 
 
 class Receiver:
@@ -142,9 +147,8 @@ class Receiver:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._region = channel.device.allocate(PAGE + PART_BYTES)
-        self._word = Word(self._region, 0, channel)
         self._part = memoryview(self._region)[PAGE:]
-        self._credit: RemoteRegion | None = None
+        self._edge = Consumer(Word(self._region, 0, channel), slots=[self._part])
         self._whole = False
         self.door = self._region.remote("write").pack()
 
@@ -154,14 +158,15 @@ class Receiver:
         ``timeout``: seconds to wait for a part. Raises `WaitTimeout`, `PeerLost` or `ProtocolError`.
         """
         for number in itertools.count(1):
-            self._word.wait(number, timeout)
-            last, self._credit, table = _unpack(self._part)
+            self._edge.receive(number, timeout)
+            last, credit, table = _unpack(self._part)
+            self._edge.credit_to(self._channel, credit.view(0, 8))
             for offset, entry in table:
                 yield entry, self._part[offset : offset + entry.nbytes]
             if last:
                 self._whole = True
                 return
-            self._channel.signal(self._credit.view(0, 8), number)
+            self._edge.release(number)
 
     def __enter__(self) -> Receiver:
         return self
@@ -175,8 +180,8 @@ class Receiver:
         if self._whole or not any(self._part[: _HEAD.size]):
             return
         try:  # nothing is written any more: what came last is to be read
-            credit = self._credit or _unpack(self._part)[1]
-            self._channel.signal(credit.view(0, 8), _GIVEN_UP)
+            self._edge.credit_to(self._channel, _unpack(self._part)[1].view(0, 8))
+            self._edge.release(_GIVEN_UP)
         except TensorwireError:
             pass  # the sender is gone, or waits in vain, for a minute
         self._whole = True

@@ -7,11 +7,7 @@ from typing import Any
 import msgspec
 
 from tensorwire.control.frames import MOST_ENTRY_BYTES
-from tensorwire.device import Completion
-from tensorwire.edge import Producer
 from tensorwire.errors import ArgumentError
-from tensorwire.observe import spans
-from tensorwire.observe.spans import clock
 from tensorwire.sizes import round_up
 from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan
 from tensorwire.store.rounds import head_bytes
@@ -143,16 +139,6 @@ class Outbox(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """All of it."""
         return self.together_word + WORD
-
-
-def traced_send(producer: Producer, step: int, peer: str, bucket: int) -> Completion:
-    """Sends; where bytes move and a trace is made, it says from when to when."""
-    if producer.mapped or not spans.enabled:
-        return producer.send(step)
-    start, what = clock(), f"{peer}, bucket {bucket}"
-    completion = producer.send(step)
-    completion.on_done(lambda _: spans.add("transfer", step, start, clock(), what))
-    return completion
 
 
 class ServerDoor(msgspec.Struct, frozen=True):

@@ -137,9 +137,20 @@ class StoreOptimizer(torch.optim.Optimizer):
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
         with self._alone.calling("step()"):
-            return self._step(closure)
+            loss = self._before(closure)
+            start = clock()
+            skip = self._unscale()
+            try:
+                with ranges.named(ranges.PUSH):
+                    self._push(skip)
+                self._pull(start)
+            except TensorwireError as error:
+                raise self._job.member.explain(error) from None
+            self._left = clock()
+            return loss
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _before(self, closure: Callable[[], Any] | None) -> Any:
+        """What comes before anything is pushed: the closure's loss, and cautions."""
         loss = None
         if self._overlap is not None:
             _refuse(closure, hasattr(self, "found_inf"))
@@ -148,32 +159,27 @@ class StoreOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self._cautions.done:
             self._cautions.step()
-        start = clock()
-        skip = self._unscale()
-        try:
-            with ranges.named(ranges.PUSH):
-                self._push(skip)
-            pushed = clock()
-            spans.add("compute", self._parts[0].client.step, self._left, start)
-            spans.add("push", self._parts[0].client.step, start, pushed)
-            left_out = False
-            if any(part.asks_norm for part in self._parts):  # as the round began: the option may have changed
-                left_out = self._agree_on_norm()
-                spans.add("wait", self._parts[0].client.step, pushed, clock())
-            for part in self._parts:
-                part.close_round()
-                if self._overlap is None:
-                    part.wait()
-                else:
-                    self._overlap.postpone(part)
-            if left_out:
-                for part in self._parts:
-                    part.arrive(range(len(part.params)))
-                raise nonfinite.error(self._job, self._parts, self.grad_norm or 0.0)
-        except TensorwireError as error:
-            raise self._job.member.explain(error) from None
-        self._left = clock()
         return loss
+
+    def _pull(self, start: float) -> None:
+        """Waits for the version that comes of what was pushed since ``start``, or leaves that to the next forward."""
+        pushed, step = clock(), self._parts[0].client.step
+        spans.add("compute", step, self._left, start)
+        spans.add("push", step, start, pushed)
+        left_out = False
+        if any(part.asks_norm for part in self._parts):  # as the round began: the option may have changed
+            left_out = self._agree_on_norm()
+            spans.add("wait", step, pushed, clock())
+        for part in self._parts:
+            part.close_round()
+            if self._overlap is None:
+                part.wait()
+            else:
+                self._overlap.postpone(part)
+        if left_out:
+            for part in self._parts:
+                part.arrive(range(len(part.params)))
+            raise nonfinite.error(self._job, self._parts, self.grad_norm or 0.0)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -219,7 +225,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 part.check_options()
             else:
                 part.open_round(self._clip)
-            part.push_rest(mine.__getitem__)
+            part.push(part.unsent(), mine)
 
     def _open(self) -> bool:
         """Begins the rounds of a step from inside of backward; False if that has to wait for ``step()``."""

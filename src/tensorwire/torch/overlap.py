@@ -135,8 +135,8 @@ class _Watched:
         assert p.grad is not None
         self._pushed[i] = (p.grad, p.grad._version)
         for bucket in part.buckets[i]:
-            self._missing[id(bucket)] -= 1
-            if not self._missing[id(bucket)]:
+            self._missing[bucket.number] -= 1
+            if not self._missing[bucket.number]:
                 self._push(bucket)
 
     def _push(self, bucket: Bucket) -> None:
@@ -145,7 +145,7 @@ class _Watched:
         rows = {piece.tensor: self._row(piece.tensor) for piece in bucket.pieces}
         if bucket.nbytes < _LARGE:
             with torch.no_grad(), ranges.named(ranges.PUSH):
-                self.part.push(bucket, rows.__getitem__)
+                self.part.push([bucket], rows)
         else:
             self._overlap.courier.take(partial(_carry, self.part, bucket, rows, step))
         spans.add("push", step, start, clock())
@@ -158,7 +158,7 @@ class _Watched:
     def _count(self) -> None:
         part = self.part
         for bucket in part.client.order:
-            self._missing[id(bucket)] = len({piece.tensor for piece in bucket.pieces} & self._hooked)
+            self._missing[bucket.number] = len({piece.tensor for piece in bucket.pieces} & self._hooked)
 
     def settle(self) -> None:
         part = self.part
@@ -209,7 +209,7 @@ def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], 
     """Pushes a bucket on the courier's thread."""
     start = clock()
     with torch.no_grad():
-        part.push(bucket, rows.__getitem__)
+        part.push([bucket], rows)
     spans.add("copy", step, start, clock())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from tensorwire.torch.slots import open_slots
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
+Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Part:
         self._pages_seen = True  # whether the kernel tells which pages of a window were written to
         self._open: list[float] | None = None  # the options that this round began with
         self._clips = False
-        self._sent: set[int] = set()  # buckets of this round that are on their way
+        self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
         self._latest = 0  # the last round that was closed: its version is the one to show
         self._shown = [-1] * len(self.params)  # which plane each parameter shows
         self._showing = threading.Lock()  # with overlap, any thread that runs a module shows its parameters
@@ -194,28 +195,32 @@ class Part:
             self.slots[i].clear()
         return row
 
-    def push(self, bucket: Bucket, values: Callable[[int], torch.Tensor | None]) -> None:
-        """Brings the values of a bucket's tensors, each a flat row or None, into its slot, and sends it.
+    def push(self, buckets: Iterable[Bucket], values: Values) -> None:
+        """Brings values into the slots of ``buckets``, and sends these.
 
-        What was born there is there; the rest is copied.
+        What was born in its slot is there; the rest is copied.
+
+        Args:
+            buckets: What to push.
+            values: By tensor of the plan a flat row, or None.
         """
-        self.client.slot(bucket)
-        present = bytearray(len(bucket.pieces))
-        for n, piece in enumerate(bucket.pieces):
-            value = values(piece.tensor)
-            if value is None:
-                continue
-            present[n] = 1
-            if not self.slots[piece.tensor].holds(value):
-                self.client.copy(bucket, n, value[piece.start : piece.stop])
-        self._sent.add(id(bucket))
-        self.client.send(bucket, bytes(present))
+        client = self.client
+        for bucket in buckets:
+            client.slot(bucket)
+            present = bytearray(len(bucket.pieces))
+            for n, piece in enumerate(bucket.pieces):
+                value = values[piece.tensor]
+                if value is None:
+                    continue
+                present[n] = 1
+                if not self.slots[piece.tensor].holds(value):
+                    client.copy(bucket, n, value[piece.start : piece.stop])
+            self._sent.add(bucket.number)
+            client.push(bucket, bytes(present))
 
-    def push_rest(self, values: Callable[[int], torch.Tensor | None]) -> None:
-        """Pushes the buckets of this round that have not been pushed."""
-        for bucket in self.client.order:
-            if id(bucket) not in self._sent:
-                self.push(bucket, values)
+    def unsent(self) -> list[Bucket]:
+        """The buckets that have not been pushed in this round."""
+        return [bucket for bucket in self.client.order if bucket.number not in self._sent]
 
     def close_round(self) -> None:
         """All buckets are on their way: the version of this round is the one to show."""
@@ -292,9 +297,7 @@ class Part:
             if self._job.rank == 0:
                 for slot in self.slots:
                     slot.clear()  # values take the way of gradients
-                values = [_row(p) for p in self.params]
-                for bucket in client.order:
-                    self.push(bucket, values.__getitem__)
+                self.push(client.order, [_row(p) for p in self.params])
             self.close_round()
             client.wait()
         except TensorwireError as error:
@@ -380,7 +383,7 @@ class Part:
     def finish(self) -> None:
         """This worker is done. Gradients that were pushed without a step are left without effect here."""
         if self.is_open:
-            self.push_rest(lambda i: None)
+            self.push(self.unsent(), [None] * len(self.params))
             if self._clips:
                 self.client.clip(0.0)
         self.client.finish()

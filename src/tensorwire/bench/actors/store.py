@@ -109,7 +109,7 @@ class Gradients:
             client.slot(bucket)
             for number, piece in enumerate(bucket.pieces) if copied else ():
                 client.copy(bucket, number, self._private[piece.tensor][piece.start : piece.stop])
-            client.send(bucket)
+            client.push(bucket)
 
 
 class Worker:
