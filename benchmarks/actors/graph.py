@@ -26,7 +26,7 @@ from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.party import party_of
+from tensorwire.torch.graph.execution.workers import party_of
 
 
 class Host:

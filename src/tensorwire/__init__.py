@@ -22,7 +22,7 @@ from tensorwire.launch import Job, init
 
 if TYPE_CHECKING:
     from tensorwire import torch
-    from tensorwire.torch.graph.hosting import host
+    from tensorwire.torch.graph.placement.scope import host
 
 __version__ = "0.1.0"
 __all__ = ["Job", "__version__", "errors", "host", "init", "torch"]
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     if name == "torch":  # loaded when first used: importing torch takes seconds
         return importlib.import_module("tensorwire.torch")
     if name == "host":
-        value = importlib.import_module("tensorwire.torch.graph.hosting").host
+        value = importlib.import_module("tensorwire.torch.graph.placement.scope").host
         globals()[name] = value  # dynamo reads it as any global
         return value
     raise AttributeError(f"module 'tensorwire' has no attribute {name!r}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tensorwire.graph.causality import walk
-from tensorwire.graph.crossing import crossings
-from tensorwire.graph.homes import homes
+from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.causality import walk
+from tensorwire.graph.passes.crossing import crossings
 from tests.graph.sketch import Sketch
 
 

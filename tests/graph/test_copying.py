@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tensorwire.graph import Output, analyze
-from tensorwire.graph.copying import Copies
 from tensorwire.graph.ir import Unknown
 from tensorwire.graph.kinds import SMALL
+from tensorwire.graph.passes.copying import Copies
 from tests.graph.sketch import Sketch
 
 

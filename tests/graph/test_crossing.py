@@ -6,9 +6,9 @@ import pytest
 
 from tensorwire.errors import ArgumentError
 from tensorwire.graph import Output, analyze
-from tensorwire.graph.crossing import Crossings, crossings
-from tensorwire.graph.homes import homes
 from tensorwire.graph.kinds import BOUNDED, SMALL
+from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.crossing import Crossings, crossings
 from tests.graph.sketch import Sketch
 
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.graph.space import Space
+from tensorwire.graph.passes.space import Space
 
 
 def test_what_was_given_back_is_taken_again() -> None:

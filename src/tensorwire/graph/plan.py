@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from tensorwire.edge.header import HEADER
-from tensorwire.graph.aliases import Aliases
-from tensorwire.graph.birth import Birth, births, callers
-from tensorwire.graph.copying import Copies, predicted
-from tensorwire.graph.crossing import Crossings, crossings
-from tensorwire.graph.homes import homes
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
-from tensorwire.graph.slots import PAGE, layout
+from tensorwire.graph.passes.aliases import Aliases
+from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.births import Birth, births, callers
+from tensorwire.graph.passes.copying import Copies, predicted
+from tensorwire.graph.passes.crossing import Crossings, crossings
+from tensorwire.graph.passes.slots import PAGE, layout
 from tensorwire.sizes import round_up
 
 NUMBER = 8  # bytes of a number that is no tensor

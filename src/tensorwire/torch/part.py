@@ -27,7 +27,7 @@ from tensorwire.store.stream import Item
 from tensorwire.store.wiring import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
-from tensorwire.torch.slots import open_slots
+from tensorwire.torch.graph.memory.gradient_slots import open_slots
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.party import Party
-from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.partition import partition
-from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.transfers import Post
 from tests.torch.graph.together import Together
 
 

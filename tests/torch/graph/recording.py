@@ -11,7 +11,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from tensorwire.torch.graph.hosting import Scope
+from tensorwire.torch.graph.placement.scope import Scope
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorwire.torch.graph.place import ALIGNMENT, Place
+from tensorwire.torch.graph.memory.target import ALIGNMENT, Place
 
 
 class Room(np.ndarray[Any, Any]):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.torch.graph import allocator
+from tensorwire.torch.graph.memory import allocator
 from tests.sandbox import Sandbox, wait_for_end
 
-BUILDING = f"tensorwire: building birth.cpp once for torch {torch.__version__}\n"
-WHY = "from tensorwire.torch.graph.birth import why_not\nprint('why', why_not())"
+BUILDING = f"tensorwire: building allocator.cpp once for torch {torch.__version__}\n"
+WHY = "from tensorwire.torch.graph.memory.birthplace import why_not\nprint('why', why_not())"
 
 
 @pytest.fixture
@@ -79,11 +79,11 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiler_that_fails(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
-        "CXX", compiler(tmp_path, "echo 'birth.cpp: first' >&2; echo 'No space left on device' >&2; exit 4")
+        "CXX", compiler(tmp_path, "echo 'allocator.cpp: first' >&2; echo 'No space left on device' >&2; exit 4")
     )
-    assert reason().endswith("compiler could not build birth.cpp: No space left on device")
+    assert reason().endswith("compiler could not build allocator.cpp: No space left on device")
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 3"))
-    assert reason().endswith("compiler could not build birth.cpp: status 3")
+    assert reason().endswith("compiler could not build allocator.cpp: status 3")
     assert left(cache) == {""}
 
 

@@ -14,9 +14,9 @@ from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.party import Party
 from tensorwire.observe import counters
-from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.partition import partition
-from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.transfers import Post
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.together import Together
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tensorwire.torch.graph.birth import Birthplace, alive
-from tensorwire.torch.graph.place import Place
+from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
+from tensorwire.torch.graph.memory.target import Place
 from tests.sandbox import Sandbox, every
 from tests.torch.graph.rooms import Room, life, place, room
 
@@ -271,7 +271,7 @@ def test_the_interpreter_ends_with_born_tensors_alive(sandbox: Sandbox) -> None:
         """
         import threading
         import torch
-        from tensorwire.torch.graph.birth import Birthplace, Place
+        from tensorwire.torch.graph.memory.birthplace import Birthplace, Place
         import numpy as np
 
         def place(nbytes):

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
-from tensorwire.torch.graph.birth import Birthplace, is_new
-from tensorwire.torch.graph.place import same_storage
+from tensorwire.torch.graph.memory.birthplace import Birthplace, is_new
+from tensorwire.torch.graph.memory.target import same_storage
 from tests.levels import mostly_slow
 from tests.torch.graph.models import MODELS, TRANSFORMERS
 from tests.torch.graph.rooms import listed, nbytes, place

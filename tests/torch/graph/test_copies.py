@@ -13,9 +13,9 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters
-from tensorwire.torch.graph.draft import plans
-from tensorwire.torch.graph.party import party_of
-from tensorwire.torch.graph.survey import survey
+from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.planning.plans import plans
+from tensorwire.torch.graph.planning.trace import survey
 from tests.jobs import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

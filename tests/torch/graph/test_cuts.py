@@ -16,9 +16,9 @@ from torch import fx
 
 import tensorwire as tw
 from tensorwire.graph import Analysis
-from tensorwire.torch.graph.partition import partition
-from tensorwire.torch.graph.party import party_of
-from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.workers import party_of
 from tests.jobs import run_job
 from tests.torch.graph import cuts, watched
 from tests.torch.graph.graphs import analyzed, run

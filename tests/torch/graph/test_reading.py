@@ -12,7 +12,7 @@ from torch import nn
 
 import tensorwire as tw
 from tensorwire.errors import LivesElsewhere, Unsupported
-from tensorwire.torch.graph.elsewhere import vacate
+from tensorwire.torch.graph.placement.remote_tensor import vacate
 from tests.jobs import run_job
 from tests.torch.graph.recording import Recorder
 

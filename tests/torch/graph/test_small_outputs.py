@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorwire as tw
 from tensorwire.graph.kinds import SMALL
-from tensorwire.torch.graph.elsewhere import here_now, lives
+from tensorwire.torch.graph.placement.remote_tensor import here_now, lives
 from tests.jobs import run_job
 
 

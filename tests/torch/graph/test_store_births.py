@@ -15,7 +15,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
-from tensorwire.torch.slots import GradientSlot, slot_of
+from tensorwire.torch.graph.memory.gradient_slots import GradientSlot, slot_of
 from tests.jobs import run_job
 from tests.torch.graph import zoo
 

@@ -16,10 +16,10 @@ from tensorwire.graph import Analysis, Graph, Output, Unknown, analyze
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.party import Party
 from tensorwire.observe import counters
-from tensorwire.torch.graph.importer import Origin, import_graph
-from tensorwire.torch.graph.memory import fill
-from tensorwire.torch.graph.partition import partition
-from tensorwire.torch.graph.post import Post
+from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.memory.strided import fill
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.lying import lie, mislead
 from tests.torch.graph.together import Together

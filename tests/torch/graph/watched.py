@@ -9,7 +9,7 @@ import torch
 
 from tensorwire.edge.header import HEADER
 from tensorwire.graph.kinds import BOUNDED, STATIC
-from tensorwire.torch.graph.post import Function, Post
+from tensorwire.torch.graph.execution.transfers import Function, Post
 from tests.torch.graph.cuts import same_bits
 
 seen: Counter[str] = Counter()  # "births": those that were looked at; "turned": with other strides than traced

@@ -87,8 +87,8 @@ def _summary(
     from tensorwire.cli.plan.catalog import find_model
     from tensorwire.cli.plan.cut import cut
     from tensorwire.cli.plan.summary import Summary
-    from tensorwire.torch.graph.draft import plans
-    from tensorwire.torch.graph.survey import survey
+    from tensorwire.torch.graph.planning.plans import plans
+    from tensorwire.torch.graph.planning.trace import survey
 
     tell(f"making {what}")
     model = find_model(what, batch)

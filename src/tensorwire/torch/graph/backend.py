@@ -17,11 +17,11 @@ from torch import fx
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
-from tensorwire.torch.graph.capture import Boxed, boxed, compiled, own_errors
-from tensorwire.torch.graph.elsewhere import elsewhere, here_now
-from tensorwire.torch.graph.hosting import Scope
+from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
+from tensorwire.torch.graph.execution.compiled_graph import HERE, HOME, Backward, Forward
 from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.part import HERE, HOME, Backward, Forward
+from tensorwire.torch.graph.placement.remote_tensor import elsewhere, here_now
+from tensorwire.torch.graph.placement.scope import Scope
 
 # In 2.10 the hosts capture different graphs of what takes an output of another graph; 2.9 traces no block of a host.
 _OLDEST = "2.11"

@@ -1,0 +1,60 @@
+"""Every node gets a home: where the user put it, else where its operands are, else where its users are."""
+
+from __future__ import annotations
+
+from tensorwire.graph.ir import CALL, ITEM, Graph, Node
+from tensorwire.graph.passes.aliases import Aliases
+
+
+def homes(graph: Graph, default: str | None = None, aliases: Aliases | None = None) -> dict[str, str]:
+    """The host of every operator and item by name. ``default``: where what nothing binds runs; else the first host.
+
+    Items live with their operator. Views, and what changes memory in place, live where that memory is, whatever was
+    said of them: what was said still counts for those who use them.
+    """
+    aliases = aliases or Aliases(graph)
+    made = [node for node in graph.nodes if node.kind in (CALL, ITEM)]
+    found = _by_operands(graph, made, aliases)
+    _by_users(made, found)
+    for node in made:
+        found.setdefault(node.name, default or graph.hosts[0])
+    for node in made:
+        if node.kind == ITEM:
+            found[node.name] = found.get(node.inputs[0], found[node.name])
+        for name in node.writes or ((node.alias,) if node.alias else ()):
+            root = aliases.root(name)
+            held = _held(root, found[node.name])
+            found[node.name] = found.get(root.name) or held or found[node.name]
+    return found
+
+
+def _by_operands(graph: Graph, made: list[Node], aliases: Aliases) -> dict[str, str]:
+    """What was said, and what follows from it onwards."""
+    found: dict[str, str] = {}
+    for node in made:
+        host = None
+        if node.kind == CALL:
+            written = (_held(aliases.root(name), node.host) for name in node.writes)
+            host = next(filter(None, written), None) or node.host
+        host = host or next((found[name] for name in reversed(node.inputs) if name in found), None)
+        host = host or next(filter(None, (_held(graph.node(name), None) for name in node.inputs)), None)
+        if host is not None:
+            found[node.name] = host
+    return found
+
+
+def _by_users(made: list[Node], found: dict[str, str]) -> None:
+    """Who has no home lives with its first user."""
+    users: dict[str, str] = {}
+    for node in reversed(made):
+        host = found.get(node.name) or users.get(node.name)
+        if host is not None:
+            found[node.name] = host
+            users.update(dict.fromkeys(node.inputs, host))
+
+
+def _held(node: Node, wanted: str | None) -> str | None:
+    """Where a given value is that is not everywhere: ``wanted`` if it is there, too."""
+    if not node.present:
+        return None
+    return wanted if wanted in node.present else node.present[0]

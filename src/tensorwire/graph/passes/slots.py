@@ -1,0 +1,128 @@
+"""Where in a host's outbox each tensor lies: slots are used again over a step as soon as everyone is done with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tensorwire.graph.ir import Graph
+from tensorwire.graph.kinds import DYNAMIC, kind_of
+from tensorwire.graph.passes.aliases import Aliases
+from tensorwire.graph.passes.births import Birth
+from tensorwire.graph.passes.causality import Clock, walk
+from tensorwire.graph.passes.crossing import Crossings
+from tensorwire.graph.passes.space import Space
+from tensorwire.sizes import round_up
+
+ALIGNMENT = 64  # bytes: what vector instructions and TensorFlow ask for
+PAGE = 4096
+FOREVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``at``: the offset of each sent value's memory in its source's outbox. ``nbytes``: of
+    all that lies in each outbox."""
+
+    at: dict[str, int]
+    nbytes: dict[str, int]
+
+
+@dataclass
+class _Tenant:
+    """One piece of memory: who lives there, and until when each host uses it."""
+
+    source: str
+    begin: int  # the place in the order from which it is filled
+    nbytes: int
+    names: list[str] = field(default_factory=list)
+    last: dict[str, int] = field(default_factory=dict)
+    offset: int = 0
+
+
+class _Outbox:
+    """Who lives in a host's outbox. A tenant is out when its host knows that every host is done with it.
+
+    Each is watched at one host that may not be done; when that one is, at the next. So a move costs a logarithm.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.space = Space()
+        self._watched: dict[str, list[tuple[int, int, _Tenant]]] = defaultdict(list)  # heaps, by last use
+        self._number = 0  # so that no two entries of a heap are equal
+
+    def enter(self, tenant: _Tenant, place: int, clock: Clock) -> None:
+        """Gives ``tenant`` a slot at ``place`` of the order, when its host knows ``clock``."""
+        for host, heap in list(self._watched.items()):
+            while heap and heap[0][0] < self._done(host, place, clock):
+                self._watch(heappop(heap)[2], place, clock)
+        tenant.offset = self.space.take(tenant.nbytes)
+        self._watch(tenant, place, clock)
+
+    def _done(self, host: str, place: int, clock: Clock) -> int:
+        """The place before which ``host`` is done with all."""
+        return place if host == self.host else clock[host] + 1
+
+    def _watch(self, tenant: _Tenant, place: int, clock: Clock) -> None:
+        """Watches a host that may not be done with it; if there is none, its memory is free."""
+        for host, last in tenant.last.items():
+            if last >= self._done(host, place, clock):
+                self._number += 1
+                heappush(self._watched[host], (last, self._number, tenant))
+                return
+        self.space.give(tenant.offset, tenant.nbytes)
+
+
+def layout(
+    graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
+) -> Layout:
+    """Places every value in ``sizes``: the bytes, by name, of each that lies in an outbox."""
+    begins: dict[int, list[_Tenant]] = defaultdict(list)
+    for tenant in _tenants(graph, crossing, birth, aliases, sizes):
+        begins[tenant.begin].append(tenant)
+    outboxes = {host: _Outbox(host) for host in graph.hosts}
+    at: dict[str, int] = {}
+    for place, knows in walk(graph, crossing):
+        for tenant in begins.get(place, ()):
+            outboxes[tenant.source].enter(tenant, place, knows[tenant.source])
+            at.update(dict.fromkeys(tenant.names, tenant.offset))
+    return Layout(at, {host: outbox.space.nbytes for host, outbox in outboxes.items()})
+
+
+def _tenants(
+    graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
+) -> list[_Tenant]:
+    """Values that are born as one output share its memory; what is copied has memory of its own."""
+    last = _last_uses(graph, crossing, aliases)
+    found: dict[tuple[str, str, bool], _Tenant] = {}
+    for name, nbytes in sizes.items():
+        source, targets = crossing.sent[name]
+        root, born = birth[name].root, birth[name].operator
+        if kind_of(graph.node(name).spec) == DYNAMIC:
+            born = None  # elsewhere: only its headers lie here
+        key = (source, root if born else name, born is not None)
+        tenant = found.get(key)
+        if tenant is None:
+            tenant = found[key] = _Tenant(source, graph.place[born or name], round_up(nbytes, ALIGNMENT))
+        tenant.names.append(name)
+        tenant.last[source] = max(tenant.last.get(source, -1), graph.place[name])
+        for host in (*targets, *((source,) if born else ())):
+            tenant.last[host] = max(tenant.last.get(host, -1), last.get((root, host), -1))
+    return list(found.values())
+
+
+def _last_uses(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[tuple[str, str], int]:
+    """By root and host, the place of the last operator there that uses any view of it."""
+    last: dict[tuple[str, str], int] = {}
+    for place, node in enumerate(graph.nodes):
+        for host in crossing.runs.get(node.name, ()):
+            for name in node.inputs:
+                last[aliases.root(name).name, host] = place
+    for output in graph.outputs:
+        wishing = crossing.sent[output.name][1] if output.name in crossing.if_small else ()
+        for host in (*crossing.holds[output.name], *wishing):
+            last[aliases.root(output.name).name, host] = FOREVER
+    return last

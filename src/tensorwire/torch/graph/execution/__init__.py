@@ -1,0 +1,1 @@
+"""How a worker runs its partition of a graph: computing, sending, receiving."""

@@ -1,0 +1,68 @@
+"""``clip_grad_norm_`` where every host has the gradients of its own parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import torch
+
+from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.graph.exchange import Exchange
+from tensorwire.launch.job import Job, current
+from tensorwire.torch.graph.execution.workers import party_of
+
+_exchanges: weakref.WeakKeyDictionary[Job, dict[int, Exchange]] = weakref.WeakKeyDictionary()  # by number of parameters
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` over the hosts of a graph: the same norm, bit for bit, as in one process.
+
+    ``parameters``: those of the whole model, in the same order on every host; gradients of other hosts' parameters are
+    None here. Every host calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a gradient on
+    two hosts, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
+    """
+    job = current()
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    made = _exchanges.setdefault(job, {})
+    exchange = made.get(len(given))
+    if exchange is None:
+        exchange = made[len(given)] = Exchange(party_of(job), f"norms of {len(given)} gradients", 2 * len(given))
+    mine = numpy.full(2 * len(given), numpy.nan)
+    norms = [None if p.grad is None else torch.linalg.vector_norm(p.grad, norm_type) for p in given]
+    for at, norm in enumerate(norms):
+        mine[2 * at] = norm is not None
+        mine[2 * at + 1] = 0.0 if norm is None else norm.item()
+    try:
+        told = exchange.all(mine)
+    except TensorwireError as error:
+        raise job.member.explain(error) from None
+    total = _total(given, told, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all hosts is {total.item()}")
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
+    return total
+
+
+def _total(given: list[torch.Tensor], told: dict[str, Any], norm_type: float) -> torch.Tensor:
+    """As `torch.nn.utils.get_total_norm` has it: the norm of all norms, in the order of the parameters."""
+    norms = []
+    for at, parameter in enumerate(given):
+        having = [host for host, numbers in told.items() if numbers[2 * at]]
+        if len(having) > 1:
+            raise ArgumentError(f"parameter {at} has a gradient on {', '.join(having)}: which one counts?")
+        if having:
+            norms.append(torch.tensor(told[having[0]][2 * at + 1], dtype=_norm_dtype(parameter.dtype)))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real()

@@ -1,0 +1,122 @@
+"""Functions that a partition calls to receive a value: one an edge. Each waits for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorwire.edge import Spec
+from tensorwire.edge.header import HEADER, unpack
+from tensorwire.edge.tensor import contiguous
+from tensorwire.errors import ProtocolError
+from tensorwire.graph import Edge
+from tensorwire.graph.bank import Held
+from tensorwire.graph.wires import Wires
+from tensorwire.observe import counters
+from tensorwire.torch.graph.execution.sending import layout
+from tensorwire.torch.graph.memory.strided import fill
+from tensorwire.torch.graph.memory.target import over
+from tensorwire.torch.graph.placement.remote_tensor import hollow
+
+Receive = Callable[[], Any]
+_ANY = 2**63
+
+
+def number(wires: Wires, index: int, at: int) -> Receive:
+    """An int, bool or float."""
+    return lambda: unpack(wires.receive(index).data, at, 0).value
+
+
+def small(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+    """A tensor of a few bytes; it has its memory for itself."""
+    shape, strides, _ = layout(edge)
+
+    def receive() -> torch.Tensor:
+        there = _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+        return fill(torch.empty_strided(shape, there.stride(), dtype=dtype), there)
+
+    return receive
+
+
+def static(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+    """A tensor in its slot, or in the memory that it was lent from."""
+    shape, strides, _ = layout(edge)
+    at = edge.offset + (edge.slot or 0)
+    return lambda: _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+
+
+def _found(wires: Wires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int) -> torch.Tensor:
+    """The tensor where the plan says, unless its source describes another layout."""
+    described = wires.described(index, held)
+    if described is not None:
+        assert described.spec is not None
+        at, strides = described.offset, described.spec.strides
+    return over(held, dtype=dtype, shape=shape, strides=strides, offset=at)
+
+
+def bounded(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+    """A tensor in its slot, with a header in front."""
+    assert edge.nbytes is not None
+    most = edge.nbytes
+
+    def receive() -> torch.Tensor:
+        held = wires.receive(index)
+        spec = _spec(edge, unpack(held.data, at, most).spec)
+        return over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER)
+
+    return receive
+
+
+def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
+    """A copy of a tensor, with a header in front. Of one that is too large there is only the header: the result has no
+    memory then, and its name is added to ``stayed``."""
+    assert edge.nbytes is not None
+    at, most = edge.slot or 0, edge.nbytes
+
+    def receive() -> torch.Tensor:
+        held = wires.receive(index)
+        spec = _spec(edge, unpack(held.data, at, _ANY).spec)
+        if math.prod(spec.shape) * dtype.itemsize > most:
+            stayed.add(edge.name)
+            return hollow(spec.shape, spec.strides or contiguous(spec.shape), dtype)
+        return _copied(over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER))
+
+    return receive
+
+
+def dynamic(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+    """A tensor of any size. It keeps its memory."""
+
+    def receive() -> torch.Tensor:
+        payload, found = wires.receive_dynamic(index)
+        spec = _spec(edge, found)
+        return over(payload, dtype=dtype, shape=spec.shape, strides=spec.strides)
+
+    return receive
+
+
+def _spec(edge: Edge, found: Spec | None) -> Spec:
+    """What arrived. Raises `ProtocolError` if it is not what the plan says of ``edge``."""
+    planned = edge.spec
+    assert planned is not None
+    if found is None or found.dtype != planned.dtype or len(found.shape) != len(planned.shape):
+        raise ProtocolError(f"{edge.name} came as {found}, and the plan says {planned}")
+    return found
+
+
+def own(receive: Receive) -> Receive:
+    """A copy of what is received, for a caller who may do with it what he likes."""
+
+    def receive_own() -> Any:
+        value = receive()
+        return _copied(value) if isinstance(value, torch.Tensor) else value
+
+    return receive_own
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    counters.add(copies=1, copied_bytes=value.numel() * value.element_size())
+    return fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)

@@ -1,0 +1,1 @@
+"""How torch allocates the output of an operator in memory of our choice."""

@@ -1,0 +1,114 @@
+"""``place`` and ``unplace``: modules are given to hosts, and what is not of this host gives its memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.launch.job import current
+from tensorwire.torch.graph.placement.compile_check import unwatch, watch
+from tensorwire.torch.graph.placement.registry import (
+    Hosts,
+    check_host,
+    forget,
+    known,
+    owner_of,
+    register,
+    unwrapped,
+    was_alone,
+)
+from tensorwire.torch.graph.placement.remote_tensor import fill, lives, vacate
+
+_ADVICE = (
+    "this process is {}. What Python reads in a model, as item() does, is not part of the graph: compute with the "
+    "tensor instead. If the model did not mean to, dynamo left this part out: TORCH_LOGS=graph_breaks says why"
+)
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
+    """Says which host runs which module of ``model``, and keeps only the parameters and buffers of this host.
+
+    ``hosts``: by dotted path, as in ``named_modules()``, covering all below it; ``""`` is the rest. What has no host is
+    kept by all. ``host`` is this process's own, by default that of its place in the job. Call it in every process,
+    after loading and before ``torch.compile(model, backend="tensorwire")``; it returns ``model``. If the model has run
+    compiled before, all that torch has compiled in this process is dropped, and compiled again in the next call.
+
+    A parameter of another host keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
+    read; optimizers pass it by, as it has no gradient. A tensor that several modules share lives with the first of
+    them. From here on a placed module that runs uncompiled raises `Unsupported`: see `unplace`.
+
+    Raises `ArgumentError` for names that fit nothing and for a model that was placed before, `Unsupported` for
+    parameters that are not plain tensors on the CPU; the model is as before then.
+    """
+    inner = unwrapped(model)
+    mine = _own_host(host, hosts)
+    _check_tensors(inner)
+    if known(inner) is not None:
+        raise ArgumentError(
+            "this model has its hosts already, from place() or from the options of torch.compile: place it once, "
+            "before the first compiled call, and without options={'hosts': ...}; unplace(model) takes them back"
+        )
+    register(inner, hosts)
+    if was_alone(inner):  # what was compiled then would run on every worker
+        torch.compiler.reset()
+    watch(inner)
+    for tensor in (*inner.parameters(), *inner.buffers()):
+        owner = owner_of(tensor)
+        if owner is not None and owner.host not in (None, mine) and lives(tensor) is None:
+            vacate(tensor, owner.name, str(owner.host), advice=_ADVICE.format(mine))
+    return model
+
+
+def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
+    """Undoes `place`: the model runs uncompiled again, in this process alone, as for an export; returns ``model``.
+
+    ``state``: by name, as in ``state_dict()``, the values of parameters and buffers that live elsewhere. Raises
+    `ArgumentError`, and changes nothing, for a model that was not placed and for values that are missing or do not fit.
+    """
+    inner = unwrapped(model)
+    if known(inner) is None:
+        raise ArgumentError("this model was not placed: give unplace() the model that place() was given")
+    values = []
+    for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+        if (where := lives(tensor)) is not None:
+            value = (state or {}).get(name)
+            if value is None:
+                raise ArgumentError(f"{name} lives on {where.host}: unplace(model, state) needs its value in state")
+            if value.shape != tensor.shape or value.dtype != tensor.dtype or lives(value) is not None:
+                raise ArgumentError(
+                    f"{name} is {list(tensor.shape)} of {tensor.dtype}; in state it is "
+                    + (f"on {gone.host} too" if (gone := lives(value)) else f"{list(value.shape)} of {value.dtype}")
+                )
+            values.append((tensor, value))
+    unwatch(inner)
+    forget(inner)
+    for tensor, value in values:
+        fill(tensor, value)
+    return model
+
+
+def _own_host(host: str | None, hosts: Hosts) -> str:
+    if host is not None:
+        check_host(host)
+        return host
+    job = current()
+    workers = [f"worker:{rank}" for rank in range(job.num_workers)]
+    for name in hosts.values() if isinstance(hosts, Mapping) else ():  # the rest is refused later
+        if name not in workers:
+            raise ArgumentError(f"there is no {name!r}: this job has the hosts {', '.join(workers)}")
+    return workers[job.rank]
+
+
+def _check_tensors(model: torch.nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = f"a {type(tensor).__name__}" if type(tensor) not in (torch.Tensor, torch.nn.Parameter) else None
+        if kind is None and tensor.device.type != "cpu":
+            kind = f"on {tensor.device}"
+        if kind is None and tensor.layout is not torch.strided:
+            kind = str(tensor.layout)
+        if kind is not None and lives(tensor) is None:
+            raise Unsupported(f"{name} is {kind}: place() takes models whose tensors are plain ones on the CPU")

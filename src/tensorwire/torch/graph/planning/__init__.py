@@ -1,0 +1,1 @@
+"""Plans of a model without a job and without its weights, for ``tensorwire plan``."""
