@@ -259,13 +259,13 @@ def test_slabs_come_and_go(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        (40 + 7, 9, "malformed header"),
-        (24, 2**40, "malformed header"),
-        (40 + 16, 2**50, "malformed|refused"),
-        (40 + 6, 3, "same kind"),
+        (40 + 1, b"\x09", "malformed header"),
+        (24, (2**40).to_bytes(8, "little"), "malformed header"),
+        (40 + 2, (2**47).to_bytes(6, "little"), "malformed|refused"),
+        (40 + 8, b"verbs\0\0\0", "same kind"),
     ],
 )
-def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: int, why: str) -> None:
+def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: bytes, why: str) -> None:
     """Another access, an offset, a length, or a device: refused, and the right one is received afterwards.
 
     In the first step, when the consumer has never seen the region, and in the second.
@@ -277,10 +277,9 @@ def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: int, why: st
         consumer._ring.inbox.region.wait(0, step, SECONDS, pair.back)
         header = consumer._ring.memory[consumer._ring.ring.slot(step - 1) :][:HEADER]
         right = bytes(header)
-        size = 8 if field in (24, 56) else 1
-        header[field : field + size] = value.to_bytes(size, "little")
-        if field == 56:  # a region said to be larger than it is
-            header[24:32] = (2**49).to_bytes(8, "little")
+        header[field : field + len(value)] = value
+        if len(value) == 6:  # a region said to be larger than it is
+            header[24:32] = (2**46).to_bytes(8, "little")
         with pytest.raises((ProtocolError, RemoteAccessError), match=why):
             consumer.receive(step, SECONDS)
         header[:] = right
