@@ -10,6 +10,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
+from tensorwire.torch.graph.execution.workers import party_of
 from tests.torch.graph import zoo
 
 
@@ -18,8 +19,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains ``steps`` steps; ``hosts``: by module, or a random cut by ``seed``.
 
-    Returns what differs from one process (``wrong``), the names of the parameters that had gradients here, and what the
-    last step counted.
+    Returns what differs from one process (``wrong``), the names of the parameters that had gradients here (``here``),
+    what the last step counted (``counted``), and the copies that its plans predicted for this worker (``planned``).
     """
     defaults = {"replay_random": name in zoo.DROPPING}
     model = zoo.build(name)
@@ -29,13 +30,18 @@ def train(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     wrong: list[str] = []
     counted: dict[str, int] = {}
+    planned = 0
+    party = party_of(job)
     for step in range(steps):
         given = zoo.inputs(name, step)
         before = counters.snapshot()
+        runs = {id(wires): wires.run for wires in party._wires}
         torch.manual_seed(step)
         loss = zoo.loss_of(compiled(**given))
         loss.backward()
         counted = asdict(counters.since(before))
+        ran = [wires.plan for wires in party._wires if wires.run != runs.get(id(wires), 0)]
+        planned = sum(copies.count for plan in ran for copies in plan.copies if copies.host == party.me)
         torch.manual_seed(step)
         right = zoo.loss_of(alone(**given))
         right.backward()
@@ -51,7 +57,7 @@ def train(
     for (path, mine), its in zip(model.named_buffers(), alone.buffers(), strict=True):
         if path.rpartition(".")[0] in _places(model, hosts, job.rank) and not torch.equal(mine, its):
             wrong.append(f"buffer {path}")
-    return {"wrong": wrong, "here": mine_here, "counted": counted}
+    return {"wrong": wrong, "here": mine_here, "counted": counted, "planned": planned}
 
 
 def _places(model: torch.nn.Module, hosts: dict[str, str], rank: int) -> set[str]:
