@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tensorwire.bench.compare import Samples, Settings, Workload, compare_all, r
 from tensorwire.bench.programs import Contender, ProgramFailed, Stage, pair
 from tensorwire.bench.records import COUNTED, MODES, Target, time_text
 from tensorwire.bench.show import Notes
+from tensorwire.sizes import size_text
 from tests.cli.test_cli import complaint
 from tests.sandbox import nothing_kept
 
@@ -146,6 +148,16 @@ def test_the_vocabulary_is_documented() -> None:
     page = BENCHMARKS.read_text()
     for mode, meaning in MODES.items():
         assert f"| `{mode}` | {meaning} |" in page
+
+
+@pytest.mark.parametrize("page", ["benchmarks.md", "devices.md"])
+def test_the_sizes_from_which_tcp_lends_pages_are_documented(page: str) -> None:
+    """Figures depend on it, so readers must know when it happens."""
+    header = (BENCHMARKS.parents[1] / "src" / "_native" / "pages.h").read_text()
+    sizes = re.findall(r"^constexpr u64 (\w+) = u64\{(\d+)\} << (\d+);", header, re.M)
+    least = {name: size_text(int(number) << int(shift)) for name, number, shift in sizes}
+    text = " ".join((BENCHMARKS.parent / page).read_text().split())
+    assert f"from {least['least_lent_alone']} on, and from {least['least_lent']} on if " in text
 
 
 MISTAKES = [
