@@ -1,4 +1,4 @@
-"""Trains a small network on scikit-learn's digits, through the store. The same file runs in four ways:
+"""Trains a small network on scikit-learn's digits, through the store. Start it in any of these ways:
 
 python examples/minimal.py
 tensorwire run --workers 2 --servers 1 -- python examples/minimal.py
@@ -14,11 +14,12 @@ from torch.utils.data.distributed import DistributedSampler
 import tensorwire as tw
 
 job = tw.init()
+rank, workers = job.rank, job.num_workers
 torch.manual_seed(0)
 digits = load_digits()
 images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
 data = TensorDataset(images[:1500], labels[:1500])
-sampler = DistributedSampler(data, job.num_workers, job.rank)
+sampler = DistributedSampler(data, workers, rank)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3)
 
@@ -29,6 +30,6 @@ for epoch in range(8):
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-if job.rank == 0:
+if rank == 0:
     accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()
-    print(f"workers {job.num_workers}, servers {job.num_servers}: test accuracy {accuracy:.3f}")
+    print(f"workers: {workers}, test accuracy: {accuracy:.3f}")

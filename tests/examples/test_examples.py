@@ -1,8 +1,9 @@
-"""The small examples run as they are: alone, by tensorwire run, by torchrun; and the README shows one of them."""
+"""The small examples run as they are: alone, by tensorwire run, by torchrun; and the README shows two of them."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import re
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cli import group as group_of_comparisons
+from tensorwire.cli.bench import bench
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
 from tests.sandbox import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"
+WITH_DDP = ROOT / "examples" / "minimal_ddp.py"
+README = (ROOT / "README.md").read_text()
 PYTHON = [sys.executable, "-W", "error"]
 
 
@@ -35,23 +40,36 @@ def run(command: list[str], tmp_path: Path) -> str:
     return done.stdout
 
 
-def launchers() -> dict[str, tuple[list[str], int, int]]:
-    """How to start it, with how many workers and servers."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    tensorwire = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "1", "--"]
-    return {"alone": ([], 1, 1), "run": (tensorwire, 2, 1), "torchrun": (torchrun, 2, 2)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+LAUNCHERS = {
+    "alone": [],
+    "run": [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "1", "--"],
+    "torchrun": TORCHRUN,
+}
+
+
+def check_accuracy(printed: str, workers: int) -> None:
+    """The script says how many workers there were, and that the model learned."""
+    found = re.fullmatch(r"workers: (\d+), test accuracy: ([\d.]+)\n", printed)
+    assert found is not None, printed
+    assert int(found[1]) == workers
+    assert float(found[2]) > 0.8
 
 
 @pytest.mark.parametrize(
     "name", ["run", pytest.param("alone", marks=pytest.mark.long), pytest.param("torchrun", marks=pytest.mark.slow)]
 )
 def test_minimal_learns(name: str, tmp_path: Path) -> None:
-    launcher, workers, servers = launchers()[name]
-    said = NAMES.sub("", run([*launcher, *PYTHON, str(MINIMAL)], tmp_path))
-    found = re.fullmatch(r"workers (\d+), servers (\d+): test accuracy ([\d.]+)\n", said)
-    assert found is not None, said
-    assert (int(found[1]), int(found[2])) == (workers, servers)
-    assert float(found[3]) > 0.8
+    printed = run([*LAUNCHERS[name], *PYTHON, str(MINIMAL)], tmp_path)
+    check_accuracy(NAMES.sub("", printed), workers=1 if name == "alone" else 2)
+    if name == "run":
+        (shown,) = re.findall(r"```console\n(.*?)```", README, re.S)
+        assert re.sub(r"0\.\d+", "", printed) == re.sub(r"0\.\d+", "", shown)
+
+
+@pytest.mark.slow
+def test_minimal_with_ddp_learns(tmp_path: Path) -> None:
+    check_accuracy(run([*TORCHRUN, *PYTHON, str(WITH_DDP)], tmp_path), workers=2)
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
@@ -89,10 +107,26 @@ def test_models_over_two_hosts_learn(name: str, device: str, tmp_path: Path) -> 
     assert losses[-1] < losses[0]
 
 
-def test_the_readme_shows_the_minimal_example() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    text = MINIMAL.read_text()
+def program(path: Path) -> list[str]:
+    """The lines below the docstring."""
+    text = path.read_text()
     docstring = ast.parse(text).body[0]
     assert docstring.end_lineno is not None
-    program = "\n".join(text.splitlines()[docstring.end_lineno :]).strip()
-    assert program in [block.strip() for block in blocks]
+    return text.splitlines()[docstring.end_lineno + 1 :]
+
+
+def test_the_readme_shows_what_differs_from_ddp() -> None:
+    (shown,) = re.findall(r"```diff\n(.*?)```", README, re.S)
+    differences = difflib.unified_diff(program(WITH_DDP), program(MINIMAL), n=1, lineterm="")
+    assert shown.splitlines() == list(differences)[2:]
+
+
+def test_every_benchmark_in_the_readme_is_a_command() -> None:
+    """Its command and options exist, and their values are accepted; nothing is measured."""
+    commands = re.findall(r"`(?:sudo )?((?:tensorwire bench|python -m benchmarks) .*?)`", README)
+    assert len(commands) >= 5
+    for command in commands:
+        _, *words = command.removeprefix("python ").split()
+        group = bench if command.startswith("tensorwire") else group_of_comparisons
+        name, *arguments = words[1:]
+        group.commands[name].make_context(name, arguments)
