@@ -34,7 +34,7 @@ LAYERS = [
     "testing",
 ]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire": {"Job", "__version__", "errors", "host", "init"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
@@ -156,6 +156,11 @@ def test_files_stay_readable() -> None:
 
 def test_importing_tensorwire_does_not_import_torch() -> None:
     code = "import sys, tensorwire; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_star_import_leaves_the_name_torch_alone() -> None:
+    code = "import torch; stock = torch\nfrom tensorwire import *\nassert torch is stock and init and Job"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
