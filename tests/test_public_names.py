@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,36 @@ PUBLIC = {
     },
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
 }
+
+# What a class shows beside what its bases show; the members of all others are those of its page in docs/api.md.
+MEMBERS = {
+    "tensorwire.Job": {
+        *("rank", "num_workers", "num_servers", "local_rank", "local_workers", "address", "routes"),
+        *("barrier", "broadcast", "all_reduce", "report", "uneven", "init_process_group", "close"),
+    },
+    "tensorwire.torch.StoreOptimizer": {
+        *("step", "wait", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
+        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary"),
+    },
+}
+
+
+def members(shown: type) -> set[str]:
+    """The public names of a class's own: those in its body, and attributes that its methods assign."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(shown)))
+    assigned = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    return {name for name in {*vars(shown), *assigned} if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_public_members(name: str) -> None:
+    module, _, shown = name.rpartition(".")
+    assert members(getattr(importlib.import_module(module), shown)) == MEMBERS[name]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

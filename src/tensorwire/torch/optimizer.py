@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.launch import Job, current
+from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
-from tensorwire.store.plan import BUCKET_BYTES, Plan
+from tensorwire.store.plan import BUCKET_BYTES
 from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name
 from tensorwire.torch import nonfinite
@@ -80,7 +80,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        self._job: Job = current()
+        self._worker = current_worker()
         self._alone = Alone()
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
@@ -98,9 +98,9 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._saved.check(origin.state)
         self._overlap = Overlap(self._open, self._alone) if overlap else None
         if self._overlap is not None:
-            self._job.at_close(self._overlap.close)  # before its parts finish
+            self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
-        self._cautions = Cautions(self._job, [p for group in self.param_groups for p in group["params"]])
+        self._cautions = Cautions(self._worker, [p for group in self.param_groups for p in group["params"]])
         self._add_part(self.param_groups)
         self._left = clock()
         if origin.state is not None:
@@ -109,7 +109,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def _add_part(self, groups: list[dict[str, Any]]) -> None:
         if not is_foreign(self._settings.rule):
             check_groups(self._class, groups)
-        part = Part(self._job, groups, self._settings)
+        part = Part(self._worker, groups, self._settings)
         self._parts.append(part)
         watch_loading(part.params, part.note_written)
         if self._overlap is not None:
@@ -145,7 +145,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                     self._push(skip)
                 self._pull(start)
             except TensorwireError as error:
-                raise self._job.member.explain(error) from None
+                raise self._worker.member.explain(error) from None
             self._left = clock()
             return loss
 
@@ -179,7 +179,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if left_out:
             for part in self._parts:
                 part.arrive(range(len(part.params)))
-            raise nonfinite.error(self._job, self._parts, self.grad_norm or 0.0)
+            raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -280,11 +280,6 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     # ---- the rest of torch's interface
 
-    @property
-    def plan(self) -> Plan:
-        """Where the parameters given at construction lie."""
-        return self._parts[0].plan
-
     def summary(self) -> str:
         """One line for people: what moves a step, and what servers register."""
         return "; ".join(part.summary() for part in self._parts)
@@ -294,7 +289,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._class.__name__,
             self.param_groups,
             [part.plan for part in self._parts],
-            self._job.routes,
+            self._worker.member.routes,
             overlap=self._overlap is not None,
             reduce=self._settings.reduce,
             max_grad_norm=self.max_grad_norm,
@@ -341,7 +336,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 with self._saved.shown([part.share for part in self._parts]):
                     return self._saved.complete(super().state_dict())
             except TensorwireError as error:
-                raise self._job.member.explain(error) from None
+                raise self._worker.member.explain(error) from None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.

@@ -11,10 +11,11 @@ import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph.exchange import Exchange
-from tensorwire.launch.job import Job, current
+from tensorwire.launch import Worker, current_worker
 from tensorwire.torch.graph.party import party_of
 
-_exchanges: weakref.WeakKeyDictionary[Job, dict[int, Exchange]] = weakref.WeakKeyDictionary()  # by number of parameters
+# By number of parameters.
+_exchanges: weakref.WeakKeyDictionary[Worker, dict[int, Exchange]] = weakref.WeakKeyDictionary()
 
 
 def clip_grad_norm_(
@@ -30,12 +31,12 @@ def clip_grad_norm_(
     None here. Every host calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a gradient on
     two hosts, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
     """
-    job = current()
+    worker = current_worker()
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    made = _exchanges.setdefault(job, {})
+    made = _exchanges.setdefault(worker, {})
     exchange = made.get(len(given))
     if exchange is None:
-        exchange = made[len(given)] = Exchange(party_of(job), f"norms of {len(given)} gradients", 2 * len(given))
+        exchange = made[len(given)] = Exchange(party_of(worker), f"norms of {len(given)} gradients", 2 * len(given))
     mine = numpy.full(2 * len(given), numpy.nan)
     norms = [None if p.grad is None else torch.linalg.vector_norm(p.grad, norm_type) for p in given]
     for at, norm in enumerate(norms):
@@ -44,7 +45,7 @@ def clip_grad_norm_(
     try:
         told = exchange.all(mine)
     except TensorwireError as error:
-        raise job.member.explain(error) from None
+        raise worker.member.explain(error) from None
     total = _total(given, told, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all hosts is {total.item()}")

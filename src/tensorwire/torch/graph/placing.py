@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.launch.job import current
+from tensorwire.launch import current_worker
 from tensorwire.torch.graph.elsewhere import fill, lives, vacate
 from tensorwire.torch.graph.placement import (
     Hosts,
@@ -95,12 +95,12 @@ def _own_host(host: str | None, hosts: Hosts) -> str:
     if host is not None:
         check_host(host)
         return host
-    job = current()
-    workers = [f"worker:{rank}" for rank in range(job.num_workers)]
+    worker = current_worker()
+    workers = [f"worker:{rank}" for rank in range(worker.num_workers)]
     for name in hosts.values() if isinstance(hosts, Mapping) else ():  # the rest is refused later
         if name not in workers:
             raise ArgumentError(f"there is no {name!r}: this job has the hosts {', '.join(workers)}")
-    return workers[job.rank]
+    return workers[worker.rank]
 
 
 def _check_tensors(model: torch.nn.Module) -> None:
