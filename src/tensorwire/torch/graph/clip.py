@@ -25,11 +25,27 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the hosts of a graph: the same norm, bit for bit, as in one process.
+    """`torch.nn.utils.clip_grad_norm_` for a model whose modules are placed on several workers, instead of torch's.
 
-    ``parameters``: those of the whole model, in the same order on every host; gradients of other hosts' parameters are
-    None here. Every host calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a gradient on
-    two hosts, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
+    It gives the same norm, bit for bit, as in one process. Call it on every worker, with an optimizer of torch; a
+    `StoreOptimizer` clips by ``max_grad_norm``.
+
+    Args:
+        parameters: The parameters of the whole model, in the same order on every worker. On each worker, only those
+            that live there have gradients; these are multiplied in place.
+        max_norm: The largest norm of all gradients together.
+        norm_type: The order of the norm; ``inf`` for the largest element.
+        error_if_nonfinite: Raise `RuntimeError` where the norm is NaN or inf.
+        foreach: As in torch: whether to use the implementation for many tensors at once; None: where it is faster.
+
+    Returns:
+        The norm of all gradients before clipping, a tensor of shape ``()``.
+
+    Raises:
+        ArgumentError: A parameter has a gradient on two workers; or this process is in no job.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        PeerLost: Another worker is gone.
+        JobEnded: The job ended; the message says why.
     """
     worker = current_worker()
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
