@@ -61,7 +61,14 @@ PUBLIC = {
         *("BoundedConsumer", "BoundedProducer", "DynamicConsumer", "DynamicProducer", "Lease", "Pool", "Received"),
         *("NO_VALUE", "Ring", "Value", "ConsumerEnd", "ProducerEnd", "connect_edge"),
     },
+    "tensorwire.observe": {"Counters", "LiveCounters", "Spans", "counters", "pickles_counted", "spans"},
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
+    "tensorwire.errors": {
+        *("AlreadyPublished", "ArgumentError", "AuthenticationError", "ContentMismatch", "ControlError", "DeviceError"),
+        *("GradientModified", "JobEnded", "LivesElsewhere", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
+        *("ParameterModified", "PeerLost", "PlanMismatch", "ProducerFailed", "ProtocolError", "RegionClosed"),
+        *("RemoteAccessError", "TensorwireError", "Unsupported", "VerbsUnavailable", "WaitTimeout", "WorkerFinished"),
+    },
 }
 
 # What a class shows beside what its bases show; the members of all others are those of its page in docs/api.md.
