@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -23,13 +22,14 @@ _looked: weakref.WeakSet[Worker] = weakref.WeakSet()
 class Cautions:
     """What is looked at for the first optimizer of a job: at its construction, and in its first two steps."""
 
-    def __init__(self, worker: Worker, params: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, worker: Worker, params: Iterable[torch.nn.Parameter], modules: Sequence[torch.nn.Module]
+    ) -> None:
         self._worker, self._steps, self._mine = worker, 0, b""
         self.done = worker in _looked
         _looked.add(worker)
         if self.done:
             return
-        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
         self._dropping = [weakref.ref(m) for m in modules if _drops(m)]
         self._warn_of_ddp(modules, {id(p) for p in params})
         self.done = worker.num_workers == 1

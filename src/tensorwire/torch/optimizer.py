@@ -25,7 +25,7 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
-from tensorwire.torch.loading import watch_loading
+from tensorwire.torch.loading import live_modules, owners, watch_loading
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -109,20 +109,23 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
-        self._cautions = Cautions(self._worker, [p for group in self.param_groups for p in group["params"]])
-        self._add_part(self.param_groups)
+        modules = live_modules()
+        self._cautions = Cautions(self._worker, [p for group in self.param_groups for p in group["params"]], modules)
+        self._add_part(self.param_groups, modules)
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
 
-    def _add_part(self, groups: list[dict[str, Any]]) -> None:
+    def _add_part(self, groups: list[dict[str, Any]], modules: list[torch.nn.Module]) -> None:
         if not is_foreign(self._settings.rule):
             check_groups(self._class, groups)
         part = Part(self._worker, groups, self._settings)
         self._parts.append(part)
-        watch_loading(part.params, part.note_written)
+        having = owners(part.params, modules)
+        for handle in watch_loading(part.params, having, part.note_written):
+            self._worker.at_close(handle.remove)
         if self._overlap is not None:
-            self._overlap.watch(part)
+            self._overlap.watch(part, having)
 
     @property
     def _clip(self) -> float:
@@ -358,7 +361,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         check_parameters([*there, *group["params"]])
         super().add_param_group(group)
         try:
-            self._add_part(self.param_groups[-1:])
+            self._add_part(self.param_groups[-1:], live_modules())
         except BaseException:
             del self.param_groups[-1]
             raise
