@@ -178,6 +178,35 @@ def test_frozen_modules_are_not_found_and_loading_needs_a_word(sandbox: Sandbox)
     assert result.out.splitlines()[1:] == ["finite True dict", "refused", "bias [-1.0, -1.0]"]
 
 
+def test_nothing_is_searched_where_the_model_is_given(sandbox: Sandbox) -> None:
+    body = """
+        import gc
+        import torch
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        gc.freeze()
+        gc.get_objects = None
+        optimizer = tw.torch.StoreOptimizer(net, torch.optim.SGD, lr=1.0, overlap=True)
+        def step():
+            optimizer.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        step()
+        print(type(net[1]._parameters).__name__, bool(net[1].bias.isfinite().all()))
+        net.load_state_dict({k: torch.zeros_like(v) for k, v in net.state_dict().items()})
+        net.append(torch.nn.Linear(2, 2))
+        optimizer.add_param_group({"params": net[2].named_parameters("2")})
+        step()
+        print(type(net[2]._parameters).__name__, optimizer.param_groups[0]["param_names"], net[1].bias.tolist())
+    """
+    result = sandbox.python(sandbox.script(body)).finish()
+    assert (result.status, result.err) == (0, "")
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    first, second = result.out.splitlines()[1:]
+    assert first == "Awaited True"
+    assert second.startswith(f"Awaited {names} [")
+    assert "[0.0, 0.0]" not in second  # the step began with what was loaded, and updated it
+
+
 @pytest.mark.slow
 def test_a_failed_job_ends_the_process_past_atexit_and_finally(sandbox: Sandbox) -> None:
     body = """

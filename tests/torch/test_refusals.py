@@ -73,7 +73,7 @@ PARAMETERS: list[Refusal] = [
     (errors.ArgumentError, "'p' is a int", lambda: 5),
 ]
 ARGUMENTS: list[Refusal] = [
-    (errors.ArgumentError, "model.named_parameters()", lambda: optimizer(torch.nn.Linear(2, 2))),
+    (errors.ArgumentError, "got no parameters", lambda: optimizer(torch.nn.ReLU())),
     (errors.ArgumentError, "got a int for its parameters", lambda: optimizer(5)),
     (errors.ArgumentError, "parameter group 1 has no 'params'", lambda: optimizer(without_params())),
     (errors.ArgumentError, "given twice", lambda: optimizer([("a", p := parameter()), ("b", p)])),

@@ -29,12 +29,16 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def live_modules() -> list[torch.nn.Module]:
-    """All modules of this process, but for those that ``gc.freeze()`` hides.
+def find_modules(params: Iterable[torch.nn.Parameter], model: torch.nn.Module | None) -> list[torch.nn.Module]:
+    """Finds modules, among them owners of ``params``: those of ``model`` if it has all of ``params``.
 
-    An optimizer is given parameters, and PyTorch has no way from a parameter to its modules, of which there may be
-    several, in several models.
+    Otherwise all modules of this process, but for those that ``gc.freeze()`` hides: PyTorch has no way from a parameter
+    to its modules, of which there may be several, in several models.
     """
+    if model is not None:
+        owned = {id(p) for p in model.parameters()}
+        if all(id(p) in owned for p in params):
+            return list(model.modules())
     return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
 
 

@@ -25,7 +25,7 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
-from tensorwire.torch.loading import live_modules, owners, watch_loading
+from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -44,9 +44,11 @@ class StoreOptimizer(torch.optim.Optimizer):
     Call every method on every worker, in the same order, and from one thread, unless the method says otherwise.
 
     Args:
-        named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or, as
-            the only argument, an optimizer that was built from ``model.named_parameters()``. Parameters are dense
-            tensors on the CPU that share no memory, of any shape; complex and float8 dtypes are refused.
+        named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or the
+            model itself: then hooks are put on its modules, without a search for other modules that have its
+            parameters. Or, as the only argument, an optimizer that was built from ``model.named_parameters()``.
+            Parameters are dense tensors on the CPU that share no memory, of any shape; complex and float8 dtypes are
+            refused.
         optimizer: A class of optimizers, whose options are ``options``; or an optimizer of these parameters, whose
             class, groups, options and state are taken over.
         overlap: Push gradients while backward runs, and fetch new values while the next forward runs; ``wait()``
@@ -79,7 +81,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        named_parameters: Params | torch.optim.Optimizer,
+        named_parameters: Params | torch.nn.Module | torch.optim.Optimizer,
         optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
         *,
         overlap: bool = False,
@@ -94,7 +96,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
         largest_norm(max_grad_norm)
-        origin = find_origin(named_parameters, optimizer, options)
+        self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+        given = named_parameters if self._model is None else self._model.named_parameters()
+        origin = find_origin(given, optimizer, options)
         self._class = origin.optimizer_class
         self._settings = _settings(origin, bucket_bytes, reduce, overlap)
         self.max_grad_norm = max_grad_norm
@@ -109,8 +113,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
-        modules = live_modules()
-        self._cautions = Cautions(self._worker, [p for group in self.param_groups for p in group["params"]], modules)
+        params = [p for group in self.param_groups for p in group["params"]]
+        modules = find_modules(params, self._model)
+        self._cautions = Cautions(self._worker, params, modules)
         self._add_part(self.param_groups, modules)
         self._left = clock()
         if origin.state is not None:
@@ -361,7 +366,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         check_parameters([*there, *group["params"]])
         super().add_param_group(group)
         try:
-            self._add_part(self.param_groups[-1:], live_modules())
+            added = self.param_groups[-1:]
+            self._add_part(added, find_modules(added[0]["params"], self._model))
         except BaseException:
             del self.param_groups[-1]
             raise
