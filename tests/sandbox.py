@@ -20,7 +20,7 @@ from tensorwire.testing.patience import patient
 
 MARK = "TENSORWIRE_TEST_MARK"
 # A member that waits for something that never comes, and so leaves as soon as the job has ended.
-WAITS = "job.member.client.lookup('nothing', 600.0)"
+WAITS = "job._worker.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
 # What a command says after two seconds, of which a busy machine has many.

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ LAYERS = [
     "testing",
 ]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire": {"Job", "__version__", "errors", "host", "init"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
@@ -60,8 +61,45 @@ PUBLIC = {
         *("BoundedConsumer", "BoundedProducer", "DynamicConsumer", "DynamicProducer", "Lease", "Pool", "Received"),
         *("NO_VALUE", "Ring", "Value", "ConsumerEnd", "ProducerEnd", "connect_edge"),
     },
+    "tensorwire.observe": {"Counters", "LiveCounters", "Spans", "counters", "pickles_counted", "spans"},
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
+    "tensorwire.errors": {
+        *("AlreadyPublished", "ArgumentError", "AuthenticationError", "ContentMismatch", "ControlError", "DeviceError"),
+        *("GradientModified", "JobEnded", "LivesElsewhere", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
+        *("ParameterModified", "PeerLost", "PlanMismatch", "ProducerFailed", "ProtocolError", "RegionClosed"),
+        *("RemoteAccessError", "TensorwireError", "Unsupported", "VerbsUnavailable", "WaitTimeout", "WorkerFinished"),
+    },
 }
+
+# What a class shows beside what its bases show; the members of all others are those of its page in docs/api.md.
+MEMBERS = {
+    "tensorwire.Job": {
+        *("rank", "num_workers", "num_servers", "local_rank", "local_workers", "address", "routes"),
+        *("barrier", "broadcast", "all_reduce", "report", "uneven", "init_process_group", "close"),
+    },
+    "tensorwire.torch.StoreOptimizer": {
+        *("step", "wait", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
+        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary"),
+    },
+}
+
+
+def members(shown: type) -> set[str]:
+    """The public names of a class's own: those in its body, and attributes that its methods assign."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(shown)))
+    assigned = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    return {name for name in {*vars(shown), *assigned} if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_public_members(name: str) -> None:
+    module, _, shown = name.rpartition(".")
+    assert members(getattr(importlib.import_module(module), shown)) == MEMBERS[name]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -156,6 +194,11 @@ def test_files_stay_readable() -> None:
 
 def test_importing_tensorwire_does_not_import_torch() -> None:
     code = "import sys, tensorwire; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_star_import_leaves_the_name_torch_alone() -> None:
+    code = "import torch; stock = torch\nfrom tensorwire import *\nassert torch is stock and init and Job"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -23,6 +23,7 @@ from benchmarks.actors.train import BATCHES, SGD
 from benchmarks.cuts import cut
 from benchmarks.graphs import MODELS
 from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.launch import current_worker
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
@@ -57,7 +58,7 @@ class Host:
         self.leave = job.close
         if mode == "rpc":
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
-            importlib.import_module("benchmarks.rpc").install(party_of(job))
+            importlib.import_module("benchmarks.rpc").install(party_of(current_worker()))
             mode = "copy"
         tw.torch.place(self.model, found.hosts)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})

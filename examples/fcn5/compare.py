@@ -71,7 +71,7 @@ def main() -> None:
     if job.rank == 0:
         spans.facts["parameters"] = sum(p.numel() for p in model.parameters())
         if args.grpc is None:
-            spans.facts["device"] = job.member.channel("server", 0).device.name
+            spans.facts["device"] = job.routes["server 0"].device
     job.barrier()
 
 

@@ -17,7 +17,6 @@ from tensorwire.observe import Counters, counters
 Batch = TypeVar("Batch")
 # The steps before are slower: memory is touched for the first time.
 FIRST_MEASURED, FIRST_MEETING = 2, 6
-PATIENCE_SECONDS = 600.0
 
 
 class Pace:
@@ -77,13 +76,8 @@ class Pace:
     def _meet(self) -> None:
         """All workers learn from worker 0 of the next meeting, or of the last step."""
         self._meetings += 1
-        client, key = self._job.member.client, f"fcn5/pace/{self._meetings}"
-        if self._job.rank == 0:
-            left = max(2, int((self._seconds - self.seconds) * self.steps_a_second))
-            there = self.steps + (2 * left // 3 if self._meetings == 1 else left)
-            client.publish(key, str(there).encode())
-        else:
-            there = int(client.lookup(key, PATIENCE_SECONDS))
+        left = max(2, int((self._seconds - self.seconds) * self.steps_a_second))
+        there = self._job.broadcast(self.steps + (2 * left // 3 if self._meetings == 1 else left))
         if self._meetings == 1:
             self._meeting = there
         else:

@@ -63,7 +63,7 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     if job.rank == 0:
-        print(f"store: {optimizer.plan.summary(job.num_workers)}", flush=True)
+        print(f"store: {optimizer.summary()}", flush=True)
     pace = Pace(job, args.seconds)
     losses: deque[float] = deque(maxlen=20)
     with Progress("training", "step", quiet=job.rank != 0) as progress:
@@ -120,7 +120,7 @@ def main() -> None:
     if job.rank == 0:
         result["accuracy"] = accuracy(model, images)
         result["parameters"] = sum(p.numel() for p in model.parameters())
-        result["device"] = job.member.channel("server", 0).device.name
+        result["device"] = job.routes["server 0"].device
         print(f"test accuracy {result['accuracy']:.1%} after {result['steps']} steps", flush=True)
         spans.facts["result"] = result
     job.barrier()

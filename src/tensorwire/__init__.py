@@ -21,11 +21,11 @@ from tensorwire import errors
 from tensorwire.launch import Job, init
 
 if TYPE_CHECKING:
-    from tensorwire import torch
+    from tensorwire import torch as torch
     from tensorwire.torch.graph.placement.scope import host
 
 __version__ = "0.1.0"
-__all__ = ["Job", "__version__", "errors", "host", "init", "torch"]
+__all__ = ["Job", "__version__", "errors", "host", "init"]  # without torch: a star import would hide PyTorch
 
 
 def __getattr__(name: str) -> Any:

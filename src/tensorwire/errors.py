@@ -151,4 +151,4 @@ class ParameterModified(TensorwireError):
 
 
 class LivesElsewhere(TensorwireError, RuntimeError):
-    """A tensor was read that lives on another host. The message names it and the host."""
+    """A tensor that lives on another worker was read. The message names both."""

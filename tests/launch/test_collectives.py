@@ -170,7 +170,7 @@ def times_out(job: tw.Job) -> list[str]:
     elif job.rank == 1:
         with pytest.raises(ArgumentError, match="cannot carry set"):
             job.broadcast({1}, source=1)
-    job.member.client.barrier("tried", 2)
+    job._worker.member.client.barrier("tried", 2)
     job.barrier()
     return found
 
@@ -195,13 +195,13 @@ def two_threads(job: tw.Job) -> str:
     if job.rank == 0:
         thread.start()
         began.wait()
-        while not job._collectives._inside:
+        while not job._worker.collectives._inside:
             pass
         try:
             job.all_reduce(1)
         except ArgumentError as error:
             errors.append(str(error))
-    job.member.client.barrier("tried", 2)
+    job._worker.member.client.barrier("tried", 2)
     if job.rank == 0:
         thread.join()
     else:

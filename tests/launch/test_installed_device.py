@@ -32,7 +32,7 @@ for step in range(4):
         network(torch.full((2, 1000), value)).sum().backward()
         rule.step()
 assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), same.parameters())), "other bits"
-print("devices", *job.member.devices)
+print("devices", *job._worker.member.devices)
 print("route", job.routes["server 0"])
 print(f"sent{job.rank}", CountedDevice.nbytes, CountedDevice.signals)
 """

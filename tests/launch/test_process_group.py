@@ -40,15 +40,15 @@ def test_workers_of_one_machine() -> None:
 
 def elsewhere(job: tw.Job) -> tuple[int, int]:
     """Worker 1 claims to be on another machine."""
-    card, found = job.member.card, {}
+    card, found = job._worker.member.card, {}
     for rank in range(job.num_workers):
         one = card(f"worker {rank}")
         found[f"worker {rank}"] = one
     away = found["worker 0"].where
     away = type(away)("another boot", away.network, away.user, away.users)
     found["worker 1"] = type(found["worker 1"])(away, None, None, None)
-    job.member.where = found[job.member.name].where
-    job.member.card = lambda name, timeout=0.0: found[name]  # type: ignore[method-assign]
+    job._worker.member.where = found[job._worker.member.name].where
+    job._worker.member.card = lambda name, timeout=0.0: found[name]  # type: ignore[method-assign]
     return job.local_rank, job.local_workers
 
 

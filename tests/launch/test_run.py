@@ -110,10 +110,10 @@ def test_an_exit_status_after_the_job_was_done(sandbox: Sandbox) -> None:
     body = """
         import select
         if job.rank == 0:
-            job.member.client.publish("first", str(os.getpid()).encode())
+            job._worker.member.client.publish("first", str(os.getpid()).encode())
             job.barrier()
             sys.exit()
-        first = os.pidfd_open(int(job.member.client.lookup("first")))
+        first = os.pidfd_open(int(job._worker.member.client.lookup("first")))
         job.barrier()
         job.close()
         select.select([first], [], [])  # worker 0 has gone, and the job is over
@@ -185,12 +185,12 @@ def test_a_job_that_fails_while_a_script_is_at_its_end(sandbox: Sandbox) -> None
     body = """
         import atexit, select
         def end():
-            job.member.client.publish("at its end", b"")
+            job._worker.member.client.publish("at its end", b"")
             select.select([], [], [])
         if job.rank == 0:
             atexit.register(end)
         else:
-            job.member.client.lookup("at its end")
+            job._worker.member.client.lookup("at its end")
             raise ValueError("broken data")
     """
     result = sandbox.run(sandbox.script(body)).finish()
@@ -253,7 +253,7 @@ def test_what_a_killed_worker_started_ends_with_the_job(sandbox: Sandbox) -> Non
             print("grandchild", child.pid)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         job.barrier()
-        job.member.client.lookup("nothing", 600.0)
+        job._worker.member.client.lookup("nothing", 600.0)
     """
     program = sandbox.run(sandbox.script(body))
     grandchild = program.number("grandchild")
@@ -265,9 +265,9 @@ def test_what_a_killed_worker_started_ends_with_the_job(sandbox: Sandbox) -> Non
 
 def test_two_jobs_at_once_do_not_meet(sandbox: Sandbox) -> None:
     script = sandbox.script("""
-        job.member.client.publish(f"mine/{job.rank}", sys.argv[1].encode())
+        job._worker.member.client.publish(f"mine/{job.rank}", sys.argv[1].encode())
         job.barrier()
-        print("sees", job.member.client.lookup(f"mine/{1 - job.rank}").decode())
+        print("sees", job._worker.member.client.lookup(f"mine/{1 - job.rank}").decode())
     """)
     first, second = (
         sandbox.launch("run", "--workers", "2", "--", sys.executable, script, name) for name in ("first", "second")

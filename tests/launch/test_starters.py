@@ -69,7 +69,7 @@ def test_the_other_ranks_may_start_first_on_several_hosts(sandbox: Sandbox) -> N
     """Rank 1 has the secret and waits for rank 0's coordinator; its server, which does not wait, is not there yet."""
     body = f"""
 import tensorwire as tw
-from tensorwire.launch import job as joining
+from tensorwire.launch import joining
 wanted = joining.connect
 def connect(*arguments):
     print("waits")
@@ -230,7 +230,7 @@ def test_a_rank_that_ends_early_does_not_take_its_server_along(sandbox: Sandbox)
             print("waits")
             server = socket.create_server(("127.0.0.1", int(os.environ["GATE"])))
             server.accept()
-            job.member.card("server 1")
+            job._worker.member.card("server 1")
             print("server 1 is there")
     """
     gate = free_port()

@@ -27,7 +27,7 @@ TRAIN = """
         net(torch.randn(4, 300)).square().mean().backward()
         optimizer.step()
     for i in range(2):
-        print(f"worker {job.rank} reaches server {i} by {job.member.channel('server', i).device.name}")
+        print(f"worker {job.rank} reaches server {i} by {job._worker.member.channel('server', i).device.name}")
     print("sum", sum(p.detach().double().sum().item() for p in net.parameters()))
 """
 
@@ -99,7 +99,9 @@ def test_training_on_two_hosts(hosts: Hosts) -> None:
 
 
 def test_a_cut_cable_ends_both_sides(hosts: Hosts) -> None:
-    script = hosts.sandbox.script("job.barrier(); print('together'); job.member.client.lookup('nothing', 600.0)")
+    script = hosts.sandbox.script(
+        "job.barrier(); print('together'); job._worker.member.client.lookup('nothing', 600.0)"
+    )
     programs = [hosts.run(script, node) for node in (0, 1)]
     for program in programs:
         program.expect("together")

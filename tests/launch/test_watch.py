@@ -157,7 +157,7 @@ def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
 
 def test_a_job_that_failed_leaves_the_trace_of_who_could_still_write(sandbox: Sandbox) -> None:
     ends = "if job.rank: os.kill(os.getpid(), signal.SIGKILL)\nwhile True: time.sleep(0.02)"
-    body = f"job.member.card('server 0'){SPANS}{ends}"
+    body = f"job._worker.member.card('server 0'){SPANS}{ends}"
     path, own = sandbox.folder / "trace.json", sandbox.folder / "own"
     program = sandbox.run(sandbox.script(body), "--trace", str(path), TENSORWIRE_TRACE=str(own))
     result = program.finish()

@@ -22,9 +22,9 @@ def last_first(job: Job) -> list[float]:
     tensors = [TensorSpec(name, (1024,), "float32") for name in "abc"]
     options = {**torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults, "foreach": False}
     spec = StoreSpec(versions(), tensors, "SGD", [options], [(0, "lr", -1)], 4096, False)
-    name, plan = job.next_store(), spec.plan(job.num_servers)
-    agree(job.member, name, spec, plan, job.num_workers)
-    client = StoreClient(job.member, name, spec, plan)
+    name, plan = job._worker.next_store(), spec.plan(job.num_servers)
+    agree(job._worker.member, name, spec, plan, job.num_workers)
+    client = StoreClient(job._worker.member, name, spec, plan)
     views = {b.index: tensor_over(client.memory(b), "float32", 0, 1024) for b in client.order}
     client.begin(Operation.ASSIGN, [1.0])
     for bucket in client.order:

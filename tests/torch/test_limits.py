@@ -33,7 +33,7 @@ def one_does_not_come(job: tw.Job) -> str:
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.1)
     if job.rank == 1:
         with pytest.raises(errors.JobEnded):
-            job.member.client.lookup("something nobody publishes", 600.0)
+            job._worker.member.client.lookup("something nobody publishes", 600.0)
         raise errors.JobEnded("as told")
     p.grad = torch.ones(10)
     optimizer._parts[0].client.timeout = 0.2  # only now: the step never completes, all before it may take its time

@@ -533,3 +533,54 @@ def test_parameters_may_be_added_later(overlap: bool) -> None:
     results = run_job(grow, overlap).ok()
     for mine, other in zip(*results, strict=True):
         assert torch.equal(mine, other)
+
+
+def grow_module(job: tw.Job) -> list[bool]:
+    """Weight and bias of one module are of two groups. Whether they show numbers, got in two ways, after each step."""
+    net = torch.nn.Linear(4, 4)
+    optimizer = tw.torch.StoreOptimizer([("weight", net.weight)], torch.optim.SGD, lr=0.1, overlap=True)
+    optimizer.add_param_group({"params": [("bias", net.bias)]})
+    shown = []
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        got = [net.weight, net.bias] if step % 2 else list(net.parameters())
+        shown.append(all(bool(p.isfinite().all()) for p in got))
+    return shown
+
+
+def test_a_module_waits_for_the_parameters_of_every_group() -> None:
+    assert run_job(grow_module).ok() == [[True] * 4] * 2
+
+
+def close(job: tw.Job, overlap: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters after the job, and after one more step with a stock optimizer."""
+    model = zoo.build("mlp")
+    optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, overlap=overlap, **OPTIONS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        zoo.loss(model, job.rank, step).backward()
+        optimizer.step()
+    job.close()
+    for module in model.modules():
+        assert type(module._parameters) is dict
+        assert not module._forward_pre_hooks
+        assert not module._load_state_dict_post_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in module._parameters.values() if p is not None)
+    after = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(after)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    stock.zero_grad()
+    zoo.loss(model, 0, STEPS).backward()
+    stock.step()
+    return after, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_job_leaves_an_ordinary_model_with_the_last_values(overlap: bool) -> None:
+    (after, later), other = run_job(close, overlap).ok()
+    assert_same(after, together("mlp"), "mlp")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(after.values(), other[0].values(), strict=True))
+    assert all(bool(value.isfinite().all()) for value in later.values())
+    assert not torch.equal(after["0.weight"], later["0.weight"])

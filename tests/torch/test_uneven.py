@@ -205,7 +205,7 @@ def waits_alone(job: tw.Job) -> str:
     train(store, params, job.rank, 0)
     if job.rank == 1:
         with pytest.raises(errors.JobEnded):
-            job.member.client.lookup("something nobody publishes", 600.0)
+            job._worker.member.client.lookup("something nobody publishes", 600.0)
         raise errors.JobEnded("as told")
     store._parts[0].client.timeout = 0.2  # only now: the step before may take its time
     with job.uneven():

@@ -26,39 +26,59 @@ Signal = tuple[RemoteView, int]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do beyond the contract's core."""
+    """What a device can do beyond the contract's core.
 
-    maps: bool  # a peer's region can be mapped: born in the slot, sent by signal alone
-    shares_registered: bool  # register() gives memory a peer can reach, not only a local source
+    Attributes:
+        maps: A peer's region can be mapped: what is written there needs no transfer, only a signal.
+        shares_registered: Peers can reach memory of ``register()``, which otherwise is only a local source or target.
+        atomics: Channels have ``fetch_add`` and ``compare_swap``.
+        other_processes: Peers may be devices of other processes.
+        one_sided: The memory of a process that was stopped (SIGSTOP) can still be written and read.
+        sparse: ``allocate(reserve=False)`` takes no memory before it is used.
+        refuses_whole: A write whose signal is refused keeps its payload out, too.
+        refuses_midway: A read that has begun when its region is closed is refused, without further consequences.
+    """
+
+    maps: bool
+    shares_registered: bool
     atomics: bool = True
-    other_processes: bool = True  # peers may be devices of other processes
-    one_sided: bool = True  # the memory of a process that was stopped can be written and read all the same
-    sparse: bool = True  # allocate(reserve=False) takes no memory before it is used
-    refuses_whole: bool = True  # a write whose signal is refused keeps its payload out, too
-    refuses_midway: bool = True  # a read that has begun when its region is closed is refused, and nothing worse
+    other_processes: bool = True
+    one_sided: bool = True
+    sparse: bool = True
+    refuses_whole: bool = True
+    refuses_midway: bool = True
 
 
 class Completion(ABC):
-    """What write and read return. It carries an error, never a status number."""
+    """What ``write``, ``signal`` and ``read`` return. It carries an error, never a status number.
+
+    Coroutines ``await`` it; threads call ``wait``.
+    """
 
     @abstractmethod
     def wait(self, timeout: float = 60.0) -> None:
-        """Returns when the operation is done; raises its error.
+        """Returns when the operation is done.
 
-        Raises `RemoteAccessError`, `PeerLost`, or `WaitTimeout`: then the transfer goes on, and neither its source
-        nor its target may be reused.
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            RemoteAccessError: The target refused the operation; its memory is unchanged.
+            PeerLost: The peer is gone, or the channel was closed.
+            WaitTimeout: The operation goes on, so neither its source nor its target may be reused.
         """
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
+        """Whether ``wait`` would return, or raise the operation's error, at once."""
 
     def on_done(self, call: Callable[[Completion], object]) -> None:
-        """Calls ``call(completion)`` once when ``wait`` would return or raise at once.
+        """Calls ``call(completion)`` once, as soon as ``wait`` would return or raise at once.
 
-        It runs in this thread if that is so already, else in a thread of the device: it should be short, and what it
-        raises goes to ``sys.unraisablehook``.
+        Args:
+            call: Runs in this thread if the operation is done already, otherwise in a thread of the device. It should
+                be short; what it raises goes to ``sys.unraisablehook``.
         """
         if self.done:
             call(self)
@@ -111,8 +131,12 @@ class Failed(Done):
 class Channel(ABC):
     """A reliable, ordered connection from this device to a peer's. Safe to use from several threads.
 
-    What moves bytes takes this process's memory first and the peer's second, whichever way they go, as verbs and MPI
-    do: ``write(local, remote)``, ``read(local, remote)``.
+    Both ways of moving bytes take this process's memory first and the peer's second, as verbs and MPI do:
+    ``write(local, remote)``, ``read(local, remote)``. ``Device.connect`` and `connect_peer` return channels.
+
+    Attributes:
+        device: The device of this process to which the channel belongs.
+        life: The state of the connection, for implementations of channels.
     """
 
     def __init__(self, device: Device, life: Life) -> None:
@@ -123,52 +147,122 @@ class Channel(ABC):
     def write(
         self, local: View, remote: RemoteView, signal: Signal | None = None, *, fence: bool = False
     ) -> Completion:
-        """Puts ``local`` into the peer's memory at ``remote``, then raises the signal word. Sizes must be equal.
+        """Puts ``local`` into the peer's memory at ``remote``, and then sets a signal word there.
 
-        ``fence``: the write begins after every earlier read and atomic of this channel is over; the call may wait for
-        them. Raises `ArgumentError` at once for sizes that differ and for operands of another type, such as swapped
-        ones; the completion carries what the target refused.
+        Args:
+            local: The bytes to send; they must not change before the completion.
+            remote: Where they go; of the same size.
+            signal: The word to set after the payload is there, and its value: a view of 8 bytes at a multiple of 8,
+                and 0 to 2**64 - 1, larger than the values before. None: no signal.
+            fence: Begin after every earlier read and atomic of this channel is over; the call may wait for them.
+
+        Returns:
+            What completes when the bytes are in the peer's memory; it carries what the target refused.
+
+        Raises:
+            ArgumentError: The sizes differ, or an operand has another type, such as a swapped one. Nothing was sent.
+            RegionClosed: The region of ``local`` was closed.
+            PeerLost: The peer is gone.
         """
 
     @abstractmethod
     def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion:
-        """Sets the peer's 8-byte word, after every earlier write of this channel; ``fence`` as for ``write``."""
+        """Sets the peer's signal word, after every earlier write of this channel has arrived.
+
+        Args:
+            target: The word: 8 bytes at a multiple of 8.
+            value: 0 to 2**64 - 1, larger than the values before.
+            fence: As for ``write``.
+
+        Returns:
+            What completes when the word is set.
+
+        Raises:
+            ArgumentError: The target is no such word, or the value does not fit.
+            PeerLost: The peer is gone.
+        """
 
     @abstractmethod
     def read(self, local: View, remote: RemoteView) -> Completion:
         """Fills ``local`` from the peer's memory at ``remote``, as it is after every earlier write of this channel.
 
-        Raises `ArgumentError` at once for sizes that differ and for operands of another type, such as swapped ones;
-        the completion carries what the target refused.
+        Args:
+            local: Where the bytes go, in memory that can be written.
+            remote: Where they come from; of the same size.
+
+        Returns:
+            What completes when the bytes are in ``local``; it carries what the target refused.
+
+        Raises:
+            ArgumentError: The sizes differ, or an operand has another type, such as a swapped one. Nothing was read.
+            RegionClosed: The region of ``local`` was closed.
+            PeerLost: The peer is gone.
         """
 
     @abstractmethod
     def fetch_add(self, target: RemoteView, value: int, timeout: float = 60.0) -> int:
-        """Adds to the peer's 8-byte word, modulo 2**64; returns what it was."""
+        """Adds to a word of the peer, atomically among operations of this kind of device.
+
+        Args:
+            target: The word: 8 bytes at a multiple of 8.
+            value: What to add, modulo 2**64.
+            timeout: Seconds to wait for the answer.
+
+        Returns:
+            What the word was before.
+
+        Raises:
+            RemoteAccessError: The target refused.
+            WaitTimeout: No answer came in time; the word may change later.
+            PeerLost: The peer is gone.
+        """
 
     @abstractmethod
     def compare_swap(self, target: RemoteView, expected: int, value: int, timeout: float = 60.0) -> int:
-        """Replaces the peer's 8-byte word if it is ``expected``; returns what it was."""
+        """Replaces a word of the peer if it has the expected value, atomically as ``fetch_add``.
+
+        Args:
+            target: The word: 8 bytes at a multiple of 8.
+            expected: The value that is replaced.
+            value: The new value.
+            timeout: Seconds to wait for the answer.
+
+        Returns:
+            What the word was before: ``expected`` if it was replaced.
+
+        Raises:
+            RemoteAccessError: The target refused.
+            WaitTimeout: No answer came in time; the word may change later.
+            PeerLost: The peer is gone.
+        """
 
     def map(self, target: RemoteView) -> Memory | None:
-        """The peer's whole region as local memory, where this device can map it; else None.
+        """Maps the peer's whole region into this process, where the device can do so.
 
-        Raises `OutOfMemory` where there is no descriptor or address space left for it, as the first operation on a
-        region does, too.
+        Args:
+            target: Any part of the region.
+
+        Returns:
+            The region as local memory with the buffer protocol; None where it cannot be mapped.
+
+        Raises:
+            OutOfMemory: No descriptor or address space is left. The first operation on a region may raise it, too.
         """
         return None
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
-        """Inside it, what is posted on this channel may wait for the end, to go to the NIC together: cheaper for many
-        small operations (verbs). A wait for one of them does not wait for the end."""
+        """Returns a context manager in which operations may be held back, to be given to the NIC together.
+
+        It makes many small operations cheaper on verbs; other devices ignore it. A wait for one of them inside the
+        block returns as it does outside.
+        """
         return contextlib.nullcontext()
 
     @property
     def lanes(self) -> Sequence[Channel]:
-        """Channels to the same peer that share this one's life; this one is the first. Many devices have but one.
+        """Channels to the same peer that end with this one, which is the first of them. Most devices have only one.
 
-        What goes over one lane keeps its order, and does not wait for the other lanes: between them there is no order.
-        They end with this channel.
+        Operations on one lane keep their order; between lanes there is no order.
         """
         return (self,)
 
@@ -178,18 +272,28 @@ class Channel(ABC):
         return self.life.peer
 
     def on_lost(self, call: Callable[[str], None]) -> None:
-        """Calls ``call(reason)`` once when the peer is lost; at once if it already is.
+        """Calls ``call(reason)`` once when the peer is lost; at once if it is lost already.
 
-        Never for what this process itself closes.
+        A channel or device that this process closes is no loss.
+
+        Args:
+            call: Takes one sentence that says who was lost and why.
         """
         self.device._call_when_lost(self, call)
 
     def settle(self, timeout: float = 60.0) -> None:
-        """After the loss of the peer: returns when nothing of it can touch this process's memory any more.
+        """Waits, after the loss of the peer, until the peer can no longer touch this process's memory.
 
-        `PeerLost` comes first and says less: a process that is being killed may still have a thread in the middle of a
-        store, and one that was stopped may go on. What the peer could write may be reused only after ``settle``. Call
-        it before ``close``. Raises `WaitTimeout` (nothing is settled), or `ArgumentError` if the peer is not lost.
+        `PeerLost` comes earlier: a process that is being killed may still have a thread in the middle of a store, and
+        one that was stopped may continue. Memory that the peer could write may be reused only after ``settle``. Call it
+        before ``close``.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            WaitTimeout: The peer may still write.
+            ArgumentError: The peer is not lost.
         """
         self._check_lost()
 
@@ -200,7 +304,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the channel; what is outstanding fails with `PeerLost`. Idempotent."""
+        """Ends the channel; outstanding operations fail with `PeerLost`. Idempotent."""
 
     def __enter__(self) -> Channel:
         return self
@@ -218,7 +322,14 @@ class Channel(ABC):
 
 
 class Device(ABC):
-    """This process's end of one transport."""
+    """This process's end of one transport. A context manager that closes it.
+
+    Attributes:
+        name: The device's name: 1 to 8 lower-case letters, digits, ``-`` or ``_``, with a letter first.
+        capabilities: What it can do.
+        life: Whether the device can still be used, for implementations of devices.
+        callbacks: The thread that runs callbacks, for implementations of devices.
+    """
 
     name: str
     capabilities: Capabilities
@@ -231,32 +342,52 @@ class Device(ABC):
 
     @classmethod
     def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> Device:
-        """A device as a process of a job opens it. A device without such settings needs no version of its own.
+        """Opens a device as a process of a job does. A device that has none of these settings need not override it.
 
         Args:
-            interface: The address of the network interface to listen on.
+            interface: The IP address of the network interface to listen on.
             heartbeat: Seconds between two signs of life of this process.
             lost_after: Seconds of silence after which a peer is lost.
 
+        Returns:
+            The open device.
+
         Raises:
-            DeviceError: If this machine cannot have such a device, as an error of `check_available`.
-            ArgumentError: If the settings make no sense.
+            DeviceError: This machine cannot have such a device; `check_available` raises the same.
+            ArgumentError: The settings are wrong.
         """
         return cls()
 
     @classmethod
     def check_available(cls) -> None:
-        """Raises `DeviceError` where this machine cannot have such a device. Opens nothing."""
+        """Checks, without opening anything, whether this machine can have such a device.
+
+        Raises:
+            DeviceError: It cannot; the message says what is missing.
+        """
         return
 
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """What a peer passes to ``connect``. A secret: it admits its holder."""
+        """The bytes that a peer passes to ``connect``. They are a secret: whoever has them can connect."""
 
     @abstractmethod
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
-        """A channel to the peer with that address. Raises `PeerLost` or `AuthenticationError`."""
+        """Connects to a peer's device of the same kind.
+
+        Args:
+            address: The peer's ``address``.
+            timeout: Seconds to wait for it.
+
+        Returns:
+            A channel to that peer.
+
+        Raises:
+            ArgumentError: The bytes are not the address of such a device.
+            AuthenticationError: The device there does not admit this address.
+            PeerLost: The peer could not be reached in time, or is gone.
+        """
 
     @abstractmethod
     def _expose(self, region: Region, access: Access) -> int:
@@ -271,11 +402,20 @@ class Device(ABC):
         """Ends every channel and region of this device. Idempotent."""
 
     def allocate(self, nbytes: int, alignment: int = 4096, *, reserve: bool = True) -> Region:
-        """Zeroed, registered memory that a peer may be let into.
+        """Allocates zeroed, registered memory, to which peers can be given access.
 
-        ``reserve=False`` neither reserves nor touches it, on a device whose regions can be sparse: then lack of memory
-        shows at first use.
-        Raises `OutOfMemory` or `ArgumentError`.
+        Args:
+            nbytes: The size in bytes, 0 or more.
+            alignment: The alignment in bytes, a power of two up to 4096.
+            reserve: Touch all pages now. False: where `Capabilities.sparse`, pages are taken when they are first used,
+                and lack of memory shows only then.
+
+        Returns:
+            The region.
+
+        Raises:
+            OutOfMemory: There is not enough memory.
+            ArgumentError: A number is out of range.
         """
         if nbytes >= 2**64:
             raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: no address reaches that far")
@@ -293,10 +433,18 @@ class Device(ABC):
         return Memory.allocate(nbytes, reserve)
 
     def register(self, buffer: Any) -> Region:
-        """Memory that exists already, as a region; anything contiguous with the buffer protocol or DLPack on the CPU.
+        """Makes existing memory a region, without a copy.
 
-        It must stay as it is until the region is dropped. Raises `ArgumentError` for other objects, and for arrays of
-        Python objects: a peer would read and write pointers.
+        Args:
+            buffer: Contiguous memory with the buffer protocol or DLPack on the CPU, such as a numpy array or a torch
+                tensor, of any shape and dtype but Python objects. It must keep its size and place until the region is
+                dropped.
+
+        Returns:
+            The region. Without `Capabilities.shares_registered`, it can only be a local source or target.
+
+        Raises:
+            ArgumentError: The memory is not contiguous, holds Python objects, or is no memory at all.
         """
         self._check_open()
         check_plain("register", buffer)
@@ -329,7 +477,11 @@ class Device(ABC):
         memory.bind(self.life, None)
 
     def why_lost(self, channel: Channel | None = None) -> str:
-        """A sentence for `PeerLost`."""
+        """Returns the sentence that a `PeerLost` says.
+
+        Args:
+            channel: The channel of this device to which it belongs; None: the device itself.
+        """
         if channel is not None and channel.life.closed:
             return f"{self.name}: {channel.life.reason}"
         if self.life.lost:
@@ -339,7 +491,11 @@ class Device(ABC):
         return f"{self.name}: {self.life.last_loss}"
 
     def abort(self, reason: str) -> None:
-        """Fails everything outstanding and wakes every waiter of this device."""
+        """Fails every outstanding operation and wakes every waiter of this device, which cannot be used any more.
+
+        Args:
+            reason: What their errors say.
+        """
         self.life.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ _devices: weakref.WeakValueDictionary[bytes, LoopbackDevice] = weakref.WeakValue
 
 
 class LoopbackDevice(Device):
-    """Transfers within one process."""
+    """Transfers between devices of one process, for tests and examples. It takes no arguments."""
 
     name = "loopback"
     capabilities = Capabilities(maps=True, shares_registered=True, other_processes=False)

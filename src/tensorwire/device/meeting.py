@@ -42,19 +42,23 @@ _hello = msgspec.msgpack.Decoder(_Hello)
 
 
 def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channel:
-    """A channel to the device of the process at the other end of ``pipe``, which calls this as well.
+    """Connects to the device of the process at the other end of ``pipe``, which calls this function, too.
 
     Args:
         device: This process's device; the other process has one of the same kind.
         pipe: What only these two processes share: an object with ``send_bytes`` and ``recv_bytes``, such as a
-            ``multiprocessing`` connection, a connected stream socket, or a function that takes our message and returns
-            the other process's. Whoever can read it may connect to both devices.
+            ``multiprocessing`` connection; a connected stream socket; or a function that takes our message and returns
+            that of the other process. Whoever can read it may connect to both devices.
         timeout: Seconds to wait for the other process, and for the connection.
 
+    Returns:
+        A channel to the device of the other process.
+
     Raises:
-        ArgumentError: If the devices are of different kinds, or ``pipe`` is none of these.
-        PeerLost, WaitTimeout: If the other process ends, cannot be reached, or does not answer in time.
-        ProtocolError: If something else than Tensorwire answers.
+        ArgumentError: The devices are of different kinds, or ``pipe`` is none of these.
+        PeerLost: The other process ended, or cannot be reached.
+        WaitTimeout: The other process did not answer in time.
+        ProtocolError: Something other than Tensorwire answered.
     """
     answer = exchange(pipe, msgspec.msgpack.encode(_Hello(device.name, device.address)), timeout)
     try:

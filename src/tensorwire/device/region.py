@@ -53,10 +53,17 @@ def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
 
 
 class Region(Memory):
-    """A span of registered memory of one device, with the buffer protocol and DLPack.
+    """A span of registered memory of one device, with the buffer protocol and DLPack. A context manager.
 
-    Made by ``Device.allocate`` and ``Device.register``; keeps its device alive. After ``close()`` peers are refused,
-    while arrays that look into it stay valid until they are dropped.
+    ``Device.allocate`` and ``Device.register`` return regions. A region keeps its device alive. After ``close()`` peers
+    are refused, while arrays over its memory stay valid until they are dropped.
+
+    Attributes:
+        device: The device of the region.
+        nbytes (int): The size in bytes.
+        writable (bool): Whether it may be written.
+        closed (bool): Whether ``close()`` was called.
+        keys: The keys that admit peers, by access, for implementations of devices.
     """
 
     def __init__(self, device: Device, memory: Memory, withdraw: Callable[[Region], None]) -> None:
@@ -66,15 +73,35 @@ class Region(Memory):
         self._withdraw = withdraw
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> View:
-        """Bytes ``offset`` to ``offset + nbytes`` (to the end by default)."""
+        """Returns a part of the region, for transfers. Views can be kept and used again.
+
+        Args:
+            offset: Where it begins, in bytes.
+            nbytes: Its size in bytes; by default all up to the end of the region.
+
+        Returns:
+            The part; its ``buffer`` is a memoryview of the bytes.
+
+        Raises:
+            ArgumentError: It does not lie within the region.
+        """
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         check_range("region", offset, nbytes, self.nbytes)
         return View(self, offset, nbytes)
 
     def remote(self, access: Access = "write") -> RemoteRegion:
-        """A capability for this region: whoever holds it may read, or read and write, until ``close()``.
+        """Returns a capability for this region: whoever has it may use the region until ``close()``.
 
-        Raises `RegionClosed`, or `Unsupported` where the device cannot show this memory to a peer.
+        Args:
+            access: ``"write"``: read and write; ``"read"``: only read.
+
+        Returns:
+            What a peer needs for transfers; ``pack()`` makes bytes of it.
+
+        Raises:
+            RegionClosed: The region was closed.
+            Unsupported: The device cannot give peers access to this memory.
+            ArgumentError: ``access`` is neither, or ``"write"`` for memory that is read-only.
         """
         if self.closed:
             raise RegionClosed("this region was closed: allocate another one")
@@ -88,11 +115,19 @@ class Region(Memory):
     def wait(  # type: ignore[override]  # raises where Memory's returns a number
         self, offset: int, at_least: int, timeout: float, channel: Channel | None = None
     ) -> None:
-        """Waits until the signal word at ``offset`` is ``at_least``; spins about 5 us, then blocks, without the GIL.
+        """Waits until a signal word has reached a value. It spins for about 5 us and then sleeps, without the GIL.
 
-        ``channel``: the channel whose loss ends the wait; without it the loss of any channel of the device does.
-        Raises `PeerLost`, `WaitTimeout` (the word may still be written later), `RegionClosed` (also when it is closed
-        meanwhile), or `ArgumentError` for an offset that is no aligned word of this region.
+        Args:
+            offset: Where the word is, in bytes: 8 bytes at a multiple of 8.
+            at_least: The value to wait for.
+            timeout: Seconds to wait.
+            channel: The channel whose loss ends the wait; None: the loss of any channel of the device does.
+
+        Raises:
+            WaitTimeout: The word may still be written later.
+            PeerLost: The peer is gone.
+            RegionClosed: The region was closed before, or meanwhile.
+            ArgumentError: There is no such word in this region.
         """
         try:
             outcome = self._wait(offset, at_least, timeout, None if channel is None else channel.life)
@@ -147,7 +182,15 @@ class Region(Memory):
 
 @dataclass(frozen=True, slots=True)
 class RemoteRegion:
-    """A capability for a peer's region. ``pack`` and ``unpack`` are its fixed wire form (32 bytes, little-endian)."""
+    """A capability for a peer's region, which ``Region.remote`` returns there.
+
+    Attributes:
+        device: The name of the device.
+        key: What admits to the region.
+        length: Its size in bytes.
+        access: ``"read"`` or ``"write"``.
+        address: Where the region begins in the peer's address space, where the device needs that; otherwise 0.
+    """
 
     device: str
     key: int
@@ -156,13 +199,25 @@ class RemoteRegion:
     address: int = 0
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> RemoteView:
-        """Bytes ``offset`` to ``offset + nbytes`` of the peer's region."""
+        """Returns a part of the peer's region, for transfers.
+
+        Args:
+            offset: Where it begins, in bytes.
+            nbytes: Its size in bytes; by default all up to the end of the region.
+
+        Raises:
+            ArgumentError: It does not lie within the region.
+        """
         nbytes = self.length - offset if nbytes is None else nbytes
         check_range("remote region", offset, nbytes, self.length)
         return RemoteView(self, offset, nbytes)
 
     def pack(self) -> bytes:
-        """The capability as bytes, for the control connection. Raises `ArgumentError` for fields that do not fit."""
+        """Returns the capability as 32 bytes, to carry it to the peer. They are a secret: whoever has them has access.
+
+        Raises:
+            ArgumentError: A field does not fit.
+        """
         device = _pack_name(self.device)
         head = _VERSION | (0x100 if self.access == "write" else 0) | self.length << 16
         try:
@@ -172,7 +227,14 @@ class RemoteRegion:
 
     @classmethod
     def unpack(cls, data: bytes) -> RemoteRegion:
-        """Raises `ArgumentError` for anything but what ``pack`` made."""
+        """Returns the capability that ``pack`` made these bytes of.
+
+        Args:
+            data: 32 bytes.
+
+        Raises:
+            ArgumentError: They are anything else, or of another version of Tensorwire.
+        """
         if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) != _WIRE.size:
             raise ArgumentError(f"a remote region is {_WIRE.size} bytes")
         head, name, key, address = _WIRE.unpack(data)

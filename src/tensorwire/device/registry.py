@@ -25,16 +25,19 @@ BUILT_IN_FOR_JOBS = tuple(name for name, kind in BUILT_IN.items() if kind.capabi
 
 
 def device_names() -> list[str]:
-    """The names that `find_device` knows: Tensorwire's own first, then those of installed packages."""
+    """Returns the names that `find_device` knows: Tensorwire's own first, then those of installed packages."""
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - {*BUILT_IN, AUTO})]
 
 
 def find_device(name: str) -> type[Device]:
-    """The class of the device called ``name``.
+    """Returns the class of a device.
+
+    Args:
+        name: One of `device_names`.
 
     Raises:
-        ArgumentError: If there is no such device, if two packages have one of that name, or if the package's code
-            cannot be imported or is not a device of that name.
+        ArgumentError: There is no such device, two packages have one of that name, or the package's code cannot be
+            imported or is not a device of that name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]

@@ -29,10 +29,15 @@ _SCARCE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # lack of something, not a
 
 
 class ShmDevice(Device):
-    """Transfers between processes of one user on one machine.
+    """Transfers between processes of one user on one machine, through memory that they map.
 
-    A peer that is killed is lost within microseconds; one that is stopped, after ``lost_after`` seconds without a
-    sign of life. This process gives one every ``heartbeat`` seconds.
+    Args:
+        heartbeat: Seconds between two signs of life of this process, 0.001 to 3600.
+        lost_after: Seconds of silence after which a peer that was stopped is lost; at least twice ``heartbeat``. A peer
+            that is killed is lost at once.
+
+    Raises:
+        ArgumentError: A number is out of range.
     """
 
     name = "shm"

@@ -61,10 +61,16 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TcpDevice(Device):
-    """Transfers over TCP. Listens on ``host`` (loopback unless told otherwise).
+    """Transfers over TCP, which a native thread of the target carries out.
 
-    A peer that gives no sign of life for ``lost_after`` seconds is lost. This process gives one every ``heartbeat``
-    seconds.
+    Args:
+        host: The IP address to listen on; by default only this machine can connect.
+        port: The port to listen on; 0: any that is free.
+        heartbeat: Seconds between two signs of life of this process, 0.001 to 3600.
+        lost_after: Seconds of silence after which a peer is lost; at least twice ``heartbeat``.
+
+    Raises:
+        ArgumentError: It cannot listen there, or a number is out of range.
     """
 
     name = "tcp"
@@ -103,7 +109,7 @@ class TcpDevice(Device):
 
     @property
     def sleeps(self) -> tuple[int, int]:
-        """How often a waiter slept, and how often the device's own thread was woken; for benchmarks."""
+        """How often a waiter has slept, and how often the device's own thread was woken; for benchmarks."""
         return self._engine.sleeps, self._engine.wake_ups
 
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:

@@ -1,5 +1,7 @@
 """Processes and roles: who starts what, and how a script finds its place in the job."""
 
-from tensorwire.launch.job import Job, current, init
+from tensorwire.launch.job import Job
+from tensorwire.launch.joining import init
+from tensorwire.launch.worker import Worker, current_worker
 
-__all__ = ["Job", "current", "init"]
+__all__ = ["Job", "Worker", "current_worker", "init"]

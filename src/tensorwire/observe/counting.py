@@ -14,13 +14,17 @@ from tensorwire import _native
 
 @dataclass(frozen=True)
 class Counters:
-    """Totals, since the process began or since an earlier look.
+    """Totals of this process, since it began or since an earlier snapshot.
 
-    ``messages``: writes, reads, signals and atomics handed to a device. ``bytes``: their payload.
-    ``mapped_bytes``: payload that was born in mapped memory and sent by signal alone: no byte moved.
-    ``copies``, ``copied_bytes``: user-space copies of payload made by Tensorwire (the kernel's own, in sockets, are
-    not counted). ``registrations``: regions allocated or registered. ``rpcs``: requests on the control connection.
-    ``pickles``: objects pickled or unpickled by anyone while ``pickles_counted()`` is active.
+    Attributes:
+        messages: Writes, reads, signals and atomics given to a device.
+        bytes: Their payload in bytes.
+        mapped_bytes: Payload in bytes that was computed in mapped memory and sent by a signal alone: no byte moved.
+        copies: Copies of payload that Tensorwire made in user space; the kernel's own, in sockets, are not counted.
+        copied_bytes: The size of these copies in bytes.
+        registrations: Regions allocated or registered.
+        rpcs: Requests on the control connection.
+        pickles: Calls of ``pickle`` by any code while `pickles_counted` is active.
     """
 
     messages: int = 0
@@ -34,7 +38,10 @@ class Counters:
 
 
 class LiveCounters:
-    """The counters as they are now, each by its name. They are atomic, and native code counts here too."""
+    """The counters as they are now: ``counters.copies`` and so on, by the names in `Counters`.
+
+    They are always on, and atomic; native code counts here, too.
+    """
 
     def __getattr__(self, name: str) -> int:
         try:
@@ -43,25 +50,41 @@ class LiveCounters:
             raise AttributeError(f"no such counter: {name}") from None
 
     def add(self, **amounts: int) -> None:
-        """Adds to counters by name."""
+        """Adds to counters.
+
+        Args:
+            **amounts: What to add, by the counter's name.
+        """
         for name, amount in amounts.items():
             _native.count(_PLACES[name], amount)
 
     def sent(self, nbytes: int) -> None:
-        """A message of so many bytes, in a fraction of the time that ``add`` takes."""
+        """Counts a message, in a fraction of the time that ``add`` takes.
+
+        Args:
+            nbytes: The size of its payload in bytes.
+        """
         _native.count(_MESSAGES, 1)
         _native.count(_BYTES, nbytes)
 
     def mapped(self, nbytes: int) -> None:
-        """Adds to ``mapped_bytes``, in a fraction of the time: a signal alone is soon sent."""
+        """Adds to ``mapped_bytes``, in a fraction of the time that ``add`` takes.
+
+        Args:
+            nbytes: What to add, in bytes.
+        """
         _native.count(_MAPPED, nbytes)
 
     def snapshot(self) -> Counters:
-        """A copy that later events do not change."""
+        """Returns the totals as they are now, which later events do not change."""
         return Counters(**dict(zip(_native.COUNTERS, _native.counted(), strict=True)))
 
     def since(self, earlier: Counters) -> Counters:
-        """What happened after ``earlier``."""
+        """Returns what was counted after a snapshot.
+
+        Args:
+            earlier: From ``snapshot()``.
+        """
         now = self.snapshot()
         return Counters(**{f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)})
 
@@ -71,11 +94,12 @@ _PLACES = {name: place for place, name in enumerate(_native.COUNTERS)}
 _MAPPED, _MESSAGES, _BYTES = _PLACES["mapped_bytes"], _PLACES["messages"], _PLACES["bytes"]
 
 counters = LiveCounters()
+"""The counters of this process."""
 
 
 @contextlib.contextmanager
 def pickles_counted() -> Iterator[LiveCounters]:
-    """Counts, for as long as it is active, every call of the ``pickle`` module's entry points in this process."""
+    """Counts in ``counters.pickles`` every call of the ``pickle`` module's functions and classes within the block."""
     names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
     originals = {name: getattr(pickle, name) for name in names}
 

@@ -52,7 +52,17 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class Spans:
-    """The latest spans of this process; old ones are dropped. Any thread may add."""
+    """The latest spans of this process; old ones are dropped. Any thread may add.
+
+    Args:
+        folder: Where ``write`` puts a file; None: spans are not recorded, only their totals.
+        limit: How many spans are kept.
+
+    Attributes:
+        enabled: Whether spans are recorded.
+        clock: How this process's clock relates to that of the job.
+        facts: What is written beside the spans, by name.
+    """
 
     def __init__(self, folder: str | None = None, limit: int = 400_000) -> None:
         self.folder = folder
@@ -66,7 +76,15 @@ class Spans:
         self._lock = threading.Lock()
 
     def add(self, name: str, step: int, start: float, stop: float, what: str = "") -> None:
-        """Counts one span, and records it if recording is on."""
+        """Counts one span, and records it if recording is enabled.
+
+        Args:
+            name: What was done, such as ``"compute"``, ``"push"`` or ``"wait"``.
+            step: The step to which it belongs.
+            start: When it began, in seconds of ``time.monotonic``.
+            stop: When it ended, in the same seconds.
+            what: With whom, and which bucket or edge.
+        """
         seconds = stop - start
         with self._lock:
             if name == "compute":
@@ -86,7 +104,7 @@ class Spans:
                 self._spans.append((name, step, start, stop, what))
 
     def totals(self) -> dict[str, Total]:
-        """By name; ``compute`` without the pushes and waits inside it."""
+        """Returns number and seconds of all spans by name; ``compute`` without the pushes and waits inside it."""
         with self._lock:
             return {name: replace(total) for name, total in self._totals.items()}
 
@@ -94,7 +112,14 @@ class Spans:
         return len(self._spans)
 
     def write(self, process: str) -> Path | None:
-        """Writes what was recorded, with the counters and ``facts``, to ``FOLDER/process.json``."""
+        """Writes what was recorded, with the counters and ``facts``, to ``FOLDER/process.json``.
+
+        Args:
+            process: The name of this process, such as ``"worker-0"``.
+
+        Returns:
+            The file; None where nothing is recorded, or it cannot be written.
+        """
         if self.folder is None:
             return None
         folder = Path(self.folder)
@@ -119,3 +144,4 @@ class Spans:
 
 
 spans = Spans(os.environ.get("TENSORWIRE_TRACE") or None)
+"""The spans of this process, recorded if ``TENSORWIRE_TRACE`` names a folder."""

@@ -1,8 +1,7 @@
-"""For whoever writes a device, or tests code that uses one.
+"""For authors of devices, and for tests of code that uses devices.
 
 ``python -m tensorwire.testing package.module:name`` runs the conformance suite on a device of yours; that needs
-``pip install '.[testing]'`` in the folder of Tensorwire's source. `FaultyDevice` wraps a device and does to it what a
-bad day does.
+``pip install '.[testing]'`` in the folder of Tensorwire's source. `FaultyDevice` wraps a device and injects faults.
 """
 
 from tensorwire.testing.faulty import FaultyChannel, FaultyDevice

@@ -1,4 +1,4 @@
-"""A device that wraps another and does to it, on purpose and repeatably, what networks and machines do now and then."""
+"""A device that wraps another and injects faults: delays, lost peers, failed operations and refused memory."""
 
 from __future__ import annotations
 
@@ -46,14 +46,20 @@ def _injected() -> Exception:
 
 
 class FaultyDevice(Device):
-    """``device``, with faults. Everything else is ``device``'s own: regions, addresses, capabilities, its close().
+    """Another device, with faults. Everything else is that device's: regions, addresses, capabilities, its close().
 
-    ``delay``: every operation is held back for a random time of up to so many seconds, in its order, and completes
-    later than the call returned (memory from ``map`` is plain memory: nothing holds that back).
-    ``lose_after``: each channel loses its peer when so many operations are done. ``lose_peers()`` does it by call.
-    ``fail_every``: every such operation of a channel fails with ``error()``, and changes nothing.
-    ``refuse_memory_at``: that call of ``allocate`` or ``register``, counted from 1, raises `OutOfMemory`.
-    ``seed`` decides the delays. Raises `ArgumentError` for numbers that make no sense.
+    Args:
+        device: The device to wrap.
+        seed: Determines the delays.
+        delay: Every operation is held back for a random time of up to so many seconds, in its order, and completes
+            after the call has returned. Memory from ``Channel.map`` is plain memory: nothing holds that back.
+        lose_after: Each channel loses its peer after so many operations; None: not by itself.
+        fail_every: Every such operation of a channel fails with ``error()``, and changes nothing; None: none does.
+        error: Creates the errors of ``fail_every``; by default a `RemoteAccessError`.
+        refuse_memory_at: Which call of ``allocate`` or ``register``, counted from 1, raises `OutOfMemory`.
+
+    Raises:
+        ArgumentError: A number is out of range.
     """
 
     def __init__(
@@ -105,7 +111,11 @@ class FaultyDevice(Device):
             raise OutOfMemory(f"{what}: injected")
 
     def lose_peers(self, reason: str = "injected") -> None:
-        """Makes every channel of this device find its peer lost, now."""
+        """Makes every channel of this device lose its peer now.
+
+        Args:
+            reason: What their errors say.
+        """
         for channel in list(self._channels):
             channel.lose_peer(reason)
 
@@ -129,7 +139,11 @@ class FaultyDevice(Device):
 
 
 class FaultyChannel(Channel):
-    """A channel of a `FaultyDevice`. With a delay, a thread of its own hands the operations on."""
+    """A channel of a `FaultyDevice`. With a delay, a thread of its own passes the operations on.
+
+    Attributes:
+        device: The device of the channel.
+    """
 
     device: FaultyDevice
 
@@ -199,7 +213,11 @@ class FaultyChannel(Channel):
         self._inner.settle(timeout)
 
     def lose_peer(self, reason: str = "injected") -> None:
-        """Makes this channel find its peer lost, now. What was not done by then fails with `PeerLost`."""
+        """Makes this channel lose its peer now. Operations that are not done by then fail with `PeerLost`.
+
+        Args:
+            reason: What their errors say.
+        """
         self.life.lose(reason)
         self._inner.close()  # after which nothing touches the memory of what was under way
 

@@ -45,7 +45,7 @@ def named_group(number: int, group: Any) -> dict[str, Any]:
 
 def _listed(params: Any) -> list[Any]:
     if isinstance(params, torch.nn.Module):
-        raise ArgumentError("StoreOptimizer got a module for its parameters: pass model.named_parameters()")
+        raise ArgumentError("a parameter group got a module for its 'params': pass its named_parameters()")
     if isinstance(params, set):
         raise ArgumentError("parameters in a set have another order in each process: pass a list")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
 
@@ -28,15 +29,35 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def owners(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:
-    """The live modules that have some of ``params`` as their own: an optimizer is given parameters, not modules."""
+def find_modules(params: Iterable[torch.nn.Parameter], model: torch.nn.Module | None) -> list[torch.nn.Module]:
+    """Finds modules, among them owners of ``params``: those of ``model`` if it has all of ``params``.
+
+    Otherwise all modules of this process, but for those that ``gc.freeze()`` hides: PyTorch has no way from a parameter
+    to its modules, of which there may be several, in several models.
+    """
+    if model is not None:
+        owned = {id(p) for p in model.parameters()}
+        if all(id(p) in owned for p in params):
+            return list(model.modules())
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+
+
+def owners(params: Iterable[torch.nn.Parameter], modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of ``modules`` that have some of ``params`` as their own."""
     ours = {id(p) for p in params}
-    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
     return [m for m in modules if any(id(p) in ours for p in m._parameters.values() if p is not None)]
 
 
-def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
-    """Calls ``loaded(parameters)`` after ``load_state_dict`` wrote to some of ``params``."""
+def watch_loading(
+    params: Sequence[torch.nn.Parameter],
+    modules: Iterable[torch.nn.Module],
+    loaded: Callable[[Iterable[torch.nn.Parameter]], None],
+) -> list[RemovableHandle]:
+    """Calls ``loaded(parameters)`` after ``load_state_dict`` of ``modules``, who own them, wrote to some of ``params``.
+
+    Returns:
+        The hooks' handles.
+    """
     ours = {id(p) for p in params}
 
     def hook(others: set[int], module: torch.nn.Module, keys: Any) -> None:
@@ -47,6 +68,8 @@ def watch_loading(params: Sequence[torch.nn.Parameter], loaded: Callable[[Iterab
             )
         loaded(p for p in mine if id(p) in ours)
 
-    for module in owners(params):
+    handles = []
+    for module in modules:
         others = {id(p) for p in module._parameters.values() if p is not None and id(p) not in ours}
-        module.register_load_state_dict_post_hook(Hook(hook, others))  # type: ignore[no-untyped-call]
+        handles.append(module.register_load_state_dict_post_hook(Hook(hook, others)))  # type: ignore[no-untyped-call]
+    return handles

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 import torch
 
 from tensorwire.errors import NonFiniteGradient, TensorwireError
-from tensorwire.launch import Job
+from tensorwire.launch import Worker
 from tensorwire.torch.part import Part
 
 _LOOKUP_SECONDS = 5.0  # a worker that is idle says nothing
 _NAMED = 3  # parameters of one worker that are named
 
 
-def error(job: Job, parts: Iterable[Part], norm: float) -> NonFiniteGradient:
+def error(worker: Worker, parts: Iterable[Part], norm: float) -> NonFiniteGradient:
     """What `step()` raises on every worker: each tells the others what it found in its own gradients."""
     mine = list(parts)
     key = f"{mine[0].client.name}/nonfinite/{mine[0].client.step}"
-    found = _told(job, key, _own(mine))
+    found = _told(worker, key, _own(mine))
     which = "; ".join(f"worker {rank}: {text}" for rank, text in found.items() if text)
     return NonFiniteGradient(
         f"the norm of the gradients in step {mine[0].client.updates} is {norm}, and no parameter was changed: "
@@ -38,13 +38,13 @@ def _own(parts: Iterable[Part]) -> str:
     return ", ".join([*names[:_NAMED], *more])
 
 
-def _told(job: Job, key: str, own: str) -> dict[int, str]:
+def _told(worker: Worker, key: str, own: str) -> dict[int, str]:
     """What each worker found, as far as it says so in time."""
-    found = {job.rank: own}
+    found = {worker.rank: own}
     try:
-        job.member.client.publish(f"{key}/{job.rank}", own.encode("utf-8", "replace"))
-        for rank in set(range(job.num_workers)) - {job.rank}:
-            found[rank] = job.member.client.lookup(f"{key}/{rank}", _LOOKUP_SECONDS).decode()
+        worker.member.client.publish(f"{key}/{worker.rank}", own.encode("utf-8", "replace"))
+        for rank in set(range(worker.num_workers)) - {worker.rank}:
+            found[rank] = worker.member.client.lookup(f"{key}/{rank}", _LOOKUP_SECONDS).decode()
     except TensorwireError:
         pass  # the others have more to say than that the job ends, because one of them has raised already
     return dict(sorted(found.items()))

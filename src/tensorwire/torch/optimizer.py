@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.launch import Job, current
+from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
-from tensorwire.store.plan import BUCKET_BYTES, Plan
+from tensorwire.store.plan import BUCKET_BYTES
 from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name
 from tensorwire.torch import nonfinite
@@ -25,7 +25,7 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
-from tensorwire.torch.loading import watch_loading
+from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -36,41 +36,52 @@ from tensorwire.torch.state import SavedState
 class StoreOptimizer(torch.optim.Optimizer):
     """Applies an optimizer on the job's servers to the mean of all workers' gradients.
 
-    After construction every worker's parameters have worker 0's values and live in the store: their memory shows the
-    version that the last ``step()`` ended with, and changes in no other moment. Changing them in place or moving them
-    (``.to()``, ``.half()``) raises `ParameterModified` in the next ``step()``; ``load_state_dict`` works, on every
-    worker, and takes effect in the store with the next ``step()`` (worker 0's values win).
+    After construction, the parameters of every worker have worker 0's values and live in the store: their memory shows
+    the version that the last ``step()`` ended with, and changes at no other time. Changing them in place or moving them
+    (``.to()``, ``.half()``) makes the next ``step()`` raise `ParameterModified`. ``model.load_state_dict()`` works if
+    every worker calls it; worker 0's values reach the store with the next ``step()``.
+
+    Call every method on every worker, in the same order, and from one thread, unless the method says otherwise.
 
     Args:
-        named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or, as
-            the only argument, an optimizer that was built from ``model.named_parameters()``.
-        optimizer: A class, whose options are ``options``; or an optimizer of these parameters, whose class, groups,
-            options and state are taken over.
-        overlap: Gradients are pushed while backward runs, and new values come while the next forward runs; ``wait()``
-            brings them at once. Gradients must then stay as backward leaves them: accumulate inside of ``no_sync()``,
+        named_parameters: ``model.named_parameters()``, or groups whose ``params`` are (name, parameter) pairs. Or the
+            model itself: then hooks are put on its modules, without a search for other modules that have its
+            parameters. Or, as the only argument, an optimizer that was built from ``model.named_parameters()``.
+            Parameters are dense tensors on the CPU that share no memory, of any shape; complex and float8 dtypes are
+            refused.
+        optimizer: A class of optimizers, whose options are ``options``; or an optimizer of these parameters, whose
+            class, groups, options and state are taken over.
+        overlap: Push gradients while backward runs, and fetch new values while the next forward runs; ``wait()``
+            fetches them at once. Gradients must then stay as backward leaves them: accumulate inside ``no_sync()``, and
             clip by ``max_grad_norm``.
-        max_grad_norm: What the norm of the reduced gradient is clipped to, by ``max_grad_norm / (norm + 1e-6)`` where
-            that is below 1; ``norm`` is the root of the sum, in float64, of the squares of all elements, bucket by
-            bucket. None: no clipping. The attribute may be changed between steps; ``grad_norm`` has the norm of the
-            last one.
+        max_grad_norm: The norm to which the reduced gradient is clipped: it is multiplied by
+            ``max_grad_norm / (norm + 1e-6)`` where that is below 1. ``norm`` is the root of the sum, in float64, of the
+            squares of all elements, bucket by bucket. None: no clipping. The attribute may be changed between steps.
         error_if_nonfinite: Where that norm is NaN or inf, with or without ``max_grad_norm``, ``step()`` raises
             `NonFiniteGradient` on every worker, naming workers and parameters, and no parameter and no state changes.
-        reduce: ``mean`` or ``sum`` of the workers' gradients.
-        bucket_bytes: The size of the store's buckets, a multiple of 4,096.
-        options: Those of the class. ``step()`` reads them again from ``param_groups``; worker 0's count.
+            The attribute may be changed between steps.
+        reduce: ``"mean"`` or ``"sum"`` of the workers' gradients.
+        bucket_bytes: The size of the store's buckets in bytes, a multiple of 4,096; 4 MiB by default.
+        **options: Options of the class, such as ``lr``. ``step()`` reads them again from ``param_groups``; worker 0's
+            count.
+
+    Attributes:
+        grad_norm (float | None): The norm of the last step's reduced gradient before clipping. None before the first
+            step, and without ``max_grad_norm`` and ``error_if_nonfinite``.
 
     Raises:
-        ArgumentError: No ``init()``; names missing or doubled; parameters that are not on the CPU, have no memory, or
-            share some; an option that is wrong. Nothing was changed.
-        Unsupported: An optimizer that servers cannot apply or import; a dtype or layout that the store does not hold.
-        PlanMismatch: Workers' models or options differ; also as JobEnded.
-        JobEnded: The job ended meanwhile.
-        WaitTimeout: Another worker did not come.
+        ArgumentError: ``init()`` has not been called; names are missing or used twice; parameters are not on the CPU,
+            have no memory, or share some; an option is wrong. Nothing was changed.
+        Unsupported: The optimizer is one that servers cannot apply or import, or the store does not hold this dtype or
+            layout.
+        PlanMismatch: Models or options of the workers differ; on other workers as the cause of `JobEnded`.
+        JobEnded: The job ended; the message says why.
+        WaitTimeout: Another worker did not construct its optimizer in time.
     """
 
     def __init__(
         self,
-        named_parameters: Params | torch.optim.Optimizer,
+        named_parameters: Params | torch.nn.Module | torch.optim.Optimizer,
         optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
         *,
         overlap: bool = False,
@@ -80,12 +91,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        self._job: Job = current()
+        self._worker = current_worker()
         self._alone = Alone()
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
         largest_norm(max_grad_norm)
-        origin = find_origin(named_parameters, optimizer, options)
+        self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+        given = named_parameters if self._model is None else self._model.named_parameters()
+        origin = find_origin(given, optimizer, options)
         self._class = origin.optimizer_class
         self._settings = _settings(origin, bucket_bytes, reduce, overlap)
         self.max_grad_norm = max_grad_norm
@@ -98,22 +111,26 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._saved.check(origin.state)
         self._overlap = Overlap(self._open, self._alone) if overlap else None
         if self._overlap is not None:
-            self._job.at_close(self._overlap.close)  # before its parts finish
+            self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
-        self._cautions = Cautions(self._job, [p for group in self.param_groups for p in group["params"]])
-        self._add_part(self.param_groups)
+        params = [p for group in self.param_groups for p in group["params"]]
+        modules = find_modules(params, self._model)
+        self._cautions = Cautions(self._worker, params, modules)
+        self._add_part(self.param_groups, modules)
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
 
-    def _add_part(self, groups: list[dict[str, Any]]) -> None:
+    def _add_part(self, groups: list[dict[str, Any]], modules: list[torch.nn.Module]) -> None:
         if not is_foreign(self._settings.rule):
             check_groups(self._class, groups)
-        part = Part(self._job, groups, self._settings)
+        part = Part(self._worker, groups, self._settings)
         self._parts.append(part)
-        watch_loading(part.params, part.note_written)
+        having = owners(part.params, modules)
+        for handle in watch_loading(part.params, having, part.note_written):
+            self._worker.at_close(handle.remove)
         if self._overlap is not None:
-            self._overlap.watch(part)
+            self._overlap.watch(part, having)
 
     @property
     def _clip(self) -> float:
@@ -125,14 +142,26 @@ class StoreOptimizer(torch.optim.Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled loop leaves its graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Pushes the gradients, waits for the new version of every parameter.
+        """Pushes the gradients, and waits for the new version of every parameter.
 
-        A parameter without a gradient here counts as zero; without one anywhere it stays as it is. Where a GradScaler
-        found an inf on one worker, all skip the step. With ``overlap``
-        only the rest is pushed, and a parameter is waited for when its module next runs.
-        Raises `ParameterModified`, `GradientModified`, `NonFiniteGradient`, `JobEnded`, `WaitTimeout`, `Unsupported`
-        (sparse gradients, a closure or a GradScaler with overlap) or `ArgumentError`, also where another thread is in a
-        method of this optimizer.
+        A parameter that has no gradient on this worker counts as a gradient of zero; one that has none on any worker
+        stays as it is. Where a GradScaler found an inf on one worker, all skip the step. With ``overlap``, only what
+        backward did not push is pushed here, and a parameter is waited for when its module next runs.
+
+        Args:
+            closure: Computes the loss and the gradients again, as for every torch optimizer; not with ``overlap``.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            ParameterModified: A parameter was changed in place or moved since the last step.
+            GradientModified: With ``overlap``, a gradient changed after it had been pushed.
+            NonFiniteGradient: With ``error_if_nonfinite``, the gradients' norm is NaN or inf; nothing was changed.
+            Unsupported: A gradient is sparse; or a closure or a GradScaler was used with ``overlap``.
+            ArgumentError: A gradient or an option does not fit; or another thread is in a method of this optimizer.
+            WaitTimeout: Another worker did not take its step in time.
+            JobEnded: The job ended; the message says why.
         """
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot step it")
@@ -145,7 +174,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                     self._push(skip)
                 self._pull(start)
             except TensorwireError as error:
-                raise self._job.member.explain(error) from None
+                raise self._worker.member.explain(error) from None
             self._left = clock()
             return loss
 
@@ -179,7 +208,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if left_out:
             for part in self._parts:
                 part.arrive(range(len(part.params)))
-            raise nonfinite.error(self._job, self._parts, self.grad_norm or 0.0)
+            raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -255,13 +284,22 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- overlap
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside it backward accumulates gradients and pushes none; without ``overlap`` it changes nothing."""
+        """Around all backward passes of a step but the last: gradients accumulate, and none is pushed.
+
+        Returns:
+            A context manager. Without ``overlap`` it does nothing, because gradients are pushed by ``step()``.
+        """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
 
     def wait(self) -> None:
         """With ``overlap``: returns when every parameter shows the version of the last ``step()``.
 
-        For reading parameters past their modules, as in averaging them. Raises `JobEnded` or `WaitTimeout`.
+        Call it before code reads parameters without their modules, such as an average of weights. One worker may call
+        it alone.
+
+        Raises:
+            WaitTimeout: The servers did not publish the version in time, because another worker is late.
+            JobEnded: The job ended; the message says why.
         """
         with self._alone.calling("wait()"):
             for part in self._parts:
@@ -270,9 +308,13 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- values that come from users
 
     def write_parameters(self) -> None:
-        """What the parameters hold now becomes the store's values with the next ``step()``.
+        """Makes what the parameters hold now the store's values, with the next ``step()``.
 
-        For intended changes in place (averaging, re-initialising, pruning). Call it on every worker; worker 0's win.
+        For intended changes in place: averaging, initialising again, pruning. Call it on every worker after the change;
+        worker 0's values win.
+
+        Raises:
+            ArgumentError: Another thread is in a method of this optimizer.
         """
         with self._alone.calling("write_parameters()"):
             for part in self._parts:
@@ -280,13 +322,8 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     # ---- the rest of torch's interface
 
-    @property
-    def plan(self) -> Plan:
-        """Where the parameters given at construction lie."""
-        return self._parts[0].plan
-
     def summary(self) -> str:
-        """One line for people: what moves a step, and what servers register."""
+        """Returns one line of text: how many bytes move per step, and how much memory the servers register."""
         return "; ".join(part.summary() for part in self._parts)
 
     def __repr__(self) -> str:
@@ -294,7 +331,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._class.__name__,
             self.param_groups,
             [part.plan for part in self._parts],
-            self._job.routes,
+            self._worker.member.routes,
             overlap=self._overlap is not None,
             reduce=self._settings.reduce,
             max_grad_norm=self.max_grad_norm,
@@ -302,9 +339,17 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters: ``params`` are (name, parameter) pairs. Call it on every worker, between two steps.
+        """Adds parameters. Call it on every worker, between two steps.
 
-        Raises as the constructor does; then nothing was added.
+        Args:
+            param_group: ``params``, as (name, parameter) pairs, and options that differ from the defaults.
+
+        Raises:
+            ArgumentError: As in the constructor, or gradients are being pushed. Nothing was added.
+            Unsupported: As in the constructor. Nothing was added.
+            PlanMismatch: The workers' new parameters differ.
+            WaitTimeout: Another worker did not come in time.
+            JobEnded: The job ended; the message says why.
         """
         if not hasattr(self, "_pid"):  # while the constructor runs
             super().add_param_group(param_group)
@@ -321,7 +366,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         check_parameters([*there, *group["params"]])
         super().add_param_group(group)
         try:
-            self._add_part(self.param_groups[-1:])
+            added = self.param_groups[-1:]
+            self._add_part(added, find_modules(added[0]["params"], self._model))
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -329,10 +375,16 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- the optimizer's state
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's own layout, with whole tensors. Any worker alone may call it, between two steps.
+        """Returns options and state in torch's own layout. One worker may call it alone, between two steps.
 
-        State is in float32 for 16-bit parameters, whose ``master`` says more than the parameter where it is there.
-        Raises `ArgumentError` (a forked child, or with overlap between backward and step), `JobEnded` or `WaitTimeout`.
+        Returns:
+            ``{"state": ..., "param_groups": ...}`` with whole tensors, as the stock optimizer has them. For parameters
+            of 16 bits, state is in float32, and ``master`` is the parameter in float32.
+
+        Raises:
+            ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
+            WaitTimeout: The servers did not answer in time.
+            JobEnded: The job ended; the message says why.
         """
         with self._alone.calling("state_dict()"):
             self._check_between_steps()
@@ -341,13 +393,19 @@ class StoreOptimizer(torch.optim.Optimizer):
                 with self._saved.shown([part.share for part in self._parts]):
                     return self._saved.complete(super().state_dict())
             except TensorwireError as error:
-                raise self._job.member.explain(error) from None
+                raise self._worker.member.explain(error) from None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of this class or of the stock one. Call it on every worker; worker 0's counts.
+        """Takes over options and state. Call it on every worker, between two steps; worker 0's state counts.
 
-        Options count at once, the state with the next ``step()``, before its update. Raises `ArgumentError` for a
-        state of other parameters, sizes, types or keys: then nothing has changed.
+        Options take effect at once, the state with the next ``step()``, before its update.
+
+        Args:
+            state_dict: From ``state_dict()`` of this class or of the stock optimizer.
+
+        Raises:
+            ArgumentError: The state has other parameters, sizes, types or keys; or gradients are being pushed. Nothing
+                was changed.
         """
         with self._alone.calling("load_state_dict()"):
             self._check_between_steps()

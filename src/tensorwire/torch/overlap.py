@@ -11,11 +11,13 @@ waited for in ``step()``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, GradientModified
@@ -23,8 +25,9 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.plan import Bucket
 from tensorwire.torch.alone import Alone
+from tensorwire.torch.awaited import Awaited
 from tensorwire.torch.courier import Courier
-from tensorwire.torch.loading import Hook, owners
+from tensorwire.torch.loading import Hook
 from tensorwire.torch.part import Part
 
 # Buckets below are copied by the hook itself: waking a thread costs as much.
@@ -43,9 +46,9 @@ class Overlap:
         self._pauses = 0
         self._late = False  # this step's gradients are pushed by step()
 
-    def watch(self, part: Part) -> None:
-        """From now on pushes this part's gradients."""
-        self._watched.append(_Watched(part, self))
+    def watch(self, part: Part, modules: Iterable[torch.nn.Module]) -> None:
+        """From now on pushes this part's gradients, and lets ``modules``, which own its parameters, wait for them."""
+        self._watched.append(_Watched(part, self, modules))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -79,12 +82,19 @@ class Overlap:
         next(w for w in self._watched if w.part is part).postpone()
 
     def close(self) -> None:
-        """What was handed over is on its way, and no thread is left. Idempotent."""
+        """Leaves an ordinary model, with the values of the last step: no thread and no hook is left. Idempotent."""
         self.courier.close(_CLOSE_SECONDS)
+        watched, self._watched = self._watched, []
+        try:
+            for each in watched:
+                each.part.arrive(range(len(each.part.params)))
+        finally:
+            for each in watched:
+                each.release()
 
 
 class _Watched:
-    def __init__(self, part: Part, overlap: Overlap) -> None:
+    def __init__(self, part: Part, overlap: Overlap, modules: Iterable[torch.nn.Module]) -> None:
         self.part = part
         self._overlap = overlap
         self._hooked: set[int] = set()
@@ -94,20 +104,33 @@ class _Watched:
         self._ran: set[int] = set()  # got from their modules since the last step
         self._nowhere = part.nowhere()
         self._compiled = False
+        self._handles: list[RemovableHandle] = []
+        self._modules: list[tuple[weakref.ref[torch.nn.Module], dict[str, int]]] = []
         self._hook_gradients()
         indices = {id(p): i for i, p in enumerate(part.params)}
-        for module in owners(part.params):
+        for module in modules:
             own = {name: indices[id(p)] for name, p in module._parameters.items() if id(p) in indices}
-            module._parameters = Awaited(module._parameters, own, self.arrive)
+            self._modules.append((weakref.ref(module), own))
+            Awaited.watch(module, own, self.arrive)
             # Some modules keep their parameters elsewhere, too, as an LSTM does.
-            module.register_forward_pre_hook(Hook(self._before_forward, list(own.values())), prepend=True)
+            hook = Hook(self._before_forward, list(own.values()))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def release(self) -> None:
+        """Takes every hook back."""
+        for handle in self._handles:
+            handle.remove()
+        for ref, own in self._modules:
+            if (module := ref()) is not None:
+                Awaited.release(module, own, self.arrive)
 
     # ---- backward
 
     def _hook_gradients(self) -> None:
         for i, p in enumerate(self.part.params):
             if p.requires_grad and i not in self._hooked:
-                p.register_post_accumulate_grad_hook(Hook(self._ready, i))  # type: ignore[no-untyped-call]
+                hook = Hook(self._ready, i)
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 self._hooked.add(i)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loop, backward runs this
@@ -211,38 +234,3 @@ def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], 
     with torch.no_grad():
         part.push([bucket], rows)
     spans.add("copy", step, start, clock())
-
-
-class Awaited(dict[str, "torch.nn.Parameter | None"]):
-    """A module's ``_parameters``: whoever gets one waits for it. A copy is an ordinary dictionary."""
-
-    def __init__(
-        self,
-        parameters: dict[str, torch.nn.Parameter | None],
-        own: dict[str, int],
-        arrive: Callable[[Sequence[int]], None],
-    ) -> None:
-        super().__init__(parameters)
-        self._own, self._arrive = own, arrive
-
-    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
-        if name in self._own:
-            self._arrive((self._own[name],))
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401 (it is this method)
-
-    def items(self) -> Any:
-        self._arrive(tuple(self._own.values()))
-        return super().items()
-
-    def values(self) -> Any:
-        self._arrive(tuple(self._own.values()))
-        return super().values()
-
-    def copy(self) -> dict[str, torch.nn.Parameter | None]:
-        return dict(self.items())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)

@@ -13,7 +13,7 @@ import torch
 
 from tensorwire._native import Window
 from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
-from tensorwire.launch import Job
+from tensorwire.launch import Worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import StoreClient, TensorSpec
@@ -50,18 +50,18 @@ class Settings:
 class Part:
     """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step."""
 
-    def __init__(self, job: Job, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
-        self._job, self.groups, self._settings = job, list(groups), settings
+    def __init__(self, worker: Worker, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+        self._worker, self.groups, self._settings = worker, list(groups), settings
         self.names: list[str] = [name for group in groups for name in group["param_names"]]
         self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]
         self._fixed = options.plain(groups)
         self._numeric = options.numeric(self._fixed)
         self.options()  # what cannot travel is refused before anything is agreed on
         self.client = self._connect()
-        if job.rank == 0:
+        if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
-        job.at_close(self.finish)
-        job.at_uneven(self)
+        worker.at_close(self.finish)
+        worker.uneven_stores.append(self)
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
         for bucket in self.client.order:
             for i in {piece.tensor for piece in bucket.pieces}:
@@ -80,7 +80,7 @@ class Part:
         self.assign()
 
     def _connect(self) -> StoreClient:
-        settings, job = self._settings, self._job
+        settings, worker = self._settings, self._worker
         tensors = [
             _spec(name, p, g)
             for g, group in enumerate(self.groups)
@@ -101,20 +101,20 @@ class Part:
             settings.folders,
             is_foreign(settings.rule),
         )
-        if not job.num_servers:
+        if not worker.num_servers:
             raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
-        plan = spec.plan(job.num_servers)
-        name = job.next_store()
+        plan = spec.plan(worker.num_servers)
+        name = worker.next_store()
         try:
-            agree(job.member, name, spec, plan, job.num_workers)
+            agree(worker.member, name, spec, plan, worker.num_workers)
         except BaseException as error:
-            job.drop_store()
-            raise job.member.explain(error) if isinstance(error, TensorwireError) else error from None
+            worker.release_store()
+            raise worker.member.explain(error) if isinstance(error, TensorwireError) else error from None
         try:
-            return StoreClient(job.member, name, spec, plan)
+            return StoreClient(worker.member, name, spec, plan)
         except BaseException as error:
-            cause = job.member.explain(error) if isinstance(error, TensorwireError) else error
-            job.failed(cause)  # servers and the other workers wait for this one: nothing can take that back
+            cause = worker.member.explain(error) if isinstance(error, TensorwireError) else error
+            worker.fail(cause)  # servers and the other workers wait for this one: nothing can take that back
             raise cause from None
 
     @property
@@ -124,7 +124,7 @@ class Part:
 
     def summary(self) -> str:
         """One line for people."""
-        return self.plan.summary(self._job.num_workers, len(self.client.windows))
+        return self.plan.summary(self._worker.num_workers, len(self.client.windows))
 
     def _tensors(self, window: Window) -> list[torch.Tensor]:
         """The parameters' tensors in a window."""
@@ -274,7 +274,7 @@ class Part:
                 for bucket in (bucket for i in late for bucket in self.buckets[i]):
                     self.client.wait_for(bucket, self._latest)
         except TensorwireError as error:
-            raise self._job.member.explain(error) from None
+            raise self._worker.member.explain(error) from None
         self.show(late)
         spans.add("wait", self._latest, start, clock())
 
@@ -294,14 +294,14 @@ class Part:
         client = self.client
         try:
             client.begin(Operation.ASSIGN, self.options())
-            if self._job.rank == 0:
+            if self._worker.rank == 0:
                 for slot in self.slots:
                     slot.clear()  # values take the way of gradients
                 self.push(client.order, [_row(p) for p in self.params])
             self.close_round()
             client.wait()
         except TensorwireError as error:
-            raise self._job.member.explain(error) from None
+            raise self._worker.member.explain(error) from None
         if self.written:
             for window in client.windows:  # what was written through one is in the store now
                 window.refresh(0, window.nbytes)

@@ -63,16 +63,24 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VerbsDevice(Device):
-    """Transfers over InfiniBand or RoCE, through the PyPI package ``ibverbs``.
+    """Transfers over InfiniBand or RoCE, through the PyPI package ``ibverbs``. docs/verbs.md explains the settings.
 
-    ``port``: such as ``mlx5_0`` or ``mlx5_0:1``; chosen if None, as ``tensorwire doctor`` shows. ``host``: the
-    interface that set-up connections come in on. ``queue_pairs`` a peer (the channel's ``lanes``). ``signals``:
-    ``immediate`` wakes who sleeps; ``write`` is a plain write, and ``tail`` the last 8 bytes of the payload's own
-    write where the word lies behind it: waiters then look again and again. docs/verbs.md says what each relies on.
-    A peer whose NIC gives no answer to ``retries`` repetitions is lost; an idle channel asks every ``heartbeat``
-    seconds.
+    Args:
+        port: The RDMA port, such as ``mlx5_0`` or ``mlx5_0:1``; None: chosen, as ``tensorwire doctor`` shows.
+        host: The IP address on which connections for the set-up come in; by default only from this machine.
+        gid_index: Which of the port's GIDs to use; None: chosen.
+        queue_pairs: How many queue pairs, and so ``lanes``, a channel has.
+        completion_queues: How many completion queues all queue pairs share.
+        signals: ``"immediate"`` wakes a waiter that sleeps. With ``"write"``, a plain write, and ``"tail"``, the last 8
+            bytes of the payload's own write where the word lies behind it, waiters look again and again.
+        retries: How many times a NIC repeats what is not answered before the peer is lost, 0 to 7. With 7, some NICs
+            never report a loss.
+        timeout_exponent: How long it waits for each answer: at least 4.096 us times 2 to the power of this, 1 to 31.
+        heartbeat: Seconds after which an idle channel asks whether the peer's NIC answers, 0.001 to 3600.
 
-    Raises `VerbsUnavailable` where there is no RDMA, or `ArgumentError`.
+    Raises:
+        VerbsUnavailable: This machine or process cannot do RDMA now; the message says what is missing.
+        ArgumentError: A setting is out of range, or it cannot listen on ``host``.
     """
 
     name = "verbs"
@@ -218,7 +226,18 @@ class VerbsDevice(Device):
     # ---- memory
 
     def register(self, buffer: Any) -> Region:
-        """Memory that exists already, as for every device, or a CUDA tensor: then see `CudaRegion`."""
+        """Makes existing memory a region, as for every device, or a CUDA tensor; docs/verbs.md says how.
+
+        Args:
+            buffer: Contiguous memory with the buffer protocol or DLPack on the CPU, or a contiguous CUDA tensor.
+
+        Returns:
+            The region.
+
+        Raises:
+            ArgumentError: The memory is not contiguous, holds Python objects, or is no memory at all.
+            OutOfMemory: The memory cannot be registered.
+        """
         if getattr(buffer, "is_cuda", False):
             self._check_open()
             region = cast(Region, cuda.register(self, buffer))  # one, as far as channels go

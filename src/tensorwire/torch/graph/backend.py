@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.launch.job import current
+from tensorwire.launch import current_worker
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
 from tensorwire.torch.graph.execution.compiled_graph import HERE, HOME, Backward, Forward
 from tensorwire.torch.graph.options import Options
@@ -45,9 +45,9 @@ def _tell_of_nothing() -> None:
 def _watch() -> None:
     """This module is imported when torch.compile first hears of the backend, which it calls when it has a graph."""
     with contextlib.suppress(ArgumentError):  # there is no job yet
-        job = current()
-        if job.rank == 0:
-            job.at_close(_tell_of_nothing)
+        worker = current_worker()
+        if worker.rank == 0:
+            worker.at_close(_tell_of_nothing)
 
 
 _watch()
@@ -67,7 +67,7 @@ def backend(
     if torch.__version__ < _OLDEST:
         raise Unsupported(f"backend='tensorwire' needs torch {_OLDEST} or newer, and this is {torch.__version__}")
     _captured.set()
-    chosen, job = Options.of(options), current()
+    chosen, worker = Options.of(options), current_worker()
     scope = Scope.of_frame(chosen.hosts)
     parts: list[Forward] = []
 
@@ -76,7 +76,7 @@ def backend(
         metadata = context.fw_metadata
         assert metadata is not None
         metadata.bw_donated_idxs = []  # buffers that are donated forbid retain_graph=True
-        part = _forwards[context] = Forward(graph, job, chosen, scope, metadata)
+        part = _forwards[context] = Forward(graph, worker, chosen, scope, metadata)
         parts.append(part)
         return boxed(part)
 

@@ -11,10 +11,11 @@ import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph.exchange import Exchange
-from tensorwire.launch.job import Job, current
+from tensorwire.launch import Worker, current_worker
 from tensorwire.torch.graph.execution.workers import party_of
 
-_exchanges: weakref.WeakKeyDictionary[Job, dict[int, Exchange]] = weakref.WeakKeyDictionary()  # by number of parameters
+# By number of parameters.
+_exchanges: weakref.WeakKeyDictionary[Worker, dict[int, Exchange]] = weakref.WeakKeyDictionary()
 
 
 def clip_grad_norm_(
@@ -24,18 +25,34 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the hosts of a graph: the same norm, bit for bit, as in one process.
+    """`torch.nn.utils.clip_grad_norm_` for a model whose modules are placed on several workers, instead of torch's.
 
-    ``parameters``: those of the whole model, in the same order on every host; gradients of other hosts' parameters are
-    None here. Every host calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a gradient on
-    two hosts, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
+    It gives the same norm, bit for bit, as in one process. Call it on every worker, with an optimizer of torch; a
+    `StoreOptimizer` clips by ``max_grad_norm``.
+
+    Args:
+        parameters: The parameters of the whole model, in the same order on every worker. On each worker, only those
+            that live there have gradients; these are multiplied in place.
+        max_norm: The largest norm of all gradients together.
+        norm_type: The order of the norm; ``inf`` for the largest element.
+        error_if_nonfinite: Raise `RuntimeError` where the norm is NaN or inf.
+        foreach: As in torch: whether to use the implementation for many tensors at once; None: where it is faster.
+
+    Returns:
+        The norm of all gradients before clipping, a tensor of shape ``()``.
+
+    Raises:
+        ArgumentError: A parameter has a gradient on two workers; or this process is in no job.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        PeerLost: Another worker is gone.
+        JobEnded: The job ended; the message says why.
     """
-    job = current()
+    worker = current_worker()
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    made = _exchanges.setdefault(job, {})
+    made = _exchanges.setdefault(worker, {})
     exchange = made.get(len(given))
     if exchange is None:
-        exchange = made[len(given)] = Exchange(party_of(job), f"norms of {len(given)} gradients", 2 * len(given))
+        exchange = made[len(given)] = Exchange(party_of(worker), f"norms of {len(given)} gradients", 2 * len(given))
     mine = numpy.full(2 * len(given), numpy.nan)
     norms = [None if p.grad is None else torch.linalg.vector_norm(p.grad, norm_type) for p in given]
     for at, norm in enumerate(norms):
@@ -44,7 +61,7 @@ def clip_grad_norm_(
     try:
         told = exchange.all(mine)
     except TensorwireError as error:
-        raise job.member.explain(error) from None
+        raise worker.member.explain(error) from None
     total = _total(given, told, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all hosts is {total.item()}")

@@ -12,7 +12,7 @@ from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
 from tensorwire.graph.wires import Wires
-from tensorwire.launch.job import Job
+from tensorwire.launch import Worker
 from tensorwire.torch.graph.capture.importer import Origin, import_graph, spec_of
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
 from tensorwire.torch.graph.execution.partition import partition
@@ -35,9 +35,9 @@ class Part:
     what = ""
     keeps = False  # something in the place of values for the backward graph that another host has
 
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
-        self.module, self.job, self.options, self.scope = module, job, options, scope
-        self.party = party_of(job)
+    def __init__(self, module: fx.GraphModule, worker: Worker, options: Options, scope: Scope) -> None:
+        self.module, self.worker, self.options, self.scope = module, worker, options, scope
+        self.party = party_of(worker)
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
         self._wires: Wires | None = None
@@ -68,12 +68,12 @@ class Part:
             self.stayed = self._post.take_stayed()
             return results
         except TensorwireError as error:
-            explained = self.job.member.explain(error)
+            explained = self.worker.member.explain(error)
             if not isinstance(explained, JobEnded):
-                self.job.failed(explained)
+                self.worker.fail(explained)
             raise explained from None
         except BaseException as error:
-            self.job.failed(error)
+            self.worker.fail(error)
             raise
 
     def enter(self, args: list[Any]) -> None:
@@ -92,7 +92,7 @@ class Part:
             self.enter(args)
             return run(args)
         except TensorwireError as error:
-            raise self.job.member.explain(error) from None
+            raise self.worker.member.explain(error) from None
 
     def _prepare(self, args: list[Any]) -> Boxed:
         graph = self._import(args)
@@ -138,8 +138,8 @@ class Forward(Part):
     what = "forward"
     keeps = True
 
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope, metadata: Any) -> None:
-        super().__init__(module, job, options, scope)
+    def __init__(self, module: fx.GraphModule, worker: Worker, options: Options, scope: Scope, metadata: Any) -> None:
+        super().__init__(module, worker, options, scope)
         self.metadata = metadata
         self._static = frozenset(metadata.static_input_indices)
         self.homes: list[Origin] = []
@@ -197,7 +197,7 @@ class Backward(Part):
     what = "backward"
 
     def __init__(self, module: fx.GraphModule, forward: Forward) -> None:
-        super().__init__(module, forward.job, forward.options, forward.scope)
+        super().__init__(module, forward.worker, forward.options, forward.scope)
         self.forward = forward
         self._tensors = sum(isinstance(node.meta.get("val"), torch.Tensor) for node in forward.given)
         self._bears = False  # gradients, in the slots of a store

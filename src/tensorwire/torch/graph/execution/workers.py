@@ -6,15 +6,15 @@ import weakref
 
 from tensorwire.control.settings import step_timeout
 from tensorwire.graph.party import Party
-from tensorwire.launch.job import Job
+from tensorwire.launch import Worker
 
-_parties: weakref.WeakKeyDictionary[Job, Party] = weakref.WeakKeyDictionary()
+_parties: weakref.WeakKeyDictionary[Worker, Party] = weakref.WeakKeyDictionary()
 
 
-def party_of(job: Job) -> Party:
-    """Of ``job``; made once, closed with it."""
-    if job not in _parties:
-        _parties[job] = party = Party(job.member, job.num_workers, step_timeout())
-        job.at_close(party.leave)
-        job.at_close(party.close)
-    return _parties[job]
+def party_of(worker: Worker) -> Party:
+    """Of the job of ``worker``; made once, closed with it."""
+    if worker not in _parties:
+        _parties[worker] = party = Party(worker.member, worker.num_workers, step_timeout())
+        worker.at_close(party.leave)
+        worker.at_close(party.close)
+    return _parties[worker]

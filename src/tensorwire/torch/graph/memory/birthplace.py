@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.torch.graph.memory.allocator import MOST_OUTPUTS, ONLY_RECORD, SWITCH, Allocator, allocator, why_not
+from tensorwire.torch.graph.memory.allocator import (
+    MOST_OUTPUTS,
+    ONLY_RECORD,
+    SWITCH,
+    Allocator,
+    allocator,
+    why_not,
+)
 from tensorwire.torch.graph.memory.out_variants import OutVariant
 from tensorwire.torch.graph.memory.target import Place, copied, over
 

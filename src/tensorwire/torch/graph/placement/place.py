@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.launch.job import current
+from tensorwire.launch import current_worker
 from tensorwire.torch.graph.placement.compile_check import unwatch, watch
 from tensorwire.torch.graph.placement.registry import (
     Hosts,
@@ -30,19 +30,29 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
-    """Says which host runs which module of ``model``, and keeps only the parameters and buffers of this host.
+    """Decides which worker runs which module of ``model``, and keeps only this worker's parameters and buffers.
 
-    ``hosts``: by dotted path, as in ``named_modules()``, covering all below it; ``""`` is the rest. What has no host is
-    kept by all. ``host`` is this process's own, by default that of its place in the job. Call it in every process,
-    after loading and before ``torch.compile(model, backend="tensorwire")``; it returns ``model``. If the model has run
-    compiled before, all that torch has compiled in this process is dropped, and compiled again in the next call.
+    Call it on every worker, after loading and before ``torch.compile(model, backend="tensorwire")``. If the model has
+    run compiled before, everything that torch has compiled in this process is dropped, and compiled again by the next
+    call.
 
-    A parameter of another host keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
-    read; optimizers pass it by, as it has no gradient. A tensor that several modules share lives with the first of
-    them. From here on a placed module that runs uncompiled raises `Unsupported`: see `unplace`.
+    A parameter of another worker keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
+    read; optimizers skip it, as it has no gradient. A tensor that several modules share lives with the first of them.
+    From here on, a placed module that runs uncompiled raises `Unsupported`: see `unplace`.
 
-    Raises `ArgumentError` for names that fit nothing and for a model that was placed before, `Unsupported` for
-    parameters that are not plain tensors on the CPU; the model is as before then.
+    Args:
+        model: Its parameters and buffers are plain tensors on the CPU, of any shape and dtype.
+        hosts: The worker of each module, such as ``{"": "worker:0", "layers.2": "worker:1"}``: by dotted path, as in
+            ``named_modules()``, which covers everything below it; ``""`` is the rest. What has no worker is kept by
+            all.
+        host: This process's own worker; by default the one of its rank.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ArgumentError: A name fits nothing, or the model was placed before. The model is unchanged.
+        Unsupported: A parameter or buffer is not a plain tensor on the CPU. The model is unchanged.
     """
     inner = unwrapped(model)
     mine = _own_host(host, hosts)
@@ -64,10 +74,18 @@ def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
 
 
 def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
-    """Undoes `place`: the model runs uncompiled again, in this process alone, as for an export; returns ``model``.
+    """Undoes `place`: the model runs uncompiled again, in this process alone, as for an export.
 
-    ``state``: by name, as in ``state_dict()``, the values of parameters and buffers that live elsewhere. Raises
-    `ArgumentError`, and changes nothing, for a model that was not placed and for values that are missing or do not fit.
+    Args:
+        model: The model that `place` was given.
+        state: The values of the parameters and buffers that live on other workers, by name, as in ``state_dict()``; of
+            the shape and dtype that each has here.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ArgumentError: The model was not placed; or a value is missing or does not fit. The model is unchanged.
     """
     inner = unwrapped(model)
     if known(inner) is None:
@@ -95,12 +113,12 @@ def _own_host(host: str | None, hosts: Hosts) -> str:
     if host is not None:
         check_host(host)
         return host
-    job = current()
-    workers = [f"worker:{rank}" for rank in range(job.num_workers)]
+    worker = current_worker()
+    workers = [f"worker:{rank}" for rank in range(worker.num_workers)]
     for name in hosts.values() if isinstance(hosts, Mapping) else ():  # the rest is refused later
         if name not in workers:
             raise ArgumentError(f"there is no {name!r}: this job has the hosts {', '.join(workers)}")
-    return workers[job.rank]
+    return workers[worker.rank]
 
 
 def _check_tensors(model: torch.nn.Module) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.fx import Node, traceback
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.torch.graph.placement import compile_check
 from tensorwire.torch.graph.placement.registry import (
     Hosts,
     Spot,
     check_host,
     checked,
+    compile_check,
     forget,
     host_of_call,
     is_placed,
@@ -30,11 +30,17 @@ HOST = "tensorwire.host"  # the key in node.meta["custom"]
 
 @contextmanager
 def host(name: str) -> Iterator[None]:
-    """A ``with`` block in a compiled model: what is computed in it, and its gradient, runs on ``name``.
+    """A ``with`` block in a compiled model: what is computed in it, and its gradient, runs on one worker.
 
-    ``name``: a worker, such as ``worker:1``. Of nested blocks the innermost holds, and a block holds for the modules
-    that it calls, wherever they were placed. Raises `ArgumentError`, and `Unsupported` where nothing is captured:
-    outside torch.compile, or where dynamo left the frame out, as it does with a graph break inside the block.
+    Of nested blocks the innermost counts, and a block also covers the modules that it calls, wherever they were placed.
+
+    Args:
+        name: A worker, such as ``worker:1``.
+
+    Raises:
+        ArgumentError: ``name`` is not of that form.
+        Unsupported: Nothing is captured here: the code runs outside torch.compile, or dynamo left the frame out, as it
+            does with a graph break inside the block.
     """
     check_host(name)
     if not torch.compiler.is_compiling():

@@ -1,0 +1,249 @@
+"""This process as a worker of the job: what `Job` shows to users in part, and the layers above build on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from tensorwire.control import Cause, Member
+from tensorwire.control.whereabouts import apart
+from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
+from tensorwire.launch.children import Child
+from tensorwire.launch.excepthook import ExceptHook, print_end
+from tensorwire.launch.place import Place, grace_seconds
+from tensorwire.launch.process_group import ProcessGroup
+from tensorwire.launch.threads import warn_if_crowded
+from tensorwire.launch.torchrun import JOIN_SECONDS
+from tensorwire.observe import spans
+
+if TYPE_CHECKING:
+    from tensorwire.launch.collectives import Collectives
+    from tensorwire.launch.tensorboard import EventFile
+
+# A lost peer is mostly the consequence of another failure, of which its own process has a better account.
+_SECOND_HAND_SECONDS = 1.0
+_LAST_SECONDS = 1.0  # for the last messages of a worker that is ended
+_COLLECTIVE_SECONDS = 600.0
+
+_current: Worker | None = None
+
+
+class UnevenStore(Protocol):
+    """A store, as ``Job.uneven`` uses it."""
+
+    def check_pausing(self) -> None:
+        """Raises `ArgumentError` in the middle of a step."""
+
+    def idle(self) -> None:
+        """Announces that this worker's loop has ended, while others may go on."""
+
+    def rejoin(self) -> None:
+        """Waits until all are idle, and takes over the state that the other workers reached."""
+
+
+class Worker:
+    """One worker's membership in a job, from `init` to the end.
+
+    Args:
+        place: The worker's rank and the size of the job.
+        member: Its connections.
+        children: The processes of the job that this worker started, and ends.
+        hook: The ``sys.excepthook`` of this process.
+    """
+
+    def __init__(self, place: Place, member: Member, children: list[Child], hook: ExceptHook) -> None:
+        self.rank, self.num_workers, self.num_servers = place.rank, place.workers, place.servers
+        self.place, self.member = place, member
+        self.process_group = ProcessGroup(place.rank, place.workers, member.host, self._share)
+        self.events: EventFile | None = None
+        self.uneven_stores: list[UnevenStore] = []
+        self.closed = False
+        self._children = children
+        self._closers: list[Callable[[], None]] = []
+        self._stores = 0
+        self._threads_checked = False
+        self._error: BaseException | None = None  # what ends this worker
+        self._collectives: Collectives | None = None
+        self._lock = threading.Lock()
+        self._cause: Cause | None = None  # why the job failed
+        self._over, self._left = threading.Event(), threading.Event()  # for the job, and for this worker
+        self._pid = os.getpid()
+        self._grace = grace_seconds(os.environ)
+        self._hook = hook
+        hook.worker = self
+        atexit.register(self.close)
+        # From the beginning, because Python may start no thread while it ends.
+        threading.Thread(target=self._end_in_time, name="tensorwire-end", daemon=True).start()
+        member.client.on_end(self._ended)
+
+    # ---- for the layers above
+
+    @property
+    def collectives(self) -> Collectives:
+        """Barrier, broadcast and all-reduce among the workers."""
+        with self._lock:
+            if self._collectives is None:
+                from tensorwire.launch.collectives import Collectives  # not every script needs numpy
+
+                self._collectives = Collectives(self.member, self.num_workers, self._pid)
+            return self._collectives
+
+    @functools.cached_property
+    def neighbors(self) -> list[int]:
+        """The ranks of the workers on this machine. Waits until all have joined."""
+        cards = [self.member.card(f"worker {rank}", JOIN_SECONDS) for rank in range(self.num_workers)]
+        return [rank for rank, card in enumerate(cards) if not apart(card.where, self.member.where)]
+
+    def next_store(self) -> str:
+        """Returns the name of this worker's next store: all workers create theirs in the same order."""
+        self.check_threads()  # by now the framework has been imported
+        self._stores += 1
+        return f"store/{self._stores - 1}"
+
+    def release_store(self) -> None:
+        """Gives the last name back: the workers did not agree on that store, and servers know nothing of it."""
+        self._stores -= 1
+
+    def check_threads(self) -> None:
+        """Warns, once, where the workers of this machine compute with more threads than it has cores."""
+        self._threads_checked = self._threads_checked or warn_if_crowded(self.place, os.environ)
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Calls ``call()`` before this worker leaves in good order."""
+        self._closers.append(call)
+
+    # ---- failure
+
+    def fail(self, error: BaseException) -> bool:
+        """Reports to the job that ``error`` ends this worker.
+
+        Returns:
+            Whether the launcher prints the reason.
+        """
+        if os.getpid() != self._pid:
+            return False
+        client = self.member.client
+        if error is not self._error:
+            if self.closed or (isinstance(error, SystemExit) and not error.code):
+                return False
+            self._error = error
+            if not client.ended.is_set():
+                self._report(error)
+        return self.launcher_prints
+
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, JobEnded):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self.member.fail("was interrupted")
+            return
+        if isinstance(error, SystemExit):
+            self.member.fail(
+                f"exited with status {error.code}" if isinstance(error.code, int) else f"exited: {error.code}"
+            )
+            return
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        lines = str(error).splitlines()
+        settle = _SECOND_HAND_SECONDS if isinstance(error, PeerLost) else 0.0
+        self.member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text, settle=settle)
+
+    @property
+    def launcher_prints(self) -> bool:
+        """Whether a launcher prints how the job ended. That of node 0 is lost with the coordinator."""
+        at_node_0 = os.environ.get("TENSORWIRE_NODE", "0") == "0"
+        return self.place.starter == "run" and not (self.member.client.lost and at_node_0)
+
+    def print_end(self, why: object) -> None:
+        """Prints one line about how the job ended, unless the launcher does."""
+        if not self.launcher_prints:
+            print_end(self.member.name, why)
+
+    def _ended(self, cause: Cause | None) -> None:
+        self._cause = cause
+        self._over.set()
+
+    def _end_in_time(self) -> None:
+        """Ends a script that goes on computing after the job has failed."""
+        self._over.wait()
+        if self._cause is None or self._left.wait(self._grace):
+            return
+        try:
+            spans.write(f"worker-{self.rank}")
+            with open(os.devnull, "w") as nowhere:
+                faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)  # should a full pipe keep us
+                self.print_end(self._cause)
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+        finally:
+            os._exit(1)  # also where no descriptor was left
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leaves the job. Idempotent; without effect in a forked child, which is no member."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        self.closed = True
+        self._left.set()
+        self._over.set()
+        atexit.unregister(self.close)
+        if _current is self:
+            set_current(None)
+        spans.write(f"worker-{self.rank}")
+        if self.events is not None:
+            self.events.close()
+        well = self._error is None and self.member.client.cause is None
+        if self._collectives is not None:
+            self._collectives.close()
+        try:
+            if well:
+                self._leave()
+            if well and self._children:
+                self.member.client.bye()
+                self.member.client.ended.wait()
+        finally:
+            self.member.close(goodbye=well)
+            for child in self._children:
+                child.close()
+
+    def _leave(self) -> None:
+        self.process_group.close()
+        for call in self._closers:
+            with contextlib.suppress(TensorwireError):
+                call()
+        self._hook.remove()
+        # Else whoever keeps the job would keep its stores, and the descriptors of their memory.
+        self._closers.clear()
+        self.uneven_stores.clear()
+        self._hook.worker = None
+
+    def _share(self, value: str | None) -> str:
+        shared: str = self.collectives.broadcast(value, 0, _COLLECTIVE_SECONDS)
+        return shared
+
+
+def current_worker() -> Worker:
+    """Returns this process as a worker. Raises `ArgumentError` where it is in no job."""
+    if _current is None:
+        raise ArgumentError("call tensorwire.init() first")
+    return _current
+
+
+def set_current(worker: Worker | None) -> None:
+    """Records which worker this process is; None: it is in no job."""
+    global _current
+    _current = worker
+
+
+def in_a_job() -> bool:
+    """Whether this process is a worker now."""
+    return _current is not None
