@@ -21,6 +21,6 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
 @pytest.fixture(scope="session")
 def allocator_built() -> None:
     """No program of a test has to build it, and to tell people so."""
-    from tensorwire.torch.graph.memory.strided import allocator
+    from tensorwire.torch.graph.memory import allocator
 
     allocator._load(allocator._path())

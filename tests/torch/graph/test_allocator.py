@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.torch.graph.memory.strided import allocator
+from tensorwire.torch.graph.memory import allocator
 from tests.sandbox import Sandbox, wait_for_end
 
 BUILDING = f"tensorwire: building allocator.cpp once for torch {torch.__version__}\n"

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tensorwire as tw
 from tensorwire.errors import ArgumentError, LivesElsewhere, Unsupported
+from tensorwire.torch.graph.placement import remote_tensor as module
 from tensorwire.torch.graph.placement.registry import owner_of
-from tensorwire.torch.graph.placement.registry import remote_tensor as module
 from tensorwire.torch.graph.placement.remote_tensor import Elsewhere, elsewhere, hollow, lives, vacate
 from tests.jobs import run_job
 from tests.levels import mostly_slow

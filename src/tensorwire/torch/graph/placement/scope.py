@@ -11,12 +11,12 @@ from torch import nn
 from torch.fx import Node, traceback
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.torch.graph.placement import compile_check
 from tensorwire.torch.graph.placement.registry import (
     Hosts,
     Spot,
     check_host,
     checked,
-    compile_check,
     forget,
     host_of_call,
     is_placed,
