@@ -207,6 +207,38 @@ def test_nothing_is_searched_where_the_model_is_given(sandbox: Sandbox) -> None:
     assert "[0.0, 0.0]" not in second  # the step began with what was loaded, and updated it
 
 
+def test_unplace_takes_back_all_of_place_but_one_function(sandbox: Sandbox) -> None:
+    body = """
+        import torch
+        import tensorwire as tw
+        from torch._dynamo.variables import builder
+        tw.torch
+        stock = builder.infer_subclass_type
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        state = {k: v.clone() for k, v in net.state_dict().items()}
+        def look():
+            kinds = [type(p) is torch.nn.Parameter for p in net.parameters()]
+            hooked = [bool(m._forward_hooks or m._forward_pre_hooks) for m in net]
+            print(kinds, hooked, builder.infer_subclass_type is stock)
+        look()
+        tw.torch.place(net, {"0": "worker:0", "1": "worker:1"}, host="worker:0")
+        look()
+        tw.torch.unplace(net, state)
+        look()
+        class Other(torch.Tensor):
+            pass
+        for value in (torch.ones(1), torch.ones(1).as_subclass(Other)):
+            assert builder.infer_subclass_type(value) is stock(value)
+    """
+    result = sandbox.python(sandbox.script(body, init=False), TENSORWIRE_BIRTH="off").finish()
+    assert (result.status, result.err) == (0, "")
+    assert result.out.splitlines() == [
+        "[True, True, True, True] [False, False] True",
+        "[True, True, False, False] [True, True] False",
+        "[True, True, True, True] [False, False] False",
+    ]
+
+
 @pytest.mark.slow
 def test_a_failed_job_ends_the_process_past_atexit_and_finally(sandbox: Sandbox) -> None:
     body = """
