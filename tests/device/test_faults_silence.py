@@ -91,27 +91,31 @@ def test_who_was_stopped_takes_nobody_for_lost(far_kind: str) -> None:
 
 
 def test_a_stopped_peer_learns_that_it_was_given_up(far_kind: str) -> None:
-    """A loss is mutual: whoever goes on after it finds its own channel ended, though it was patient."""
+    """A loss is mutual: a peer that is resumed after it finds the connection ended, however patient it was."""
 
     def stopped(pipe: socket.socket) -> None:
         device = quick(far_kind, lost_after=NEVER)
-        channel = connect(device, receive(pipe))
         region = device.allocate(8)
         send(pipe, device.address)
+        receive(pipe)
         try:
-            region.wait(0, 1, SECONDS, channel)
+            region.wait(0, 1, SECONDS)
         except PeerLost as error:
             send(pipe, str(error))
 
-    with quick(far_kind) as device, device.allocate(8) as region, Forked(stopped) as peer:
-        send(peer.pipe, device.address)
-        with connect(device, receive(peer.pipe)) as channel:
-            peer.stop()
-            for named in (channel, None):
-                with pytest.raises(PeerLost, match="no sign of life"):
-                    region.wait(0, 1, SECONDS, named)
-            peer.resume()
-            assert "closed the connection" in receive(peer.pipe)
+    with (
+        quick(far_kind) as device,
+        device.allocate(8) as region,
+        Forked(stopped) as peer,
+        connect(device, receive(peer.pipe)) as channel,
+    ):
+        send(peer.pipe, "connected")
+        peer.stop()
+        for named in (channel, None):
+            with pytest.raises(PeerLost, match="no sign of life"):
+                region.wait(0, 1, SECONDS, named)
+        peer.resume()
+        assert "closed the connection" in receive(peer.pipe)
 
 
 @pytest.mark.parametrize(

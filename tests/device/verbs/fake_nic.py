@@ -212,6 +212,7 @@ class FakeQP:
 
     def to_rtr(self, peer: Any, *, sgid_index: int, mtu: int, hop_limit: int, max_dest_rd_atomic: int) -> None:
         with self.fabric.lock:
+            assert self.receives, "the peer may send from now on, and would find no receive"
             self._to(self.fabric.ib.QPState.INIT, self.fabric.ib.QPState.RTR)
             self._peer, self._first = peer.qp_num, (peer.psn, 0)
             self.fabric.run()  # what the peer has sent until now

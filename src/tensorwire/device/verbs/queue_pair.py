@@ -104,6 +104,7 @@ class QueuePair:
     def _connect(self, peer: Any, credits: int, timeout: int, retries: int) -> None:
         nic, qp = self.nic, self._qp
         self._receive = nic.ib.RecvWR(_RECEIVE, [])
+        qp.post_recv([self._receive] * self.receives)  # first: the peer may send as soon as this end is ready
         qp.to_rtr(
             peer,
             sgid_index=nic.gid.index,
@@ -111,7 +112,6 @@ class QueuePair:
             hop_limit=64,
             max_dest_rd_atomic=nic.most_reads,
         )
-        qp.post_recv([self._receive] * self.receives)
         qp.to_rts(self._start, timeout=timeout, retry_cnt=retries, rnr_retry=7, max_rd_atomic=nic.most_reads)
         with self.lock:
             self._credits, self._taken, self._owed = credits, 0, 0
