@@ -34,7 +34,7 @@ LAYERS = [
     "testing",
 ]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "host", "init", "torch"},
+    "tensorwire": {"Job", "__version__", "errors", "worker", "init", "torch"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",

@@ -25,7 +25,7 @@
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
-    └── LivesElsewhere (RuntimeError)   a tensor of another host was read
+    └── LivesElsewhere (RuntimeError)   a tensor of another worker was read
 """
 
 from __future__ import annotations
@@ -151,4 +151,4 @@ class ParameterModified(TensorwireError):
 
 
 class LivesElsewhere(TensorwireError, RuntimeError):
-    """A tensor was read that lives on another host. The message names it and the host."""
+    """A tensor was read that lives on another worker. The message names it and the worker."""

@@ -50,7 +50,7 @@ def test_else_the_default() -> None:
 def test_items_live_with_their_operator() -> None:
     s = Sketch()
     s.several("pair", on="b")
-    s.item("left", "pair", host="a")
+    s.item("left", "pair", worker="a")
     s.several("late")
     s.item("right", "late")
     s.op("user", "right", on="b")

@@ -1,4 +1,4 @@
-"""Why hosts of a graph wait, from spans made by hand."""
+"""Why workers of a graph wait, from spans made by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tensorwire.trace.parts import Parts, parts_of_spans
 
 
 def push(edge: str, start: float, stop: float, *, graph: str = "0 (forward)", run: int = 1) -> Span:
-    """A host sends ``edge``."""
+    """A worker sends ``edge``."""
     return Span("push", run, start, stop, edge_of(graph, edge))
 
 
 def wait(edge: str, start: float, stop: float, *, graph: str = "0 (forward)", run: int = 1) -> Span:
-    """A host waits for ``edge``."""
+    """A worker waits for ``edge``."""
     return Span("wait", run, start, stop, edge_of(graph, edge))
 
 
@@ -43,7 +43,7 @@ def test_the_same_name_in_another_graph_or_run_is_another_tensor() -> None:
 
 
 def test_who_waits_for_one_that_waits_shares_its_cause() -> None:
-    """Host 2 waits for host 1, and that for host 0, who computes until 6; its tensor arrives at 8."""
+    """Worker 2 waits for worker 1, and that for worker 0, who computes until 6; its tensor arrives at 8."""
     spans = {
         0: step(1, 0, 20, push("x", 6, 7)),
         1: step(1, 0, 20, wait("x", 1, 8), push("y", 10, 11)),
@@ -54,8 +54,8 @@ def test_who_waits_for_one_that_waits_shares_its_cause() -> None:
     assert (last.idle, last.exposed) == (1 + 2 + 5, 2 + 2)
 
 
-def test_a_third_host_that_computes_is_not_waited_for() -> None:
-    """Host 1 waits for what host 0 sent; host 2 computes something else meanwhile."""
+def test_a_third_worker_that_computes_is_not_waited_for() -> None:
+    """Worker 1 waits for what worker 0 sent; worker 2 computes something else meanwhile."""
     spans = {
         0: step(1, 0, 20, push("x", 3, 4)),
         1: step(1, 0, 20, wait("x", 3, 9)),
@@ -76,7 +76,7 @@ def test_clocks_that_contradict_each_other_make_no_ring() -> None:
 def test_waiting_for_memory_is_idle_while_others_compute() -> None:
     """Also in the midst of a push, which then is no communication."""
     keeper = step(1, 0, 20, wait("x", 12, 15))
-    sender = step(1, 0, 20, push("x", 10, 15), wait("memory of worker:1", 10, 14))
+    sender = step(1, 0, 20, push("x", 10, 15), wait("memory of worker 1", 10, 14))
     first, second = parts_of_spans({0: sender, 1: keeper}, [])
     assert (first.idle, first.exposed, first.compute) == (2, 2 + 1, 15)
     assert (second.idle, second.exposed) == (0, 3)

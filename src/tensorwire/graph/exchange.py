@@ -1,4 +1,4 @@
-"""Every host tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
+"""Every worker tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ Vector = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
 
 
 class Exchange:
-    """For ``count`` numbers of each host. All hosts of ``party`` make theirs in the same order, and use it as often."""
+    """For ``count`` numbers of each worker. All workers of ``party`` make theirs in the same order, and use it as
+    often.
+    """
 
     def __init__(self, party: Party, name: str, count: int) -> None:
         spec = TensorSpec((max(count, 16),), "float64")  # so large that it has a slot of its own
-        nodes = [Node(host, name, kind=CALL, spec=spec, host=host, fresh=True) for host in party.hosts]
-        outputs = [Output(host, party.hosts) for host in party.hosts]
-        plan = analyze(Graph(f"{party.next_number} ({name})", party.hosts, tuple(nodes), tuple(outputs))).plan
+        nodes = [Node(worker, name, kind=CALL, spec=spec, worker=worker, fresh=True) for worker in party.workers]
+        outputs = [Output(worker, party.workers) for worker in party.workers]
+        plan = analyze(Graph(f"{party.next_number} ({name})", party.workers, tuple(nodes), tuple(outputs))).plan
         self._me, self._count = party.me, count
         self._wires = party.connect(plan)
         self._edges = {edge.source: index for index, edge in enumerate(plan.edges)}
 
     def all(self, mine: Vector) -> dict[str, Vector]:
-        """The numbers of every host, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
+        """The numbers of every worker, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
         if not self._edges:
             return {self._me: mine}
         wires = self._wires
@@ -36,9 +38,9 @@ class Exchange:
         assert nbytes is not None
         wires.send(index, nbytes)
         found = {self._me: mine}
-        for host, edge in self._edges.items():
-            if host != self._me:
-                found[host] = self._look(wires.receive(edge), edge).copy()
+        for worker, edge in self._edges.items():
+            if worker != self._me:
+                found[worker] = self._look(wires.receive(edge), edge).copy()
         wires.end()
         return found
 

@@ -25,7 +25,7 @@ import msgspec
 from tensorwire.errors import ArgumentError
 from tensorwire.observe.edges import of_graph
 from tensorwire.observe.spans import Clock, Span
-from tensorwire.trace.edges import Edges, Host, overlapping
+from tensorwire.trace.edges import Edges, Worker, overlapping
 from tensorwire.trace.intervals import Interval, common, length, union, within, without
 
 # What a step consists of, in the order people are shown it.
@@ -136,7 +136,7 @@ def steps_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[A
             returns.append(span)
     updates = {step: union(intervals) for step, intervals in updates.items()}
     timelines = {w: _Timeline([Span(*s) for s in spans], returns, w) for w, spans in sorted(workers.items())}
-    edges = Edges({worker: timeline.host() for worker, timeline in timelines.items()})
+    edges = Edges({worker: timeline.worker_spans() for worker, timeline in timelines.items()})
     found = []
     for worker, timeline in timelines.items():
         peers = [other for w, other in timelines.items() if w != worker]
@@ -204,11 +204,11 @@ class _Timeline:
             return begins
         return busy[-1][1] if busy else None
 
-    def host(self) -> Host:
+    def worker_spans(self) -> Worker:
         """What others wait for who wait for a tensor of this worker."""
         computing = union(i for w in self.windows for i in w.computing)
         pushes, waits = ([s for s in self._crossed if s.name == name] for name in ("push", "wait"))
-        return Host(pushes, waits, computing)
+        return Worker(pushes, waits, computing)
 
     def computed(self, windows: Iterable[_Window]) -> list[Interval]:
         """When this worker computed for the same steps as another one did in ``windows``."""

@@ -1,4 +1,4 @@
-"""A graph captured from a function, run over hosts that live together in one process."""
+"""A graph captured from a function, run over workers that live together in one process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def captured(
 
 def analyzed(
     module: fx.GraphModule,
-    hosts: tuple[str, ...],
-    host_of: Callable[[fx.Node], str | None],
+    workers: tuple[str, ...],
+    worker_of: Callable[[fx.Node], str | None],
     *,
     origins: Sequence[Origin] | None = None,
     copies: bool = False,
@@ -35,9 +35,9 @@ def analyzed(
     """Its analysis, with every output wanted by all."""
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     returned = next(iter(reversed(module.graph.nodes))).args[0]
-    outputs = [Output(value.name, hosts, True) for value in returned if isinstance(value, fx.Node)]
+    outputs = [Output(value.name, workers, True) for value in returned if isinstance(value, fx.Node)]
     return analyze(
-        import_graph(module, "test", hosts, origins or [Origin()] * len(given), outputs, host_of), copies=copies
+        import_graph(module, "test", workers, origins or [Origin()] * len(given), outputs, worker_of), copies=copies
     )
 
 
@@ -49,7 +49,7 @@ def run(
     times: int = 3,
     post: Callable[[Any], Post] = Post,
 ) -> list[list[Any]]:
-    """What each host returns at last."""
+    """What each worker returns at last."""
 
     def work(party: Party) -> list[Any]:
         wires = party.connect(analysis.plan)

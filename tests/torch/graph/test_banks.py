@@ -20,7 +20,7 @@ from tensorwire.torch.graph.execution.transfers import Post
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.together import Together
 
-HOSTS = ("worker:0", "worker:1")
+WORKERS = ("worker 0", "worker 1")
 devices = pytest.mark.parametrize("device", [LoopbackDevice, TcpDevice])
 
 
@@ -28,9 +28,11 @@ def moved(function: Callable[..., Any], example: torch.Tensor, origin: Origin, *
     """What ``function`` returns is made on worker 1, all else on worker 0."""
     module = captured(function, [example], **options)
     returned = list(next(iter(reversed(module.graph.nodes))).args[0])
-    outputs = [Output(node.name, HOSTS[1:]) for node in returned]
+    outputs = [Output(node.name, WORKERS[1:]) for node in returned]
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    graph = import_graph(module, "test", HOSTS, [origin] * len(given), outputs, lambda node: HOSTS[node in returned])
+    graph = import_graph(
+        module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned]
+    )
     return module, analyze(graph)
 
 
@@ -53,7 +55,7 @@ class Runs:
 def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device]) -> None:
     """Worker 0's run ends, so that an optimizer may change its parameter, only after worker 1's."""
     weight = torch.ones(64, 64)
-    module, analysis = moved(lambda w: (w.view(-1),), weight, Origin("parameter", HOSTS[:1]))
+    module, analysis = moved(lambda w: (w.view(-1),), weight, Origin("parameter", WORKERS[:1]))
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     changed = threading.Event()
 
@@ -65,7 +67,7 @@ def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device
         runs = Runs(party, module, analysis)
         found = []
         for step in range(2):
-            if party.me == HOSTS[0]:
+            if party.me == WORKERS[0]:
                 runs(weight)
                 weight.fill_(step + 2)
                 if step:
@@ -81,7 +83,7 @@ def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device
 @devices
 def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[[], Device]) -> None:
     """Worker 1 keeps what it made in every second run; the memory of the others is used again."""
-    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", HOSTS[:1]), symbolic=True)
+    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", WORKERS[:1]), symbolic=True)
     assert [edge.kind for edge in analysis.plan.edges] == [DYNAMIC]
     sizes = [7, 0, 100, 3000, 1, 64, 2, 900, 5, 31]
 
@@ -103,7 +105,7 @@ def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[
 
 @devices
 def test_memory_of_tensors_of_any_size_is_used_again(device: Callable[[], Device]) -> None:
-    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", HOSTS[:1]), symbolic=True)
+    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", WORKERS[:1]), symbolic=True)
 
     def run(party: Party) -> int:
         runs = Runs(party, module, analysis)

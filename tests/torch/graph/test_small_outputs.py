@@ -46,7 +46,7 @@ def epochs(job: tw.Job) -> list[Any]:
     torch.manual_seed(0)
     model = Classifier()
     alone = copy.deepcopy(model)
-    tw.torch.place(model, {"": "worker:0", "body": f"worker:{job.num_workers - 1}"})
+    tw.torch.place(model, {"": 0, "body": job.num_workers - 1})
     compiled = torch.compile(model, backend="tensorwire")
     criterion = torch.compile(nn.functional.cross_entropy, backend="tensorwire")
     found: list[Any] = []
@@ -58,7 +58,7 @@ def epochs(job: tw.Job) -> list[Any]:
         if size * 256 <= SMALL or job.rank == 0:
             found.append((size, torch.equal(logits, right)))
         else:
-            with pytest.raises(tw.errors.LivesElsewhere, match="lives on worker:0"):
+            with pytest.raises(tw.errors.LivesElsewhere, match="lives on worker 0"):
                 logits.sum()
             found.append((size, "elsewhere"))
         losses = [criterion(logits, y), nn.functional.cross_entropy(right, y)]
@@ -76,7 +76,7 @@ def decode(job: tw.Job) -> list[bool]:
     torch.manual_seed(0)
     model = Language().eval()
     alone = copy.deepcopy(model)
-    tw.torch.place(model, {"": "worker:0", "mix": f"worker:{job.num_workers - 1}"})
+    tw.torch.place(model, {"": 0, "mix": job.num_workers - 1})
     texts = []
     with torch.no_grad():
         for one in (torch.compile(model, backend="tensorwire"), alone):

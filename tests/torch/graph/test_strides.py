@@ -24,7 +24,7 @@ from tests.torch.graph.graphs import captured
 from tests.torch.graph.lying import lie, mislead
 from tests.torch.graph.together import Together
 
-HOSTS = ("worker:0", "worker:1")
+WORKERS = ("worker 0", "worker 1")
 Function = Callable[..., tuple[torch.Tensor, ...]]
 aten = torch.ops.aten
 
@@ -34,11 +34,13 @@ def cut(module: fx.GraphModule, most: int | None = None, always: bool = False, s
     is not known. ``always``: all is copied. ``saved``: what is given lies on worker 0."""
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     returned = [node for node in next(iter(reversed(module.graph.nodes))).args[0] if isinstance(node, fx.Node)]
-    outputs = [Output(node.name, ("worker:1",)) for node in returned]
-    origin = Origin("saved", HOSTS[:1]) if saved else Origin()
-    graph = import_graph(module, "test", HOSTS, [origin] * len(given), outputs, lambda node: HOSTS[node in returned])
+    outputs = [Output(node.name, ("worker 1",)) for node in returned]
+    origin = Origin("saved", WORKERS[:1]) if saved else Origin()
+    graph = import_graph(
+        module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned]
+    )
     if most is not None:
-        graph = Graph(graph.name, graph.hosts, tuple(_bounded(node, most) for node in graph.nodes), graph.outputs)
+        graph = Graph(graph.name, graph.workers, tuple(_bounded(node, most) for node in graph.nodes), graph.outputs)
     return analyze(graph, copies=always)
 
 
@@ -67,7 +69,7 @@ def second(
         prepared = together.each(prepare)
 
         def once(party: Party) -> list[torch.Tensor]:
-            wires, call = prepared[HOSTS.index(party.me)]
+            wires, call = prepared[WORKERS.index(party.me)]
             wires.begin()
             results: list[torch.Tensor] = list(call(list(examples)))
             wires.end()
@@ -240,10 +242,10 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
     graph = import_graph(
         module,
         "test",
-        HOSTS,
-        [Origin("parameter", HOSTS[:1])],
-        [Output("relu", HOSTS[1:])],
-        lambda _: HOSTS[1],
+        WORKERS,
+        [Origin("parameter", WORKERS[:1])],
+        [Output("relu", WORKERS[1:])],
+        lambda _: WORKERS[1],
     )
     analysis = analyze(graph)
     assert [edge.lent for edge in analysis.plan.edges] == [True]
@@ -255,9 +257,9 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
             call = partition(module, analysis, party.me, post)
             found = None
             for step in range(2):
-                if party.me == HOSTS[0] and not step:
+                if party.me == WORKERS[0] and not step:
                     post.house(0, weight)
-                elif party.me == HOSTS[0]:
+                elif party.me == WORKERS[0]:
                     weight.data = {
                         "moved": weight.clone(),
                         "moved and turned": weight.t().contiguous().t(),

@@ -1,4 +1,4 @@
-"""All hosts of a graph in one process: a thread each, over loopback devices, with a dictionary for a coordinator."""
+"""All workers of a graph in one process: a thread each, over loopback devices, with a dictionary for a coordinator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Book:
 
 
 class Member:
-    """One host: its device, and channels to the others."""
+    """One worker: its device, and channels to the others."""
 
     def __init__(self, index: int, devices: list[Device], book: Book) -> None:
         self.index, self.client = index, book
@@ -63,14 +63,14 @@ class Member:
 
 
 class Together:
-    """``hosts`` parties of one job. ``each(call)`` runs ``call(party)`` for all at once and returns the results."""
+    """``workers`` parties of one job. ``each(call)`` runs ``call(party)`` for all at once and returns the results."""
 
-    def __init__(self, hosts: int, device: Callable[[], Device] = LoopbackDevice) -> None:
-        self._devices = [device() for _ in range(hosts)]
-        book = Book(hosts)
-        members: list[Any] = [Member(index, self._devices, book) for index in range(hosts)]
-        self.parties = [Party(member, hosts, TIMEOUT) for member in members]
-        self._pool = ThreadPoolExecutor(hosts)
+    def __init__(self, workers: int, device: Callable[[], Device] = LoopbackDevice) -> None:
+        self._devices = [device() for _ in range(workers)]
+        book = Book(workers)
+        members: list[Any] = [Member(index, self._devices, book) for index in range(workers)]
+        self.parties = [Party(member, workers, TIMEOUT) for member in members]
+        self._pool = ThreadPoolExecutor(workers)
 
     def each(self, call: Callable[[Party], T]) -> list[T]:
         """The first error of one is raised, once the others have ended; they end because the devices are aborted."""
@@ -81,7 +81,7 @@ class Together:
             except BaseException as error:
                 errors.append(error)
                 for device in self._devices:
-                    device.abort("another host failed")
+                    device.abort("another worker failed")
                 raise
 
         errors: list[BaseException] = []

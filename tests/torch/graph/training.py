@@ -1,4 +1,4 @@
-"""What a worker of a job does in tests: it trains a model that is cut over hosts, and the same one by itself."""
+"""What a worker of a job does in tests: it trains a model that is cut over workers, and the same one by itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.torch.graph import zoo
 
 
 def train(
-    job: tw.Job, name: str, hosts: dict[str, str] | None, seed: int = 0, steps: int = 4, **options: Any
+    job: tw.Job, name: str, workers: dict[str, int] | None, seed: int = 0, steps: int = 4, **options: Any
 ) -> dict[str, Any]:
-    """Trains ``steps`` steps; ``hosts``: by module, or a random cut by ``seed``.
+    """Trains ``steps`` steps; ``workers``: by module, or a random cut by ``seed``.
 
     Returns what differs from one process (``wrong``), the names of the parameters that had gradients here, and what the
     last step counted.
@@ -24,8 +24,8 @@ def train(
     defaults = {"replay_random": name in zoo.DROPPING}
     model = zoo.build(name)
     alone = copy.deepcopy(model)
-    hosts = zoo.cut(model, job.num_workers, seed) if hosts is None else hosts
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts, **defaults, **options})
+    workers = zoo.cut(model, job.num_workers, seed) if workers is None else workers
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": workers, **defaults, **options})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     wrong: list[str] = []
     counted: dict[str, int] = {}
@@ -49,19 +49,19 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     for (path, mine), its in zip(model.named_buffers(), alone.buffers(), strict=True):
-        if path.rpartition(".")[0] in _places(model, hosts, job.rank) and not torch.equal(mine, its):
+        if path.rpartition(".")[0] in _places(model, workers, job.rank) and not torch.equal(mine, its):
             wrong.append(f"buffer {path}")
     return {"wrong": wrong, "here": mine_here, "counted": counted}
 
 
-def _places(model: torch.nn.Module, hosts: dict[str, str], rank: int) -> set[str]:
-    """The modules of this host."""
+def _places(model: torch.nn.Module, workers: dict[str, int], rank: int) -> set[str]:
+    """The modules of this worker."""
     found = set()
     for path, _ in model.named_modules():
         at = path
-        while at and at not in hosts:
+        while at and at not in workers:
             at = at.rpartition(".")[0]
-        if hosts.get(at) == f"worker:{rank}":
+        if workers.get(at) == rank:
             found.add(path)
     return found
 

@@ -26,12 +26,14 @@ NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 @dataclass(frozen=True)
 class Model:
-    """``make()`` makes the module, ``inputs()`` its arguments; ``hosts``: where its modules go, if it says so."""
+    """``make()`` makes the module, ``inputs()`` its arguments; ``workers``: the rank that runs each of its modules, if
+    it says so.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[], Sequence[Any]]
-    hosts: Mapping[str, str] | None = None
+    workers: Mapping[str, int | str] | None = None
 
 
 def find_model(what: str, batch: int | None) -> Model:
@@ -75,11 +77,11 @@ def _of_script(path: Path, batch: int | None) -> Model:
     if batch is not None and not takes:
         raise ArgumentError(f"--batch {batch}: inputs() of {path} takes no batch: write def inputs(batch=8)")
     given = () if batch is None else (batch,)
-    hosts = getattr(module, "hosts", None)
-    if hosts is not None and not isinstance(hosts, dict):
-        raise ArgumentError(f"{path}: hosts is a dict of module paths to hosts, not {type(hosts).__name__}")
+    workers = getattr(module, "workers", None)
+    if workers is not None and not isinstance(workers, dict):
+        raise ArgumentError(f"{path}: workers is a dict of module paths to ranks, not {type(workers).__name__}")
     make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
-    return Model(path.stem, make, inputs, hosts)
+    return Model(path.stem, make, inputs, workers)
 
 
 def _import(path: Path) -> ModuleType:

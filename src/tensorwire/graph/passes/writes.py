@@ -8,46 +8,47 @@ from tensorwire.errors import ArgumentError
 from tensorwire.graph.ir import GIVEN, Graph, Node
 from tensorwire.graph.passes.aliases import Aliases
 
-Hosts = frozenset[str]
+Workers = frozenset[str]
 
 
-def writers(graph: Graph, home: dict[str, str], aliases: Aliases, wandering: set[str]) -> dict[str, Hosts]:
-    """The hosts of every node that changes something in place. ``wandering``: what runs where others want it.
+def writers(graph: Graph, home: dict[str, str], aliases: Aliases, wandering: set[str]) -> dict[str, Workers]:
+    """The workers of every node that changes something in place. ``wandering``: what runs where others want it.
 
-    What several hosts were given is changed on each that reads it: there it has to be right when the graph runs again.
+    What several workers were given is changed on each that reads it: there it has to be right when the graph runs
+    again.
     """
     changed = [node for node in graph.nodes if node.writes]
     readers: dict[str, set[str]] = defaultdict(set)
     for node in graph.nodes if changed else ():
         if node.name in home and node.name not in wandering:
             _add_reader(readers, aliases, node, frozenset({home[node.name]}))
-    found: dict[str, Hosts] = {}
+    found: dict[str, Workers] = {}
     spreading = True
-    while spreading:  # who changes one thing on more hosts reads others there
+    while spreading:  # who changes one thing on more workers reads others there
         spreading = False
         for node in changed:
-            hosts = frozenset({home[node.name]})
+            workers = frozenset({home[node.name]})
             for root in map(aliases.root, node.writes):
                 if root.kind in GIVEN:
-                    hosts |= readers[root.name] & set(graph.hosts if root.present is None else root.present)
-            if found.get(node.name) != hosts:
+                    workers |= readers[root.name] & set(graph.workers if root.present is None else root.present)
+            if found.get(node.name) != workers:
                 spreading = True
-                found[node.name] = hosts
-                _add_reader(readers, aliases, node, hosts)
+                found[node.name] = workers
+                _add_reader(readers, aliases, node, workers)
     return found
 
 
-def _add_reader(readers: dict[str, set[str]], aliases: Aliases, node: Node, hosts: Hosts) -> None:
+def _add_reader(readers: dict[str, set[str]], aliases: Aliases, node: Node, workers: Workers) -> None:
     for root in map(aliases.root, node.inputs):
         if root.name in aliases.written:
-            readers[root.name] |= hosts
+            readers[root.name] |= workers
 
 
-def check_writes(graph: Graph, runs: dict[str, Hosts], aliases: Aliases) -> None:
-    """Raises `ArgumentError` for a change of what is on another host, and for a host that would read what was there
+def check_writes(graph: Graph, runs: dict[str, Workers], aliases: Aliases) -> None:
+    """Raises `ArgumentError` for a change of what is on another worker, and for a worker that would read what was there
     before a change."""
     last: dict[str, Node] = {}  # by root
-    own: dict[str, Hosts] = {}  # where each value is itself, and not what was received of it
+    own: dict[str, Workers] = {}  # where each value is itself, and not what was received of it
     for node in graph.nodes if aliases.written else ():
         own[node.name] = _own(graph, node, runs, own)
         for name in node.inputs if node.name in runs else ():
@@ -62,25 +63,25 @@ def check_writes(graph: Graph, runs: dict[str, Hosts], aliases: Aliases) -> None
             last[aliases.root(name).name] = node
 
 
-def _own(graph: Graph, node: Node, runs: dict[str, Hosts], own: dict[str, Hosts]) -> Hosts:
+def _own(graph: Graph, node: Node, runs: dict[str, Workers], own: dict[str, Workers]) -> Workers:
     if node.name not in runs:
-        return frozenset(graph.hosts if node.present is None else node.present)
+        return frozenset(graph.workers if node.present is None else node.present)
     return runs[node.name] if node.alias is None else runs[node.name] & own[node.alias]
 
 
-def _elsewhere(graph: Graph, node: Node, name: str, where: Hosts, own: Hosts) -> ArgumentError:
+def _elsewhere(graph: Graph, node: Node, name: str, where: Workers, own: Workers) -> ArgumentError:
     return ArgumentError(
         f"graph {graph.name}: {node.name} runs on {_listed(where)} and changes {name} in place, which is on "
-        f"{_listed(own)}: change on one host only what is there"
+        f"{_listed(own)}: change on one worker only what is there"
     )
 
 
-def _stale(graph: Graph, node: Node, name: str, where: Hosts, writer: Node, there: Hosts) -> ArgumentError:
+def _stale(graph: Graph, node: Node, name: str, where: Workers, writer: Node, there: Workers) -> ArgumentError:
     return ArgumentError(
         f"graph {graph.name}: {node.name} runs on {_listed(where)} and reads {name} after {writer.name} changed it in "
         f"place on {_listed(there)}: let it read {writer.name}"
     )
 
 
-def _listed(hosts: Hosts) -> str:
-    return ", ".join(sorted(hosts)) or "no host"
+def _listed(workers: Workers) -> str:
+    return ", ".join(sorted(workers)) or "no worker"

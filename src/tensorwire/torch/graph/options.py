@@ -15,15 +15,15 @@ MODES = ("zerocopy", "copy")
 
 @dataclass(frozen=True)
 class Options:
-    """``hosts``: by module path, the host that runs it; not needed where the model was placed.
+    """``workers``: by module path, the rank of the worker that runs it; not needed where the model was placed.
 
-    ``outputs``: which of the graph's outputs reach every host: those of up to 64 KiB ("small"), or "all".
+    ``outputs``: which of the graph's outputs reach every worker: those of up to 64 KiB ("small"), or "all".
     ``mode``: how tensors cross: born in registered memory ("zerocopy"), or to compare with, copied there ("copy").
-    ``replay_random``: hosts also draw the random numbers of the others' operators, so that dropout is that of one
+    ``replay_random``: workers also draw the random numbers of the others' operators, so that dropout is that of one
     process; it costs those operators' time.
     """
 
-    hosts: Mapping[str, str] | None = None
+    workers: Mapping[str, int | str] | None = None
     outputs: str = "small"
     mode: str = "zerocopy"
     replay_random: bool = False

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` where every host has the gradients of its own parameters."""
+"""``clip_grad_norm_`` where every worker has the gradients of its own parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the hosts of a graph: the same norm, bit for bit, as in one process.
+    """`torch.nn.utils.clip_grad_norm_` over the workers of a graph: the same norm, bit for bit, as in one process.
 
-    ``parameters``: those of the whole model, in the same order on every host; gradients of other hosts' parameters are
-    None here. Every host calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a gradient on
-    two hosts, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
+    ``parameters``: those of the whole model, in the same order on every worker; gradients of other workers' parameters
+    are None here. Every worker calls it. Returns the total norm. Raises `ArgumentError` where a parameter has a
+    gradient on two workers, `RuntimeError` for a norm that is not finite if ``error_if_nonfinite``, or `PeerLost`.
     """
     job = current()
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -47,7 +47,7 @@ def clip_grad_norm_(
         raise job.member.explain(error) from None
     total = _total(given, told, norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all hosts is {total.item()}")
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all workers is {total.item()}")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
     return total
 
@@ -56,7 +56,7 @@ def _total(given: list[torch.Tensor], told: dict[str, Any], norm_type: float) ->
     """As `torch.nn.utils.get_total_norm` has it: the norm of all norms, in the order of the parameters."""
     norms = []
     for at, parameter in enumerate(given):
-        having = [host for host, numbers in told.items() if numbers[2 * at]]
+        having = [worker for worker, numbers in told.items() if numbers[2 * at]]
         if len(having) > 1:
             raise ArgumentError(f"parameter {at} has a gradient on {', '.join(having)}: which one counts?")
         if having:

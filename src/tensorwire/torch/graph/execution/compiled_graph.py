@@ -1,4 +1,4 @@
-"""One captured graph at this host: planned when it first runs, because only then it is known where its inputs are."""
+"""One captured graph at this worker: planned when it first runs, because only then it is known where its inputs are."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
 from tensorwire.torch.graph.placement.registry import note_alone, owner_of
 from tensorwire.torch.graph.placement.remote_tensor import lives
-from tensorwire.torch.graph.placement.scope import Scope, host_of
+from tensorwire.torch.graph.placement.scope import Scope, worker_of
 
-HOME = "_tensorwire_home"  # attribute of an output that not every host has in every run: the host that always has it
+# An attribute of an output that not every worker has in every run: the worker that always has it.
+HOME = "_tensorwire_home"
 HERE = "_tensorwire_here"  # attribute of such an output that all have in this run
 
 
@@ -33,7 +34,7 @@ class Part:
     """A graph of one frame that was compiled."""
 
     what = ""
-    keeps = False  # something in the place of values for the backward graph that another host has
+    keeps = False  # something in the place of values for the backward graph that another worker has
 
     def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
         self.module, self.job, self.options, self.scope = module, job, options, scope
@@ -44,12 +45,12 @@ class Part:
         self._post: Post | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
-        self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every host
+        self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every worker
 
     def __call__(self, args: list[Any]) -> Any:
-        """Runs this host's part. An error here is one of the whole job: the others wait for what will not come.
+        """Runs this worker's part. An error here is one of the whole job: the others wait for what will not come.
 
-        Where nobody said a host, it runs all of it, and nobody waits for it.
+        Where nothing was placed, it runs all of it, and nobody waits for it.
         """
         if self._run is None and self._replica is None and self.is_replica(args):
             self._replica = self.replica()
@@ -80,7 +81,7 @@ class Part:
         """Before each run."""
 
     def is_replica(self, args: list[Any]) -> bool:
-        """Whether nobody said a host."""
+        """Whether nothing was placed."""
         raise NotImplementedError
 
     def replica(self) -> Boxed:
@@ -113,11 +114,11 @@ class Part:
     def _import(self, args: list[Any]) -> Graph:
         name = f"{self.party.next_number} ({self.what})"
         origins, outputs = self.origins(args), self.outputs()
-        return import_graph(self.module, name, self.party.hosts, origins, outputs, self.host_of)
+        return import_graph(self.module, name, self.party.workers, origins, outputs, self.worker_of)
 
-    def host_of(self, node: fx.Node) -> str | None:
+    def worker_of(self, node: fx.Node) -> str | None:
         """Where the user put a node."""
-        return host_of(self.scope, node, backward=False)
+        return worker_of(self.scope, node, backward=False)
 
     def origins(self, args: list[Any]) -> list[Origin]:
         """Where each argument is."""
@@ -148,7 +149,7 @@ class Forward(Part):
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         return (
             self.scope.spot is None
-            and not any(map(self.scope.host_of, self.module.graph.nodes))
+            and not any(map(self.scope.worker_of, self.module.graph.nodes))
             and not any(home_of(tensor) or owner_of(tensor) for tensor in tensors)
         )
 
@@ -159,7 +160,7 @@ class Forward(Part):
                 continue
             if place not in self._static:
                 self._check_home(place, value, origin)
-            elif origin.present != (self.party.me,) and lives(value) is None:  # its model has its hosts from options
+            elif origin.present != (self.party.me,) and lives(value) is None:  # its model has its workers from options
                 only_with_gradient(value)
 
     def _check_home(self, place: int, value: torch.Tensor, origin: Origin) -> None:
@@ -167,16 +168,16 @@ class Forward(Part):
         if now not in (None, planned) and not getattr(value, HERE, False):
             raise ArgumentError(
                 f"argument {place} of graph {self.what} is on {now} now; when the graph was planned it was on "
-                f"{planned or 'every host'}"
+                f"{planned or 'every worker'}"
             )
 
     def origins(self, args: list[Any]) -> list[Origin]:
-        users = {node.name: next(filter(None, map(self.scope.host_of, node.users)), None) for node in self.given}
+        users = {node.name: next(filter(None, map(self.scope.worker_of, node.users)), None) for node in self.given}
         for place, (node, value) in enumerate(zip(self.given, args, strict=True)):
             if place in self._static:
                 owner = owner_of(value) if isinstance(value, torch.Tensor) else None
-                host = (owner.host if owner is not None else None) or users[node.name] or self.party.hosts[0]
-                self.homes.append(Origin(PARAMETER, (host,)))
+                worker = (owner.worker if owner is not None else None) or users[node.name] or self.party.workers[0]
+                self.homes.append(Origin(PARAMETER, (worker,)))
             else:
                 home = home_of(value) if isinstance(value, torch.Tensor) else None
                 self.homes.append(Origin(INPUT, None if home is None else (home,)))
@@ -185,7 +186,7 @@ class Forward(Part):
     def outputs(self) -> list[Output]:
         seen = self.metadata.num_forward_returns
         return [
-            output(value, self.party.hosts, caller=place < seen, everything=self.options.outputs == "all")
+            output(value, self.party.workers, caller=place < seen, everything=self.options.outputs == "all")
             for place, value in enumerate(self.returned)
             if isinstance(value, fx.Node)
         ]
@@ -214,8 +215,8 @@ class Backward(Part):
         if self._bears:
             args.append(slots_of_inputs(self._tensors))
 
-    def host_of(self, node: fx.Node) -> str | None:
-        return host_of(self.scope, node, backward=True)
+    def worker_of(self, node: fx.Node) -> str | None:
+        return worker_of(self.scope, node, backward=True)
 
     def _planned(self) -> Analysis:
         assert self.forward.analysis is not None
@@ -224,7 +225,7 @@ class Backward(Part):
     def origins(self, args: list[Any]) -> list[Origin]:
         holds = self._planned().crossing.holds
         return [
-            Origin(SAVED, tuple(host for host in self.party.hosts if host in holds[node.name]))
+            Origin(SAVED, tuple(worker for worker in self.party.workers if worker in holds[node.name]))
             if node.name in holds
             else Origin(INPUT)
             for node in self.given
@@ -234,7 +235,7 @@ class Backward(Part):
         """A gradient goes to where what it is of is."""
         homes = self.forward.homes
         return [
-            Output(value.name, origin.present or self.party.hosts, True)
+            Output(value.name, origin.present or self.party.workers, True)
             for origin, value in zip(homes, self.returned, strict=False)
             if isinstance(value, fx.Node)
         ]
@@ -243,8 +244,8 @@ class Backward(Part):
         return self._planned().plan.loans
 
 
-def output(node: fx.Node, hosts: tuple[str, ...], *, caller: bool, everything: bool = False) -> Output:
-    """Which of ``hosts`` get a result of a graph. With ``everything`` all get each that is the ``caller``'s.
+def output(node: fx.Node, workers: tuple[str, ...], *, caller: bool, everything: bool = False) -> Output:
+    """Which of ``workers`` get a result of a graph. With ``everything`` all get each that is the ``caller``'s.
 
     Else all get numbers and tensors that are small. Whether a tensor is whose size varies, each run decides.
     """
@@ -252,20 +253,20 @@ def output(node: fx.Node, hosts: tuple[str, ...], *, caller: bool, everything: b
         return Output(node.name)
     value = node.meta.get("val")
     if everything or not isinstance(value, torch.Tensor):
-        return Output(node.name, hosts, True)
+        return Output(node.name, workers, True)
     elements = spec_of(value).elements
     if elements is not None and elements * value.element_size() <= SMALL:
-        return Output(node.name, hosts, True)
+        return Output(node.name, workers, True)
     varies = elements is None or not isinstance(value.numel(), int)
     if varies and value.dim() <= MOST_DIMENSIONS:
-        return Output(node.name, hosts, True, if_small=True)
+        return Output(node.name, workers, True, if_small=True)
     return Output(node.name, (), True)
 
 
 def home_of(value: torch.Tensor) -> str | None:
-    """The only host that has ``value``, if there is but one."""
+    """The only worker that has ``value``, if there is but one."""
     elsewhere = lives(value)
     if elsewhere is not None:
-        return elsewhere.host
+        return elsewhere.worker
     home = getattr(value, HOME, None)
     return None if home is None else str(home)

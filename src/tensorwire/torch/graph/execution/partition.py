@@ -1,4 +1,4 @@
-"""One host's part of a graph as a function of its own: its operators, and between them what comes and goes."""
+"""One worker's part of a graph as a function of its own: its operators, and between them what comes and goes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def partition(
 
     What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
     without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. With ``replays`` random
-    numbers are drawn for the operators of other hosts, too.
+    numbers are drawn for the operators of other workers, too.
     """
     return _Builder(module, analysis, me, post, set(shown), keeps, replays).build()
 
@@ -49,8 +49,8 @@ class _Builder:
     ) -> None:
         self.module, self.analysis, self.me, self.post = module, analysis, me, post
         self.shown, self.keeps, self.replays = shown, keeps, replays
-        self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
-        self.inputs = {name for name, _ in analysis.plan.reads}  # which every host passes
+        self.gets = {name for name, workers in analysis.plan.gets if me in workers}
+        self.inputs = {name for name, _ in analysis.plan.reads}  # which every worker passes
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.received: set[str] = set()
@@ -90,7 +90,7 @@ class _Builder:
             self._note_number(node, made)
 
     def _is_here(self, name: str) -> bool:
-        """Whether an argument has its right shape here. Something stands for what only another host has kept."""
+        """Whether an argument has its right shape here. Something stands for what only another worker has kept."""
         crossing = self.analysis.crossing
         received = name in crossing.sent and self.me in crossing.sent[name][1]
         return name in self.inputs or (self.me in crossing.holds[name] and not received)
@@ -128,7 +128,7 @@ class _Builder:
         index = {self.analysis.plan.edges[edge].index: edge for edge in births}
         try:
             sizes = {edge: self._lengths(outputs[output]) for output, edge in index.items()}
-        except Unsupported:  # it depends on a number that only another host has: copied when it is sent
+        except Unsupported:  # it depends on a number that only another worker has: copied when it is sent
             return self.graph.call_function(node.target, args, kwargs)
         birth = self.post.birthplace(node.target, index, [outputs[output].dtype for output in index])
         return self._call(birth, list(sizes.values()), args, kwargs)

@@ -1,4 +1,4 @@
-"""A graph that every host runs by itself, because nobody said a host: data parallel training.
+"""A graph that every worker runs by itself, because nothing was placed: data parallel training.
 
 Gradients of parameters that a `StoreOptimizer` has are born in the store's slots, so that pushing copies nothing. A
 gradient can be if it is the whole output of one operator, and nothing else that the graph returns shares its memory.

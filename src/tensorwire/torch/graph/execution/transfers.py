@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 class Post:
-    """The ends of a plan's edges at one host, as functions over tensors."""
+    """The ends of a plan's edges at one worker, as functions over tensors."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires

@@ -1,4 +1,4 @@
-"""``place`` and ``unplace``: modules are given to hosts, and what is not of this host gives its memory back."""
+"""``place`` and ``unplace``: they assign modules to workers; what this worker does not run gives its memory back."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import TypeVar
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.graph.ir import worker_name
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.placement.compile_check import unwatch, watch
 from tensorwire.torch.graph.placement.registry import (
-    Hosts,
-    check_host,
+    Ranks,
     forget,
     known,
     owner_of,
+    rank_of,
     register,
     unwrapped,
     was_alone,
@@ -29,15 +30,16 @@ _ADVICE = (
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
-    """Says which host runs which module of ``model``, and keeps only the parameters and buffers of this host.
+def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
+    """Says which worker runs which module of ``model``, and keeps only the parameters and buffers of this worker.
 
-    ``hosts``: by dotted path, as in ``named_modules()``, covering all below it; ``""`` is the rest. What has no host is
-    kept by all. ``host`` is this process's own, by default that of its place in the job. Call it in every process,
-    after loading and before ``torch.compile(model, backend="tensorwire")``; it returns ``model``. If the model has run
-    compiled before, all that torch has compiled in this process is dropped, and compiled again in the next call.
+    ``workers``: ranks (``"worker:1"`` means the same as ``1``) by dotted path, as in ``named_modules()``, covering all
+    below it; ``""`` is the rest. What has no worker is kept by all. ``worker`` is this process's own, by default that
+    of its place in the job. Call it in every process, after loading and before ``torch.compile(model,
+    backend="tensorwire")``; it returns ``model``. If the model has run compiled before, all that torch has compiled in
+    this process is dropped, and compiled again in the next call.
 
-    A parameter of another host keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
+    A parameter of another worker keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
     read; optimizers pass it by, as it has no gradient. A tensor that several modules share lives with the first of
     them. From here on a placed module that runs uncompiled raises `Unsupported`: see `unplace`.
 
@@ -45,21 +47,21 @@ def place(model: M, hosts: Hosts, *, host: str | None = None) -> M:
     parameters that are not plain tensors on the CPU; the model is as before then.
     """
     inner = unwrapped(model)
-    mine = _own_host(host, hosts)
+    mine = _own_worker(worker, workers)
     _check_tensors(inner)
     if known(inner) is not None:
         raise ArgumentError(
-            "this model has its hosts already, from place() or from the options of torch.compile: place it once, "
-            "before the first compiled call, and without options={'hosts': ...}; unplace(model) takes them back"
+            "this model has its workers already, from place() or from the options of torch.compile: place it once, "
+            "before the first compiled call, and without options={'workers': ...}; unplace(model) takes them back"
         )
-    register(inner, hosts)
+    register(inner, workers)
     if was_alone(inner):  # what was compiled then would run on every worker
         torch.compiler.reset()
     watch(inner)
     for tensor in (*inner.parameters(), *inner.buffers()):
         owner = owner_of(tensor)
-        if owner is not None and owner.host not in (None, mine) and lives(tensor) is None:
-            vacate(tensor, owner.name, str(owner.host), advice=_ADVICE.format(mine))
+        if owner is not None and owner.worker not in (None, mine) and lives(tensor) is None:
+            vacate(tensor, owner.name, str(owner.worker), advice=_ADVICE.format(mine))
     return model
 
 
@@ -77,11 +79,11 @@ def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
         if (where := lives(tensor)) is not None:
             value = (state or {}).get(name)
             if value is None:
-                raise ArgumentError(f"{name} lives on {where.host}: unplace(model, state) needs its value in state")
+                raise ArgumentError(f"{name} lives on {where.worker}: unplace(model, state) needs its value in state")
             if value.shape != tensor.shape or value.dtype != tensor.dtype or lives(value) is not None:
                 raise ArgumentError(
                     f"{name} is {list(tensor.shape)} of {tensor.dtype}; in state it is "
-                    + (f"on {gone.host} too" if (gone := lives(value)) else f"{list(value.shape)} of {value.dtype}")
+                    + (f"on {gone.worker} too" if (gone := lives(value)) else f"{list(value.shape)} of {value.dtype}")
                 )
             values.append((tensor, value))
     unwatch(inner)
@@ -91,16 +93,17 @@ def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
     return model
 
 
-def _own_host(host: str | None, hosts: Hosts) -> str:
-    if host is not None:
-        check_host(host)
-        return host
+def _own_worker(worker: int | str | None, workers: Ranks) -> str:
+    if worker is not None:
+        return worker_name(rank_of(worker))
     job = current()
-    workers = [f"worker:{rank}" for rank in range(job.num_workers)]
-    for name in hosts.values() if isinstance(hosts, Mapping) else ():  # the rest is refused later
-        if name not in workers:
-            raise ArgumentError(f"there is no {name!r}: this job has the hosts {', '.join(workers)}")
-    return workers[job.rank]
+    for rank in map(rank_of, workers.values() if isinstance(workers, Mapping) else ()):  # the rest is refused later
+        if rank >= job.num_workers:
+            raise ArgumentError(
+                f"there is no {worker_name(rank)}: this job has {job.num_workers} worker{'s' * (job.num_workers > 1)}; "
+                f"give ranks below {job.num_workers}, or start more workers"
+            )
+    return worker_name(job.rank)
 
 
 def _check_tensors(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a graph returns in the place of values that another host holds."""
+"""What a graph returns in the place of values that another worker holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown_elsewhere(traced: torch.Tensor) -> Function:
 def length_of(length: Any, known: Container[Any], me: str) -> tuple[list[Any], Function]:
     """The symbols that a length depends on, and ``evaluate(*their numbers)``.
 
-    Raises `Unsupported` for one that depends on more than ``known``: on values that only another host has.
+    Raises `Unsupported` for one that depends on more than ``known``: on values that only another worker has.
     """
     expression = length.node.expr
     symbols = sorted(expression.free_symbols, key=str)

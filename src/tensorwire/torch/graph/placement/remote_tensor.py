@@ -1,4 +1,4 @@
-"""What stands for a tensor that lives on another host: its shape, and an error for whoever reads it.
+"""What stands for a tensor that lives on another worker: its shape, and an error for whoever reads it.
 
 It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Readers are stopped at
 three levels:
@@ -47,7 +47,7 @@ class Lives:
     """Where the tensor ``name`` is, and what somebody who reads it here may do instead."""
 
     name: str
-    host: str
+    worker: str
     advice: str
 
 
@@ -85,15 +85,15 @@ class _Stand:
         tensor, lives = cast(torch.Tensor, self), self._tensorwire
         if lives is None:
             return _plain(self).__repr__(**options)  # type: ignore[no-untyped-call, no-any-return]
-        return f"<{lives.name} on {lives.host}: {tuple(tensor.shape)}, {tensor.dtype}>"
+        return f"<{lives.name} on {lives.worker}: {tuple(tensor.shape)}, {tensor.dtype}>"
 
 
 class Elsewhere(_Stand, torch.Tensor):  # type: ignore[misc]
-    """A tensor of another host."""
+    """A tensor of another worker."""
 
 
 class ElsewhereParameter(_Stand, torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter of another host."""
+    """A parameter of another worker."""
 
 
 def lives(tensor: torch.Tensor) -> Lives | None:
@@ -113,15 +113,15 @@ def hollow(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
     return tensor
 
 
-def elsewhere(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> torch.Tensor:
-    """Makes ``tensor`` itself, such as what a graph returned in its place, the stand-in for ``name`` of ``host``.
+def elsewhere(tensor: torch.Tensor, name: str, worker: str, *, advice: str = "") -> torch.Tensor:
+    """Makes ``tensor`` itself, such as what a graph returned in its place, the stand-in for ``name`` of ``worker``.
 
     It keeps its ``grad_fn`` and its memory (`hollow` has none), and a compiled graph takes it as the tensor it was. To
     read it raises `LivesElsewhere`, with ``advice``.
     """
     _plain_to_dynamo()
     tensor.__class__ = ElsewhereParameter if isinstance(tensor, torch.nn.Parameter) else Elsewhere
-    cast(Any, tensor)._tensorwire = Lives(name, host, advice)
+    cast(Any, tensor)._tensorwire = Lives(name, worker, advice)
     if tensor.numel():
         _lock(tensor, cast(Any, tensor)._tensorwire)
     return tensor
@@ -155,12 +155,12 @@ def _plain(tensor: Any) -> torch.Tensor:
         return cast(torch.Tensor, tensor).as_subclass(torch.Tensor)
 
 
-def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> None:
-    """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``host`` from now on."""
+def vacate(tensor: torch.Tensor, name: str, worker: str, *, advice: str = "") -> None:
+    """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``worker`` from now on."""
     tensor.grad = None
     tensor.data = hollow(tensor.shape, tensor.stride(), tensor.dtype)
     only_with_gradient(tensor)
-    elsewhere(tensor, name, host, advice=advice)
+    elsewhere(tensor, name, worker, advice=advice)
 
 
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ def _dynamo_looks(name: str) -> bool:
 
 
 def _refusal(lives: Lives, what: str) -> LivesElsewhere:
-    said = f"{lives.name} lives on {lives.host}: it cannot be read here (by {what})"
+    said = f"{lives.name} lives on {lives.worker}: it cannot be read here (by {what})"
     return LivesElsewhere(f"{said}; {lives.advice}" if lives.advice else said)
 
 

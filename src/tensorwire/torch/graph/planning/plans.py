@@ -1,4 +1,4 @@
-"""The plans of a model that was surveyed: what would run where, and what would be sent, if it ran on such hosts."""
+"""The plans of a model that was surveyed: what would run where, and what would be sent, if it ran on such workers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 from torch import fx
 
 from tensorwire.graph import Analysis, Graph, Output, analyze
-from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
+from tensorwire.graph.ir import INPUT, PARAMETER, SAVED, worker_name
 from tensorwire.torch.graph.capture.importer import Origin, import_graph
 from tensorwire.torch.graph.capture.joint import given, returned
 from tensorwire.torch.graph.capture.module_paths import module_path
 from tensorwire.torch.graph.execution.compiled_graph import output
-from tensorwire.torch.graph.placement.scope import Scope, host_of, placed
+from tensorwire.torch.graph.placement.scope import Scope, placed, worker_of
 from tensorwire.torch.graph.planning.trace import Survey, Traced
 
 
@@ -27,23 +27,24 @@ class Planned:
     labels: Mapping[str, str]
 
 
-def plans(found: Survey, hosts: Sequence[str], placement: Mapping[str, str]) -> list[Planned]:
+def plans(found: Survey, workers: int, placement: Mapping[str, int | str]) -> list[Planned]:
     """The plans of all graphs, each forward one before that of its gradients. What ``placement`` names by no path runs
-    on the first host.
+    on worker 0.
 
     Raises `ArgumentError` for a module that is not there.
     """
     planned: list[Planned] = []
-    with placed(found.model, {"": hosts[0], **placement}) as scope:
+    names = tuple(map(worker_name, range(workers)))
+    with placed(found.model, {"": 0, **placement}) as scope:
         for number, traced in enumerate(found.traced):
             name = f" {number}" if len(found.traced) > 1 else ""
-            planned += _Planner(traced, tuple(hosts), scope).plans(name)
+            planned += _Planner(traced, names, scope).plans(name)
     return planned
 
 
 class _Planner:
-    def __init__(self, traced: Traced, hosts: tuple[str, ...], scope: Scope) -> None:
-        self.traced, self.hosts, self.scope = traced, hosts, scope
+    def __init__(self, traced: Traced, workers: tuple[str, ...], scope: Scope) -> None:
+        self.traced, self.workers, self.scope = traced, workers, scope
 
     def plans(self, name: str) -> list[Planned]:
         graph = self._import(self.traced.forward, f"forward{name}", self._origins(), self._outputs())
@@ -57,7 +58,7 @@ class _Planner:
         kinds = [Origin(SAVED if node.name in saved else INPUT) for node in given(module)]
         origins = {node.name: node.present for node in forward.graph.nodes}
         outputs = [
-            Output(value.name, origins[source.name] or self.hosts, True)
+            Output(value.name, origins[source.name] or self.workers, True)
             for source, value in zip(given(self.traced.forward), returned(module), strict=False)
             if isinstance(value, fx.Node)
         ]
@@ -65,15 +66,15 @@ class _Planner:
         return Planned(graph, analyze(graph), _labels(module))
 
     def _import(self, module: fx.GraphModule, name: str, origins: Sequence[Origin], outputs: Sequence[Output]) -> Graph:
-        said = partial(host_of, self.scope, backward=module is self.traced.backward)
-        return import_graph(module, name, self.hosts, origins, outputs, said)
+        said = partial(worker_of, self.scope, backward=module is self.traced.backward)
+        return import_graph(module, name, self.workers, origins, outputs, said)
 
     def _origins(self) -> list[Origin]:
         found = []
         for index, node in enumerate(given(self.traced.forward)):
             if index in self.traced.static:
-                said = map(self.scope.host_of, node.users)
-                found.append(Origin(PARAMETER, (next(filter(None, said), self.hosts[0]),)))
+                said = map(self.scope.worker_of, node.users)
+                found.append(Origin(PARAMETER, (next(filter(None, said), self.workers[0]),)))
             else:
                 found.append(Origin(INPUT))
         return found
@@ -82,7 +83,7 @@ class _Planner:
         found = []
         for index, value in enumerate(returned(self.traced.forward)):
             if isinstance(value, fx.Node):
-                found.append(output(value, self.hosts, caller=index < self.traced.returns))
+                found.append(output(value, self.workers, caller=index < self.traced.returns))
         return found
 
 
@@ -104,6 +105,6 @@ def _with_present(graph: Graph, holds: Mapping[str, Iterable[str]]) -> Graph:
     for node in graph.nodes:
         if node.kind == SAVED:
             held = set(holds[node.name])
-            node = replace(node, present=tuple(host for host in graph.hosts if host in held))
+            node = replace(node, present=tuple(worker for worker in graph.workers if worker in held))
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))

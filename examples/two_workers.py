@@ -1,7 +1,7 @@
 """Trains a small transformer whose later half is on another worker. No send or receive is written anywhere:
 
-tensorwire run --workers 2 --servers 0 -- python examples/two_hosts.py
-tensorwire run --workers 2 --servers 0 --device tcp -- python examples/two_hosts.py
+tensorwire run --workers 2 --servers 0 -- python examples/two_workers.py
+tensorwire run --workers 2 --servers 0 --device tcp -- python examples/two_workers.py
 """
 
 import torch
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
 
 model = Classifier()
 # Layers 2 and 3 live on worker 1, everything else on worker 0. Parameters of the other worker take no memory here.
-tw.torch.place(model, {"": "worker:0", "layers.2": "worker:1", "layers.3": "worker:1"})
+tw.torch.place(model, {"": 0, "layers.2": 1, "layers.3": 1})
 compiled = torch.compile(model, backend="tensorwire")
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 generator = torch.Generator().manual_seed(1)
