@@ -95,7 +95,7 @@ class Workers(Group):
             **MALLOC,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # gloo takes the interface of the host's name otherwise.
+            # gloo takes the interface of the machine's name otherwise.
             "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo",
         }
         name = f"{self.variant.name}: {name}"
@@ -111,8 +111,8 @@ class Workers(Group):
             "TENSORWIRE_WORKERS": str(setup.workers),
             "TENSORWIRE_SERVERS": str(setup.servers),
         }
-        host = ADDRESSES[0] if setup.ends else "127.0.0.1"
-        launch = module_command("tensorwire.launch.coordinator", setup.workers, setup.servers, host, 0)
+        interface = ADDRESSES[0] if setup.ends else "127.0.0.1"
+        launch = module_command("tensorwire.launch.coordinator", setup.workers, setup.servers, interface, 0)
         coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
         line = coordinator.hear()
@@ -129,8 +129,8 @@ class Workers(Group):
         """Starts the gRPC store's servers; their addresses."""
         setup, script = self._cast, str(PROGRAMS / "grpc_train.py")
         for index in range(setup.servers):
-            host = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
-            command = (sys.executable, script, "server", str(index), str(setup.workers), host)
+            interface = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
+            command = (sys.executable, script, "server", str(index), str(setup.workers), interface)
             self._others.append(self._program(f"server {index}", index, command, environment))
         return ",".join(hear_all(self._others))
 

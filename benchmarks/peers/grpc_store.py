@@ -109,12 +109,12 @@ class Service(grpc.GenericRpcHandler):
             self._ready[worker].put(None)
 
 
-def serve(lines: Lines, parts: list[Part], workers: int, host: str) -> None:
+def serve(lines: Lines, parts: list[Part], workers: int, interface: str) -> None:
     server = grpc.server(ThreadPoolExecutor(workers), options=OPTIONS)
     server.add_generic_rpc_handlers((Service(parts, workers),))
-    port = server.add_insecure_port(f"{host}:0")
+    port = server.add_insecure_port(f"{interface}:0")
     server.start()
-    lines.hello(f"{host}:{port}")
+    lines.hello(f"{interface}:{port}")
     for run in lines.runs():
         for part in parts:
             for worker in range(workers):
@@ -187,7 +187,7 @@ def work(lines: Lines, index: int, model: Model, plan: Plan, rule: str, workers:
         lines.answer(seconds, values=digest(worker.parameters))
 
 
-def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, host: str) -> None:
+def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, interface: str) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
     lines = Lines()
@@ -195,7 +195,7 @@ def main(role: str, index: str, workload: str, rule: str, workers: str, servers:
     plan = make_plan(model.tensors, int(servers))
     if role == "server":
         parts = [Part(b, plan, rule, int(workers)) for b in plan.buckets[int(index)]]
-        serve(lines, parts, int(workers), host)
+        serve(lines, parts, int(workers), interface)
     else:
         work(lines, int(index), model, plan, rule, int(workers))
 

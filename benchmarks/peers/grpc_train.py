@@ -120,22 +120,22 @@ def _row(gradient: torch.Tensor | None) -> memoryview:
     return memoryview(gradient.reshape(-1).numpy()).cast("B")
 
 
-def serve(lines: Lines, index: int, workers: int, host: str) -> None:
+def serve(lines: Lines, index: int, workers: int, interface: str) -> None:
     """Until a line comes; then the trace is written."""
     server = grpc.server(ThreadPoolExecutor(workers + 1), options=OPTIONS)
     server.add_generic_rpc_handlers((TrainService(workers),))
-    port = server.add_insecure_port(f"{host}:0")
+    port = server.add_insecure_port(f"{interface}:0")
     server.start()
-    lines.hello(f"{host}:{port}")  # and what it hears is that it may go
+    lines.hello(f"{interface}:{port}")  # and what it hears is that it may go
     server.stop(None).wait()
     spans.write(f"server-{index}")
 
 
-def main(role: str, index: str, workers: str, host: str) -> None:
+def main(role: str, index: str, workers: str, interface: str) -> None:
     assert role == "server"
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
-    serve(Lines(), int(index), int(workers), host)
+    serve(Lines(), int(index), int(workers), interface)
 
 
 if __name__ == "__main__":

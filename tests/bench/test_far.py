@@ -99,7 +99,7 @@ def test_what_is_no_address() -> None:
         with pytest.raises(ArgumentError, match="HOST:PORT"):
             far.parse(where)
     assert far.parse("[::1]:7000") == ("::1", 7000)
-    assert far.local_host("127.0.0.1") == "127.0.0.1"
+    assert far.local_interface("127.0.0.1") == "127.0.0.1"
 
 
 def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def test_a_drip_of_bytes_does_not_hold_the_acceptor() -> None:
 def test_a_wrong_token_is_refused(far_spec: Spec) -> None:
     with far_spec.make() as device, far_spec.make() as other:
         if isinstance(device, TcpDevice):
-            host = msgspec.structs.replace(device._address, token=b"x" * 32)
-            address = msgspec.msgpack.encode(host)
+            changed = msgspec.structs.replace(device._address, token=b"x" * 32)
+            address = msgspec.msgpack.encode(changed)
         else:
             assert isinstance(device, ShmDevice)
             address = device.address[:16] + b"x" * 32

@@ -69,13 +69,13 @@ def test_any_bytes_as_an_address(kind: type[TcpDevice]) -> None:
             lambda change: good[: change[0]] + bytes([good[change[0]] ^ change[1]]) + good[change[0] + 1 :]
         )
         shorter = st.integers(0, len(good) - 1).map(lambda end: good[:end])
-        # A damaged host might name a real machine: those are left alone.
-        hosts = range(1, 2 + len(msgspec.msgpack.decode(good)[0])) if kind is TcpDevice else range(0)
+        # A damaged interface might be the address of a real machine: those are left alone.
+        interface = range(1, 2 + len(msgspec.msgpack.decode(good)[0])) if kind is TcpDevice else range(0)
 
         @settings(SEEDED, max_examples=120)
         @given(st.one_of(st.binary(max_size=100), damaged, shorter))
         def check(address: bytes) -> None:
-            if any(address[at : at + 1] != good[at : at + 1] for at in hosts) and address[:1] == good[:1]:
+            if any(address[at : at + 1] != good[at : at + 1] for at in interface) and address[:1] == good[:1]:
                 return
             with pytest.raises(REFUSED):
                 device.connect(address, timeout=1.0)

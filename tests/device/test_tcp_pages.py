@@ -104,7 +104,7 @@ def test_a_payload_read_after_a_reset_is_not_signalled(reset: bool) -> None:
         packed_address, packed = receive(peer.pipe)
         address = msgspec.msgpack.decode(packed_address, type=Address)
         key = RemoteRegion.unpack(packed).key
-        with socket.create_connection((address.host, address.port), SECONDS) as sock:
+        with socket.create_connection((address.interface, address.port), SECONDS) as sock:
             handshake.initiate(sock, address.token, b"tcp")
             sock.sendall(frame(WRITE, 1, key=key, offset=HEAD, length=8) + bytes(8))
             handshake.receive_exactly(sock, 64)

@@ -8,7 +8,7 @@ from tensorwire.trace.parts import Record
 
 def record(process: str, spans: list[Span], clock: Clock | None = None) -> Record:
     """One process's trace."""
-    return Record(process, {"fact": 1}, {"bytes": 2}, spans, clock or Clock(), "host")
+    return Record(process, {"fact": 1}, {"bytes": 2}, spans, clock or Clock(), "machine")
 
 
 def job(steps: int = 6, *, begin: float = 1000.0) -> dict[str, Record]:

@@ -36,7 +36,7 @@ def parse(where: str) -> tuple[str, int]:
         raise ArgumentError(f"{where!r} is not HOST:PORT, such as 10.0.0.1:7000") from None
 
 
-def local_host(peer: str) -> str:
+def local_interface(peer: str) -> str:
     """The address of this machine on the way to that one. Raises `ArgumentError`."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -83,13 +83,13 @@ def listen(where: str) -> None:
                 threading.Thread(target=_serve, args=(sock, host, secret), daemon=True).start()
 
 
-def _serve(sock: socket.socket, host: str, secret: bytes) -> None:
+def _serve(sock: socket.socket, interface: str, secret: bytes) -> None:
     with sock:
         try:
             sock.settimeout(_GREETING_SECONDS)
             if handshake.accept(sock, secret) != PURPOSE:
                 return
-            command = _command(_line(sock), host)
+            command = _command(_line(sock), interface)
             sock.settimeout(None)
         except (AuthenticationError, PeerLost, ProtocolError, OSError) as error:
             print(f"refused a connection: {error}", file=sys.stderr, flush=True)
@@ -110,14 +110,14 @@ def _line(sock: socket.socket) -> bytes:
     return data
 
 
-def _command(line: bytes, host: str) -> list[str]:
+def _command(line: bytes, interface: str) -> list[str]:
     try:
         name, *arguments = json.loads(line)
     except ValueError:
         raise ProtocolError("a malformed request") from None
     if name not in PROGRAMS or not all(isinstance(each, str) for each in arguments):
         raise ProtocolError(f"there is no program {name!r}")
-    return module_command(f"tensorwire.bench.actors.{name}", "target", *arguments, host)
+    return module_command(f"tensorwire.bench.actors.{name}", "target", *arguments, interface)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.far import local_host, parse
+from tensorwire.bench.far import local_interface, parse
 from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target, size_text
 from tensorwire.bench.show import Notes
@@ -34,7 +34,7 @@ class Ends:
         """Target and initiator of one of our programs; each gets its own address as the last argument."""
         if not self.far:
             return tuple(actor(name, role, *arguments, "127.0.0.1") for role in ("target", "initiator"))
-        here = local_host(parse(self.far)[0])
+        here = local_interface(parse(self.far)[0])
         return actor("far", "target", self.far, name, *arguments), actor(name, "initiator", *arguments, here)
 
 

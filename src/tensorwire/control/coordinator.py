@@ -41,17 +41,17 @@ class Report:
     at: float
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(interface: str, port: int) -> socket.socket:
     """A listening socket. Raises `ArgumentError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((interface, port))
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise ArgumentError(f"the coordinator cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ArgumentError(f"the coordinator cannot listen on {interface}:{port}: {error.strerror}") from None
     return listener
 
 
@@ -69,7 +69,7 @@ class Coordinator:
         *,
         workers: int,
         servers: int,
-        host: str = "127.0.0.1",
+        interface: str = "127.0.0.1",
         port: int = 0,
         beat: float = 1.0,
         lost_after: float = 10.0,
@@ -93,8 +93,12 @@ class Coordinator:
         self._stall = Stall(who, beat, lost_after)
         self._doorman = Doorman(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
-        listener = listen(host, port)
-        self.address = f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
+        listener = listen(interface, port)
+        self.address = (
+            f"[{interface}]:{listener.getsockname()[1]}"
+            if ":" in interface
+            else f"{interface}:{listener.getsockname()[1]}"
+        )
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="tensorwire-coordinator", daemon=True)

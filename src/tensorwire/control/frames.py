@@ -42,7 +42,7 @@ class Join(Message, tag="join", frozen=True):
     role: Name
     index: int
     pid: int
-    host: str
+    machine: str
 
 
 class Welcome(Message, tag="welcome", frozen=True):

@@ -49,7 +49,7 @@ _TERMS = struct.Struct("<QI")  # behind the purpose: the initiator's device, mil
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """Where a tcp device listens, the token that admits to it, and milliseconds between its signs of life."""
 
-    host: str
+    interface: str
     port: int
     token: bytes
     beat: int = 1000
@@ -61,7 +61,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TcpDevice(Device):
-    """Transfers over TCP. Listens on ``host`` (loopback unless told otherwise).
+    """Transfers over TCP. Listens on ``interface`` (loopback unless told otherwise).
 
     A peer that gives no sign of life for ``lost_after`` seconds is lost. This process gives one every ``heartbeat``
     seconds.
@@ -71,7 +71,7 @@ class TcpDevice(Device):
     capabilities = Capabilities(maps=False, shares_registered=True, one_sided=False)
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
+        self, interface: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
     ) -> None:
         super().__init__()
         check_heartbeat(heartbeat, lost_after)
@@ -80,17 +80,17 @@ class TcpDevice(Device):
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
         listener = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            self._tune(listener, local=host in ("127.0.0.1", "::1"))
-            listener.bind((host, port))
+            self._tune(listener, local=interface in ("127.0.0.1", "::1"))
+            listener.bind((interface, port))
             listener.listen(128)
         except OSError as error:
             close_socket(listener)
             self._engine.close()
-            raise ArgumentError(f"tcp: cannot listen on {host}:{port}: {error.strerror}") from None
-        self._address = Address(host, listener.getsockname()[1], self._token, milliseconds(heartbeat))
+            raise ArgumentError(f"tcp: cannot listen on {interface}:{port}: {error.strerror}") from None
+        self._address = Address(interface, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
     @classmethod
@@ -115,14 +115,14 @@ class TcpDevice(Device):
         return handshake.persist(lambda left: self._dial(where, left), timeout)
 
     def _dial(self, where: Address, timeout: float) -> Channel:
-        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in where.interface else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            self._tune(sock, local=where.host in ("127.0.0.1", "::1"))
+            self._tune(sock, local=where.interface in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
             try:
-                sock.connect((where.host, where.port))
-            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                sock.connect((where.interface, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such an interface or port
                 raise ArgumentError("not the address of a tcp device") from None
             terms = _TERMS.pack(self._address.device, self._address.beat)
             handshake.initiate(sock, where.token, _PURPOSE + terms)
@@ -131,13 +131,13 @@ class TcpDevice(Device):
             close_socket(sock)
             if isinstance(error, PeerLost):
                 raise
-            raise PeerLost(f"tcp: cannot reach {where.host}:{where.port}: {error}") from None
+            raise PeerLost(f"tcp: cannot reach {where.interface}:{where.port}: {error}") from None
         except BaseException:
             close_socket(sock)
             raise
 
     def _open(self, sock: socket.socket, peer: Address) -> Channel:
-        life = Life(self.life, _in_words(peer.host, peer.port))
+        life = Life(self.life, _in_words(peer.interface, peer.port))
         connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
         channel = TcpChannel(self, connection, life, peer.device)
         with self._lock:
@@ -347,5 +347,5 @@ def _release(sock: socket.socket) -> int:
     return sock.detach()
 
 
-def _in_words(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _in_words(interface: str, port: int) -> str:
+    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"

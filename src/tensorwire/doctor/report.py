@@ -13,7 +13,7 @@ from tensorwire.doctor.software import software
 from tensorwire.doctor.system import interfaces, kernel, sockets
 from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError
-from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface
 from tensorwire.launch.secret import file_secret
 from tensorwire.progress import Tell
 
@@ -67,7 +67,7 @@ def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     yield _setting("TENSORWIRE_DEVICE", device)
     yield _setting(
-        "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_host(None, environment)} unless a job says else"
+        "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_interface(None, environment)} unless a job says else"
     )
     yield _setting("TENSORWIRE_SECRET_FILE", secret)
     yield _setting("heartbeat", beat)

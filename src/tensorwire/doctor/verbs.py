@@ -10,7 +10,7 @@ from tensorwire.device.verbs.port_selection import GID_INDEX, PORT, select_port
 from tensorwire.device.verbs.ports import Port, Query, query, scan_ports
 from tensorwire.doctor.findings import Finding, Level, Section
 from tensorwire.errors import ArgumentError, VerbsUnavailable
-from tensorwire.launch.place import device_choice, listening_host
+from tensorwire.launch.place import device_choice, listening_interface
 from tensorwire.sizes import size_text
 
 
@@ -58,7 +58,7 @@ def _port(port: Port) -> Iterator[Finding]:
 
 def _choice(ports: list[Port], environment: Mapping[str, str]) -> Finding:
     try:
-        near = listening_host(None, environment)
+        near = listening_interface(None, environment)
     except ArgumentError:  # the settings say so
         near = None
     try:

@@ -21,13 +21,19 @@ LEAVE_SECONDS = 15.0
 def main(arguments: list[str]) -> int:
     """Runs until the job has ended and everybody has left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
-    workers, servers, host, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
+    workers, servers, interface, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     secret = os.environ.pop("TENSORWIRE_SECRET").encode()
     try:
         beat, lost_after = heartbeat(os.environ)
         with as_out_of_memory():
             coordinator = Coordinator(
-                secret, workers=workers, servers=servers, host=host, port=port, beat=beat, lost_after=lost_after
+                secret,
+                workers=workers,
+                servers=servers,
+                interface=interface,
+                port=port,
+                beat=beat,
+                lost_after=lost_after,
             )
     except TensorwireError as error:
         print(error, flush=True)

@@ -30,7 +30,7 @@ from tensorwire.launch.place import (
     find_place,
     grace_seconds,
     heartbeat,
-    listening_host,
+    listening_interface,
     server_threads,
 )
 from tensorwire.launch.process_group import ProcessGroup
@@ -81,7 +81,7 @@ class Job:
         self._counted = False  # whether too many threads would have been told
         self._error: BaseException | None = None  # what ends this worker
         self._closed = False
-        self._process_group = ProcessGroup(place.rank, place.workers, member.host, self.broadcast)
+        self._process_group = ProcessGroup(place.rank, place.workers, member.interface, self.broadcast)
         self._between: Collectives | None = None
         self._events: EventFile | None = None
         self._lock = threading.Lock()
@@ -201,7 +201,7 @@ class Job:
 
         Raises `WaitTimeout` if worker 0 has not joined within 600 seconds, or `JobEnded`.
         """
-        return self.member.card("worker 0", JOIN_SECONDS).host
+        return self.member.card("worker 0", JOIN_SECONDS).interface
 
     @functools.cached_property
     def _neighbours(self) -> list[int]:
@@ -483,7 +483,7 @@ def init(
             job = _join(place, meeting, children, hook)
             job._count_threads()
             job._events = _event_file(tensorboard, place.rank)
-        if place.starter in ("torchrun", "ranks") and not place.several_hosts:
+        if place.starter in ("torchrun", "ranks") and not place.several_machines:
             job.member.client.barrier("joined", place.workers, JOIN_SECONDS)
     except BaseException as error:
         if hook.job is not None:
@@ -538,10 +538,12 @@ def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: _Hook)
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):
             children.append(start_server(index, meeting.address, meeting.secret))
-    host = listening_host(meeting.address, os.environ)
+    interface = listening_interface(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
     _, lost_after = heartbeat(os.environ)
-    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, timeout=lost_after)
+    member = Member(
+        meeting.address, secret, "worker", place.rank, device=device, interface=interface, timeout=lost_after
+    )
     return Job(place, member, children, hook)
 
 

@@ -28,7 +28,7 @@ from tensorwire.launch.place import (
     grace_seconds,
     heartbeat,
     is_loopback,
-    listening_host,
+    listening_interface,
     server_threads,
     worker_environment,
 )
@@ -39,7 +39,7 @@ from tensorwire.launch.watch import Trace, Watch, job_members
 
 # After SIGTERM, before SIGKILL.
 TERM_SECONDS = 2.0
-# How long the launchers of other nodes wait for that of node 0, and all for the name of its host.
+# How long the launchers of other nodes wait for that of node 0, and all for the name of its machine.
 JOIN_SECONDS = 300.0
 _SIGNALS = {
     signal.SIGINT: Cause("the user", "interrupted the job"),
@@ -123,7 +123,7 @@ class Run:
         cause: Cause | None = None
         try:
             address, secret = self._rendezvous()
-            listening_host(address, os.environ)  # refuse now what every process would
+            listening_interface(address, os.environ)  # refuse now what every process would
             self._patient = True
             self._start(address, secret)
             cause = self._watch()
@@ -160,7 +160,7 @@ class Run:
                 secret.encode(),
                 workers=workers,
                 servers=servers,
-                host=host,
+                interface=host,
                 port=port,
                 beat=self._beat,
                 lost_after=self._lost_after,

@@ -17,7 +17,7 @@ import msgspec
 from tensorwire.control import Cause, Member
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
-from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host, server_threads
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
 from tensorwire.store.wiring import StoreSpec
@@ -115,12 +115,12 @@ def main() -> int:
     index = int(os.environ["TENSORWIRE_INDEX"])
     on_parent_death(_leave)
     try:
-        host = listening_host(address, os.environ)
+        interface = listening_interface(address, os.environ)
         server_threads(os.environ)
         _, lost_after = heartbeat(os.environ)
         device = device_choice(os.environ)
         with as_out_of_memory():
-            member = Member(address, secret, "server", index, device=device, host=host, timeout=lost_after)
+            member = Member(address, secret, "server", index, device=device, interface=interface, timeout=lost_after)
     except JobEnded:
         return 0  # meanwhile; how, others say
     except PeerLost:

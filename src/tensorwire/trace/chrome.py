@@ -27,7 +27,7 @@ class _Process(msgspec.Struct, frozen=True):
 
     name: str
     pid: int
-    host: str
+    machine: str
     clock: Clock
     facts: dict[str, object]
     counters: dict[str, int]
@@ -70,7 +70,7 @@ def write_chrome(path: str | Path, trace: Mapping[str, Record]) -> None:
         for part in PARTS[:-1]:  # what is hidden lies beside compute, on tracks of its own
             for start, stop in step.when[part]:
                 events.append(_event(f"worker-{step.worker}", 0, "part", part, start - origin, stop - start, args))
-    processes = [_Process(n, _pid(n), r.host, r.clock, r.facts, r.counters) for n, r in trace.items()]
+    processes = [_Process(n, _pid(n), r.machine, r.clock, r.facts, r.counters) for n, r in trace.items()]
     whole = {"displayTimeUnit": "ms", "otherData": _About(1, origin, processes), "traceEvents": events}
     write_file(path, msgspec.json.encode(whole))
 
@@ -92,7 +92,7 @@ def read_chrome(path: str | Path) -> dict[str, Record]:
                 raise ArgumentError(f"{path} is not a trace of tensorwire run --trace: a span without its step")
             spans[event.pid].append(Span(event.name, step, start, start + event.dur / _US, what))
     return {
-        p.name: Record(p.name, p.facts, p.counters, spans[p.pid], Clock(0.0, p.clock.error), p.host)
+        p.name: Record(p.name, p.facts, p.counters, spans[p.pid], Clock(0.0, p.clock.error), p.machine)
         for p in found.otherData.processes
     }
 

@@ -81,7 +81,7 @@ class Record(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     spans: list[Span]
     clock: Clock = Clock()
-    host: str = ""
+    machine: str = ""
 
     def on_one_clock(self) -> list[Span]:
         """The spans on the clock of the job's coordinator."""

@@ -88,7 +88,7 @@ def test_lanes_end_together(fabric: Fabric) -> None:
 def raw(device: VerbsDevice) -> socket.socket:
     """A connection that has shown its token, and speaks for itself from here on."""
     where = msgspec.msgpack.decode(device.address, type=Address)
-    sock = socket.create_connection((where.host, where.port), SECONDS)
+    sock = socket.create_connection((where.interface, where.port), SECONDS)
     handshake.initiate(sock, where.token, b"verbs" + struct.pack("<Q", 1))
     return sock
 

@@ -29,7 +29,10 @@ MANY = 3 * RECEIVES
 @contextlib.contextmanager
 def cable(**options: Any) -> Iterator[tuple[VerbsDevice, VerbsDevice, VerbsChannel]]:
     """Devices on both ends of the cable, and a channel from the first to the second."""
-    a, b = (VerbsDevice(port, host=host, **options) for port, host in zip(("rxa", "rxb"), ADDRESSES, strict=True))
+    a, b = (
+        VerbsDevice(port, interface=interface, **options)
+        for port, interface in zip(("rxa", "rxb"), ADDRESSES, strict=True)
+    )
     with a, b, a.connect(b.address) as channel:
         assert isinstance(channel, VerbsChannel)
         yield a, b, channel

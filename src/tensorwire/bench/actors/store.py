@@ -182,15 +182,15 @@ class Worker:
         self._member.client.barrier(f"met/{self._met}", self._workers, SECONDS)
 
 
-def serve(lines: Lines, index: int, workers: int, servers: int, device: str, host: str) -> None:
+def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
     """A server's rounds; it is asked about each when the workers have answered."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = "-"
     if index == 0:
-        coordinator = Coordinator(secret, workers=workers, servers=servers, host=host)
+        coordinator = Coordinator(secret, workers=workers, servers=servers, interface=interface)
         address = coordinator.address
     address = lines.hello(address).split()[0]
-    server = Server(Member(address, secret, "server", index, device=device, host=host), workers, servers)
+    server = Server(Member(address, secret, "server", index, device=device, interface=interface), workers, servers)
     before = counts()
     for run in lines.runs():
         server.check(run.round)
@@ -198,25 +198,29 @@ def serve(lines: Lines, index: int, workers: int, servers: int, device: str, hos
         before = counts()
 
 
-def work(lines: Lines, index: int, model: Model, rule: str, sizes: tuple[int, int], device: str, host: str) -> None:
+def work(
+    lines: Lines, index: int, model: Model, rule: str, sizes: tuple[int, int], device: str, interface: str
+) -> None:
     """A worker's rounds."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = lines.hello().split()[0]
-    worker = Worker(Member(address, secret, "worker", index, device=device, host=host), model, rule, *sizes)
+    worker = Worker(Member(address, secret, "worker", index, device=device, interface=interface), model, rule, *sizes)
     for run in lines.runs():
         before = counts()
         seconds = worker.run(run)
         lines.answer(seconds, values=worker.values(), **since(before))
 
 
-def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, device: str, host: str) -> None:
+def main(
+    role: str, index: str, workload: str, rule: str, workers: str, servers: str, device: str, interface: str
+) -> None:
     """Runs until its input ends."""
     torch.set_num_threads(1)
     lines = Lines()
     if role == "server":
-        serve(lines, int(index), int(workers), int(servers), device, host)
+        serve(lines, int(index), int(workers), int(servers), device, interface)
     else:
-        work(lines, int(index), find(workload), rule, (int(workers), int(servers)), device, host)
+        work(lines, int(index), find(workload), rule, (int(workers), int(servers)), device, interface)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ SECONDS = 120.0  # only a guard against hangs
 DEPTHS = {"verbs": 4}  # writes outstanding in a stream; perftest, beside which verbs is measured, has 128
 
 
-def make_device(kind: str, host: str = "127.0.0.1", heartbeat: float = 1.0, lost_after: float = 10.0) -> Device:
+def make_device(kind: str, interface: str = "127.0.0.1", heartbeat: float = 1.0, lost_after: float = 10.0) -> Device:
     """The device that the command line names."""
-    return find_device(kind).for_job(interface=host, heartbeat=heartbeat, lost_after=lost_after)
+    return find_device(kind).for_job(interface=interface, heartbeat=heartbeat, lost_after=lost_after)
 
 
 def counts() -> dict[str, float]:
@@ -207,10 +207,10 @@ def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
     return end.receive, end.receive if mode in ("passive-target", "one-signal") else end.warm_receive
 
 
-def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str = "") -> None:
+def main(role: str, kind: str, nbytes: str, mode: str, interface: str, library: str = "") -> None:
     """Runs until its input ends."""
     lines = Lines()
-    with make_device(kind, host) as device:
+    with make_device(kind, interface) as device:
         end = End(lines, device, int(nbytes))
         repeat, warm = work(end, role, mode)
         for run in lines.runs():

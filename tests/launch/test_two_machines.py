@@ -1,4 +1,4 @@
-"""Two hosts with one cable: network namespaces and a veth pair. Tensors cross over tcp; a cut cable ends the job."""
+"""Two machines with one cable: network namespaces and a veth pair. Tensors cross over tcp; a cut cable ends the job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ip(*arguments: str) -> None:
 
 
 @dataclass
-class Hosts:
+class Machines:
     """Two namespaces; ``run`` starts a node's launcher in its own."""
 
     sandbox: Sandbox
@@ -61,7 +61,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(sandbox: Sandbox) -> Iterator[Hosts]:
+def machines(sandbox: Sandbox) -> Iterator[Machines]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2, to make network namespaces")
     tag = secrets.token_hex(3)
@@ -77,7 +77,7 @@ def hosts(sandbox: Sandbox) -> Iterator[Hosts]:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
             for device in ("lo", "cable"):
                 _ip("-n", name, "link", "set", device, "up")
-        yield Hosts(sandbox, names, secret)
+        yield Machines(sandbox, names, secret)
         sandbox.close()
     finally:
         for name in names:
@@ -85,9 +85,9 @@ def hosts(sandbox: Sandbox) -> Iterator[Hosts]:
 
 
 @pytest.mark.slow
-def test_training_on_two_hosts(hosts: Hosts) -> None:
-    script = hosts.sandbox.script(TRAIN)
-    programs = [hosts.run(script, node) for node in (0, 1)]
+def test_training_on_two_machines(machines: Machines) -> None:
+    script = machines.sandbox.script(TRAIN)
+    programs = [machines.run(script, node) for node in (0, 1)]
     results = [p.finish() for p in programs]
     assert [(r.status, r.err) for r in results] == [(0, "")] * 2
     for node, result in enumerate(results):
@@ -95,18 +95,18 @@ def test_training_on_two_hosts(hosts: Hosts) -> None:
         assert f"worker {node} reaches server {1 - node} by tcp" in result.out
     sums = {line for r in results for line in r.out.splitlines() if line.startswith("sum")}
     assert len(sums) == 1
-    hosts.sandbox.nothing_left()
+    machines.sandbox.nothing_left()
 
 
-def test_a_cut_cable_ends_both_sides(hosts: Hosts) -> None:
-    script = hosts.sandbox.script("job.barrier(); print('together'); job.member.client.lookup('nothing', 600.0)")
-    programs = [hosts.run(script, node) for node in (0, 1)]
+def test_a_cut_cable_ends_both_sides(machines: Machines) -> None:
+    script = machines.sandbox.script("job.barrier(); print('together'); job.member.client.lookup('nothing', 600.0)")
+    programs = [machines.run(script, node) for node in (0, 1)]
     for program in programs:
         program.expect("together")
-    hosts.cut()
+    machines.cut()
     first, second = (p.finish() for p in programs)
     assert first.status != 0
     assert "sent no heartbeat" in first.message()
     assert second.status != 0
     assert "tensorwire: the coordinator is gone" in second.message()
-    hosts.sandbox.all_gone()
+    machines.sandbox.all_gone()
