@@ -23,9 +23,9 @@ from tensorwire.edge import Pool, Spec
 from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
-from tensorwire.graph.party import Party
 from tensorwire.graph.plan import Plan
 from tensorwire.graph.wires import Wires, make_pool
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edges import edge_of
 from tensorwire.observe.spans import clock
@@ -41,9 +41,9 @@ _OPTIONS = [
 _LOOK = 0.05  # seconds between looks whether the job still goes on
 
 
-def install(party: Party) -> None:
-    """Has the graphs of ``party`` send by calls from now on."""
-    party.make_wires = partial(RpcWires, Calls(party.member))
+def install(group: WorkerGroup) -> None:
+    """Has the graphs of ``group`` send by calls from now on."""
+    group.make_wires = partial(RpcWires, Calls(group.member))
 
 
 class Calls:

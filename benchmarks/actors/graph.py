@@ -26,7 +26,7 @@ from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.job_group import group_of
 
 
 class Worker:
@@ -57,7 +57,7 @@ class Worker:
         self.leave = job.close
         if mode == "rpc":
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
-            importlib.import_module("benchmarks.rpc").install(party_of(job))
+            importlib.import_module("benchmarks.rpc").install(group_of(job))
             mode = "copy"
         tw.torch.place(self.model, found.workers)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.causality import walk
 from tensorwire.graph.passes.crossing import crossings
 from tests.graph.sketch import Sketch
@@ -11,7 +11,7 @@ from tests.graph.sketch import Sketch
 def known(s: Sketch, at: str, by: str) -> dict[str, str]:
     """How far ``by`` knows each worker to be when node ``at`` is to run: the name of the last node it knows done."""
     graph = s.graph()
-    crossing = crossings(graph, homes(graph))
+    crossing = crossings(graph, assign(graph))
     for place, knows in walk(graph, crossing):
         if graph.nodes[place].name == at:
             return {worker: graph.nodes[last].name if last >= 0 else "" for worker, last in knows[by].items()}

@@ -7,14 +7,14 @@ import pytest
 from tensorwire.errors import ArgumentError
 from tensorwire.graph import Output, analyze
 from tensorwire.graph.kinds import BOUNDED, SMALL
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.crossing import Crossings, crossings
 from tests.graph.sketch import Sketch
 
 
 def cross(s: Sketch) -> Crossings:
     graph = s.graph()
-    return crossings(graph, homes(graph))
+    return crossings(graph, assign(graph))
 
 
 def workers(names: str) -> frozenset[str]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy
 
 from tensorwire.graph.ir import CALL, Graph, Node, Output, TensorSpec
-from tensorwire.graph.party import Party
 from tensorwire.graph.plan import analyze
+from tensorwire.graph.worker_group import WorkerGroup
 
 Vector = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
 
 
 class Exchange:
-    """For ``count`` numbers of each worker. All workers of ``party`` make theirs in the same order, and use it as
+    """For ``count`` numbers of each worker. All workers of ``group`` make theirs in the same order, and use it as
     often.
     """
 
-    def __init__(self, party: Party, name: str, count: int) -> None:
+    def __init__(self, group: WorkerGroup, name: str, count: int) -> None:
         spec = TensorSpec((max(count, 16),), "float64")  # so large that it has a slot of its own
-        nodes = [Node(worker, name, kind=CALL, spec=spec, worker=worker, fresh=True) for worker in party.workers]
-        outputs = [Output(worker, party.workers) for worker in party.workers]
-        plan = analyze(Graph(f"{party.next_number} ({name})", party.workers, tuple(nodes), tuple(outputs))).plan
-        self._me, self._count = party.me, count
-        self._wires = party.connect(plan)
+        nodes = [Node(worker, name, kind=CALL, spec=spec, worker=worker, fresh=True) for worker in group.workers]
+        outputs = [Output(worker, group.workers) for worker in group.workers]
+        plan = analyze(Graph(f"{group.next_number} ({name})", group.workers, tuple(nodes), tuple(outputs))).plan
+        self._me, self._count = group.me, count
+        self._wires = group.connect(plan)
         self._edges = {edge.source: index for index, edge in enumerate(plan.edges)}
 
     def all(self, mine: Vector) -> dict[str, Vector]:

@@ -15,7 +15,7 @@ from tensorwire.edge.header import HEADER
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.passes.aliases import Aliases
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.births import Birth, births, callers
 from tensorwire.graph.passes.copying import Copies, predicted
 from tensorwire.graph.passes.crossing import Crossings, crossings
@@ -210,11 +210,11 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     it was changed in place on another.
     """
     aliases = Aliases(graph)
-    crossing = crossings(graph, homes(graph, default, aliases), aliases)
+    crossing = crossings(graph, assign(graph, default, aliases), aliases)
     birth = births(graph, crossing, aliases)
     if copies:
         birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
-    drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
+    drafts = [_planned_edge(graph, crossing, birth[name], name) for name in crossing.sent]
     sizes = {edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges, outbox = _described([replace(edge, slot=slots.at.get(edge.name)) for edge in drafts], slots.nbytes)
@@ -224,7 +224,7 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     return Analysis(_plan(graph, crossing, edges, outbox, copied), crossing)
 
 
-def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
+def _planned_edge(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
     spec = graph.node(name).spec
     nbytes = NUMBER if spec is None else spec.nbytes
     source, targets = crossing.sent[name]

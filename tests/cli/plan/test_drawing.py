@@ -10,7 +10,7 @@ from tensorwire.charts.lanes import Panel
 from tensorwire.cli.plan.blocks import BORN, BY_VALUE, LENT, Arrow, Block, fold
 from tensorwire.cli.plan.drawing import panel, plot_plans
 from tensorwire.graph import Unknown, analyze
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 from tests.graph.sketch import Sketch
 
 

@@ -10,10 +10,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tensorwire.graph import Analysis, Output, analyze
-from tensorwire.graph.party import Party
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.torch.graph.capture.importer import Origin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.together import Together
 
 
@@ -47,13 +47,13 @@ def run(
     analysis: Analysis,
     examples: Sequence[torch.Tensor],
     times: int = 3,
-    post: Callable[[Any], Post] = Post,
+    transfers: Callable[[Any], Transfers] = Transfers,
 ) -> list[list[Any]]:
     """What each worker returns at last."""
 
-    def work(party: Party) -> list[Any]:
-        wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, post(wires))
+    def work(group: WorkerGroup) -> list[Any]:
+        wires = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, transfers(wires))
         results: list[Any] = []
         for _ in range(times):
             wires.begin()

@@ -12,11 +12,11 @@ import torch
 from tensorwire.device import Device, LoopbackDevice, TcpDevice
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.kinds import DYNAMIC
-from tensorwire.graph.party import Party
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
 from tensorwire.torch.graph.capture.importer import Origin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.together import Together
 
@@ -39,9 +39,9 @@ def moved(function: Callable[..., Any], example: torch.Tensor, origin: Origin, *
 class Runs:
     """One worker's part of a graph, run after run."""
 
-    def __init__(self, party: Party, module: Any, analysis: Analysis) -> None:
-        self.wires = party.connect(analysis.plan)
-        self._call = partition(module, analysis, party.me, Post(self.wires))
+    def __init__(self, group: WorkerGroup, module: Any, analysis: Analysis) -> None:
+        self.wires = group.connect(analysis.plan)
+        self._call = partition(module, analysis, group.me, Transfers(self.wires))
 
     def __call__(self, value: torch.Tensor, use: Callable[[Any], Any] = lambda results: None) -> Any:
         """What ``use`` makes of the results before the run ends."""
@@ -63,11 +63,11 @@ def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device
         changed.wait(1.0)  # time for worker 0 to change it and to lend it again, if nothing keeps it
         return float(results[0].sum())
 
-    def run(party: Party) -> list[float]:
-        runs = Runs(party, module, analysis)
+    def run(group: WorkerGroup) -> list[float]:
+        runs = Runs(group, module, analysis)
         found = []
         for step in range(2):
-            if party.me == WORKERS[0]:
+            if group.me == WORKERS[0]:
                 runs(weight)
                 weight.fill_(step + 2)
                 if step:
@@ -87,8 +87,8 @@ def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[
     assert [edge.kind for edge in analysis.plan.edges] == [DYNAMIC]
     sizes = [7, 0, 100, 3000, 1, 64, 2, 900, 5, 31]
 
-    def run(party: Party) -> list[torch.Tensor]:
-        runs = Runs(party, module, analysis)
+    def run(group: WorkerGroup) -> list[torch.Tensor]:
+        runs = Runs(group, module, analysis)
         results = [runs(torch.full((size, 5), float(step)), lambda results: results) for step, size in enumerate(sizes)]
         kept = [result[0] for result in results]
         del results
@@ -107,8 +107,8 @@ def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[
 def test_memory_of_tensors_of_any_size_is_used_again(device: Callable[[], Device]) -> None:
     module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", WORKERS[:1]), symbolic=True)
 
-    def run(party: Party) -> int:
-        runs = Runs(party, module, analysis)
+    def run(group: WorkerGroup) -> int:
+        runs = Runs(group, module, analysis)
         for step in range(20):
             if step == 10:
                 before = counters.snapshot()

@@ -13,9 +13,9 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters
-from tensorwire.torch.graph.execution.workers import party_of
-from tensorwire.torch.graph.planning.plans import plans
-from tensorwire.torch.graph.planning.trace import survey
+from tensorwire.torch.graph.execution.job_group import group_of
+from tensorwire.torch.graph.planning.plan_model import plan_model
+from tensorwire.torch.graph.planning.trace_model import trace_model
 from tests.jobs import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -133,10 +133,10 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
         before = counters.snapshot()
         compiled(*inputs(step))[0].backward()
         made = counters.since(before)
-    party = party_of(job)
+    group = group_of(job)
     return {
         "made": (made.copies, made.copied_bytes),
-        "planned": predicted([wires.plan for wires in party._wires], party.me),
+        "planned": predicted([wires.plan for wires in group._wires], group.me),
     }
 
 
@@ -159,7 +159,7 @@ def test_a_step_makes_the_copies_that_its_plan_predicts(name: str, device: str) 
             assert made[1] == planned[1]
     if name == "gpt2":  # and so they are planned without a job
         make, inputs, workers = CASES[name]
-        before = [planned.analysis.plan for planned in plans(survey(make, lambda: inputs(0)), 2, workers)]
+        before = [planned.analysis.plan for planned in plan_model(trace_model(make, lambda: inputs(0)), 2, workers)]
         assert [result["planned"] for result in results] == [predicted(before, worker) for worker in before[0].workers]
         for plan in before:
             written = json.loads(json.dumps(plan.to_json()))["copies"]

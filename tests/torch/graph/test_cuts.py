@@ -16,9 +16,9 @@ from torch import fx
 
 import tensorwire as tw
 from tensorwire.graph import Analysis
+from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.jobs import run_job
 from tests.torch.graph import cuts, watched
 from tests.torch.graph.graphs import analyzed, run
@@ -57,7 +57,7 @@ def test_random_programs(batch: int) -> None:
         analysis = cut(module, seed, workers := 2 + seed % 2, copies=seed % 5 == 4)
         right = module(*examples)
         with Together(workers) as together:
-            results = run(together, module, analysis, examples, post=watched.WatchedPost)
+            results = run(together, module, analysis, examples, transfers=watched.WatchedTransfers)
         assert [differing(mine, right) for mine in results] == [[]] * workers, f"seed {seed}:\n{module.code}"
 
 
@@ -77,7 +77,7 @@ def test_every_operator_behind_every_layout(layout: str) -> None:
     analysis = analyzed(module, names, lambda node: names[node.name in returned])
     watched.seen.clear()
     with Together(2) as together:
-        results = run(together, module, analysis, examples, post=watched.WatchedPost)
+        results = run(together, module, analysis, examples, transfers=watched.WatchedTransfers)
     right = module(*examples)
     assert [differing(mine, right) for mine in results] == [[], []]
     assert watched.seen["births"] >= 100
@@ -85,14 +85,14 @@ def test_every_operator_behind_every_layout(layout: str) -> None:
 
 def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     """The programs of these seeds, in real processes."""
-    party, wrong = party_of(job), []
+    group, wrong = group_of(job), []
     for seed in seeds:
         function, examples = cuts.program(seed, 3 + seed % 9)
         module = cuts.traced(cuts.with_gradients(function), examples)
         analysis = cut(module, seed, job.num_workers, copies=False)
         right = module(*examples)
-        wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, Post(wires))
+        wires = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, Transfers(wires))
         for step in range(3):
             wires.begin()
             results = call(list(examples))

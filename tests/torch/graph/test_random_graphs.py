@@ -13,7 +13,7 @@ from torch import fx
 
 from tests.torch.graph.graphs import analyzed, captured, run
 from tests.torch.graph.together import Together
-from tests.torch.graph.watched import WatchedPost
+from tests.torch.graph.watched import WatchedTransfers
 
 SHAPE = (4, 6)
 
@@ -84,7 +84,7 @@ def test_the_same_bits(copies: bool, seed: int, workers: int, length: int) -> No
     analysis = analyzed(module, names, worker_of, copies=copies)
     expected: Sequence[torch.Tensor] = module(*examples)
     with Together(workers) as together:
-        results = run(together, module, analysis, examples, post=WatchedPost)
+        results = run(together, module, analysis, examples, transfers=WatchedTransfers)
     for worker in results:
         for value, right in zip(worker, expected, strict=True):
             assert torch.equal(value, right)

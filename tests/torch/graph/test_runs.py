@@ -171,7 +171,7 @@ def place(job: tw.Job) -> dict[str, Any]:
     for path, parameter in model.named_parameters():
         try:
             parameter.sum()
-        except tw.errors.LivesElsewhere:
+        except tw.errors.NotOnThisWorker:
             found["away"].append(path)
     return found
 
@@ -209,7 +209,7 @@ def large(job: tw.Job, outputs: str) -> str:
     assert logits.shape == (32, 600)
     try:
         right = torch.equal(logits, alone(x))
-    except tw.errors.LivesElsewhere as error:
+    except tw.errors.NotOnThisWorker as error:
         return str(error)
     logits.square().mean().backward()
     alone(x).square().mean().backward()
@@ -229,14 +229,14 @@ def peek(job: tw.Job) -> str:
     logits = torch.compile(Two(), backend="tensorwire", options=options)(torch.randn(32, 64))
     try:
         return f"{tuple(logits.shape)} {logits.sum().isfinite().item()}"
-    except tw.errors.LivesElsewhere as error:
+    except tw.errors.NotOnThisWorker as error:
         return str(error)
 
 
 def test_who_reads_a_large_output_elsewhere_is_told() -> None:
     zero, one = run_job(peek, workers=2, servers=0).ok()
     assert one == "(32, 600) True"
-    assert "lives on worker 1" in zero
+    assert "is on worker 1" in zero
     assert "'outputs': 'all'" in zero
 
 

@@ -14,11 +14,11 @@ from tensorwire.device import Device, LoopbackDevice, TcpDevice
 from tensorwire.errors import Unsupported
 from tensorwire.graph import Analysis, Graph, Output, Unknown, analyze
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
-from tensorwire.graph.party import Party
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
 from tensorwire.torch.graph.capture.importer import Origin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.memory.strided import fill
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.lying import lie, mislead
@@ -62,14 +62,14 @@ def second(
     """What worker 1 returns in a third run, and how many copies that run made."""
     with Together(2, device) as together:
 
-        def prepare(party: Party) -> tuple[Any, Any]:
-            wires = party.connect(analysis.plan)
-            return wires, partition(module, analysis, party.me, Post(wires))
+        def prepare(group: WorkerGroup) -> tuple[Any, Any]:
+            wires = group.connect(analysis.plan)
+            return wires, partition(module, analysis, group.me, Transfers(wires))
 
         prepared = together.each(prepare)
 
-        def once(party: Party) -> list[torch.Tensor]:
-            wires, call = prepared[WORKERS.index(party.me)]
+        def once(group: WorkerGroup) -> list[torch.Tensor]:
+            wires, call = prepared[WORKERS.index(group.me)]
             wires.begin()
             results: list[torch.Tensor] = list(call(list(examples)))
             wires.end()
@@ -251,15 +251,15 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     with Together(2, device) as together:
 
-        def once(party: Party) -> torch.Tensor | None:
-            wires = party.connect(analysis.plan)
-            post = Post(wires)
-            call = partition(module, analysis, party.me, post)
+        def once(group: WorkerGroup) -> torch.Tensor | None:
+            wires = group.connect(analysis.plan)
+            transfers = Transfers(wires)
+            call = partition(module, analysis, group.me, transfers)
             found = None
             for step in range(2):
-                if party.me == WORKERS[0] and not step:
-                    post.house(0, weight)
-                elif party.me == WORKERS[0]:
+                if group.me == WORKERS[0] and not step:
+                    transfers.adopt(0, weight)
+                elif group.me == WORKERS[0]:
                     weight.data = {
                         "moved": weight.clone(),
                         "moved and turned": weight.t().contiguous().t(),

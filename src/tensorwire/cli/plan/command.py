@@ -88,8 +88,8 @@ def _summary(
     from tensorwire.cli.plan.cut import cut
     from tensorwire.cli.plan.summary import Summary
     from tensorwire.torch.graph.placement.registry import rank_of
-    from tensorwire.torch.graph.planning.plans import plans
-    from tensorwire.torch.graph.planning.trace import survey
+    from tensorwire.torch.graph.planning.plan_model import plan_model
+    from tensorwire.torch.graph.planning.trace_model import trace_model
 
     tell(f"making {what}")
     model = find_model(what, batch)
@@ -98,13 +98,13 @@ def _summary(
     if last >= workers:
         raise ArgumentError(f"there is no worker {last}: give ranks below {workers}, or more --workers")
     tell(f"tracing {model.name}")
-    found = survey(model.make, model.inputs, inference=inference)
+    found = trace_model(model.make, model.inputs, inference=inference)
     tell(f"planning what crosses between {workers} workers")
     start = time.perf_counter()
     chosen = given or cut(found.layers(), workers)
     with warnings.catch_warnings(record=True) as warned:  # of tied parameters
         warnings.simplefilter("always")
-        planned = plans(found, workers, chosen)
+        planned = plan_model(found, workers, chosen)
     seconds = (found.seconds, time.perf_counter() - start)
     for warning in warned:
         click.echo(f"tensorwire: {warning.message}", err=True)

@@ -8,7 +8,7 @@ from tensorwire.charts.lanes import Box, Message, Panel, plot_lanes
 from tensorwire.cli.plan.blocks import BORN, BY_VALUE, COPIED, LENT, Arrow, Block, fold
 from tensorwire.graph.plan import Edge
 from tensorwire.sizes import size_text
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 
 # In the legend's order.
 KINDS = {BORN: "born in registered memory", LENT: "lent parameter", COPIED: "copied once", BY_VALUE: "by value"}

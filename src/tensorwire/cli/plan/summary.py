@@ -15,7 +15,7 @@ from tensorwire.cli.plan.blocks import BY_VALUE, LENT, manner
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.sizes import size_text
 from tensorwire.tables import print_table
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 
 MOST_EDGES = 16  # of a graph, that are shown one by one
 KIB, MIB = 2**10, 2**20

@@ -1,4 +1,4 @@
-"""Every node gets a home: where the user put it, else where its operands are, else where its users are."""
+"""Every node is assigned to a worker: where the user put it, else where its operands are, else where its users are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tensorwire.graph.ir import CALL, ITEM, Graph, Node
 from tensorwire.graph.passes.aliases import Aliases
 
 
-def homes(graph: Graph, default: str | None = None, aliases: Aliases | None = None) -> dict[str, str]:
+def assign(graph: Graph, default: str | None = None, aliases: Aliases | None = None) -> dict[str, str]:
     """The worker of every operator and item by name. ``default``: where what nothing binds runs; else the first worker.
 
     Items live with their operator. Views, and what changes memory in place, live where that memory is, whatever was
@@ -44,7 +44,7 @@ def _by_operands(graph: Graph, made: list[Node], aliases: Aliases) -> dict[str, 
 
 
 def _by_users(made: list[Node], found: dict[str, str]) -> None:
-    """Who has no home lives with its first user."""
+    """Who has none is with its first user."""
     users: dict[str, str] = {}
     for node in reversed(made):
         worker = found.get(node.name) or users.get(node.name)

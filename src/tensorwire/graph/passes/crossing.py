@@ -24,7 +24,7 @@ class Crossings:
     if_small: frozenset[str] = frozenset()
 
 
-def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None) -> Crossings:
+def crossings(graph: Graph, assignment: dict[str, str], aliases: Aliases | None = None) -> Crossings:
     """Walks back from what is wanted. Raises `ArgumentError` for a value that is needed and that nobody has, and for
     one that would be read elsewhere after it was changed in place."""
     aliases = aliases or Aliases(graph)
@@ -34,7 +34,7 @@ def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None
         need[output.name].update(() if output.if_small else output.to)
         wished[output.name].update(output.to if output.if_small else ())
     kept = set(need)
-    runs = _runs(graph, home, aliases, need)
+    runs = _runs(graph, assignment, aliases, need)
     check_writes(graph, runs, aliases)
     holds: dict[str, Workers] = {}
     sent: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -48,28 +48,31 @@ def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None
         elif others:
             if_small.add(node.name)
         if missing or others:
-            sent[node.name] = (_source(graph, node, home, at, missing or others), _ordered(graph, missing or others))
+            sent[node.name] = (
+                _source(graph, node, assignment, at, missing or others),
+                _ordered(graph, missing or others),
+            )
         holds[node.name] = at | missing
     return Crossings(runs, holds, sent, frozenset(if_small))
 
 
-def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Workers]:
+def _runs(graph: Graph, assignment: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Workers]:
     """Where every operator runs. Notes in ``need`` where each value is wanted."""
     kept = set(need)
-    wandering = _replicable(graph, aliases)
-    follow = following(graph, home) | aliases.changed_views()
+    replicable = _replicable(graph, aliases)
+    follow = following(graph, assignment) | aliases.changed_views()
     for node in graph.nodes:
-        if node.name in follow and (node.kind != ITEM or node.inputs[0] in wandering):
-            wandering.add(node.name)
-    writing = writers(graph, home, aliases, wandering)
+        if node.name in follow and (node.kind != ITEM or node.inputs[0] in replicable):
+            replicable.add(node.name)
+    writing = writers(graph, assignment, aliases, replicable)
     runs: dict[str, Workers] = {}
     for node in reversed(graph.nodes):
         if node.kind in GIVEN:
             continue
-        if node.name in wandering:
-            where = frozenset(need[node.name] or ({home[node.name]} if node.name in kept else ()))
+        if node.name in replicable:
+            where = frozenset(need[node.name] or ({assignment[node.name]} if node.name in kept else ()))
         else:
-            where = writing.get(node.name) or frozenset({home[node.name]})
+            where = writing.get(node.name) or frozenset({assignment[node.name]})
         runs[node.name] = where
         for name in node.inputs:
             need[name].update(where)
@@ -94,11 +97,11 @@ def _cheap(node: Node) -> bool:
     return not (node.random or node.writes) and (node.cheap or node.kind == ITEM or node.alias is not None)
 
 
-def _source(graph: Graph, node: Node, home: dict[str, str], at: Workers, missing: Workers) -> str:
+def _source(graph: Graph, node: Node, assignment: dict[str, str], at: Workers, missing: Workers) -> str:
     if not at:
         where = ", ".join(sorted(missing))
         raise ArgumentError(f"graph {graph.name}: {node.name} ({node.op}) is needed on {where}; nobody has it")
-    worker = home.get(node.name)
+    worker = assignment.get(node.name)
     return worker if worker in at else next(worker for worker in graph.workers if worker in at)
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from tensorwire.graph.ir import Graph, Node
 
 
-def following(graph: Graph, home: dict[str, str]) -> set[str]:
+def following(graph: Graph, assignment: dict[str, str]) -> set[str]:
     """The views, by name, that run where they are wanted instead of crossing.
 
     Several narrow views of one base that go to one worker count together.
@@ -23,11 +23,11 @@ def following(graph: Graph, home: dict[str, str]) -> set[str]:
     narrow: dict[tuple[str, str], list[str]] = defaultdict(list)
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:
-        worker = home.get(node.name)
+        worker = assignment.get(node.name)
         if worker is None:
             continue
         for name in node.inputs:
-            if name in views and name not in found and home[name] != worker and (name, worker) not in seen:
+            if name in views and name not in found and assignment[name] != worker and (name, worker) not in seen:
                 seen.add((name, worker))
                 narrow[bases[name].name, worker].append(name)
     for (base, _), group in narrow.items():

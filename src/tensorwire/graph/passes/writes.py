@@ -11,8 +11,8 @@ from tensorwire.graph.passes.aliases import Aliases
 Workers = frozenset[str]
 
 
-def writers(graph: Graph, home: dict[str, str], aliases: Aliases, wandering: set[str]) -> dict[str, Workers]:
-    """The workers of every node that changes something in place. ``wandering``: what runs where others want it.
+def writers(graph: Graph, assignment: dict[str, str], aliases: Aliases, replicable: set[str]) -> dict[str, Workers]:
+    """The workers of every node that changes something in place. ``replicable``: what runs where others want it.
 
     What several workers were given is changed on each that reads it: there it has to be right when the graph runs
     again.
@@ -20,14 +20,14 @@ def writers(graph: Graph, home: dict[str, str], aliases: Aliases, wandering: set
     changed = [node for node in graph.nodes if node.writes]
     readers: dict[str, set[str]] = defaultdict(set)
     for node in graph.nodes if changed else ():
-        if node.name in home and node.name not in wandering:
-            _add_reader(readers, aliases, node, frozenset({home[node.name]}))
+        if node.name in assignment and node.name not in replicable:
+            _add_reader(readers, aliases, node, frozenset({assignment[node.name]}))
     found: dict[str, Workers] = {}
     spreading = True
     while spreading:  # who changes one thing on more workers reads others there
         spreading = False
         for node in changed:
-            workers = frozenset({home[node.name]})
+            workers = frozenset({assignment[node.name]})
             for root in map(aliases.root, node.writes):
                 if root.kind in GIVEN:
                     workers |= readers[root.name] & set(graph.workers if root.present is None else root.present)
@@ -59,7 +59,7 @@ def check_writes(graph: Graph, runs: dict[str, Workers], aliases: Aliases) -> No
                 raise _stale(graph, node, name, runs[node.name] - runs[writer.name], writer, runs[writer.name])
         for name in node.writes:
             if not runs[node.name] <= own[name]:
-                raise _elsewhere(graph, node, name, runs[node.name] - own[name], own[name])
+                raise _wrong_worker(graph, node, name, runs[node.name] - own[name], own[name])
             last[aliases.root(name).name] = node
 
 
@@ -69,7 +69,7 @@ def _own(graph: Graph, node: Node, runs: dict[str, Workers], own: dict[str, Work
     return runs[node.name] if node.alias is None else runs[node.name] & own[node.alias]
 
 
-def _elsewhere(graph: Graph, node: Node, name: str, where: Workers, own: Workers) -> ArgumentError:
+def _wrong_worker(graph: Graph, node: Node, name: str, where: Workers, own: Workers) -> ArgumentError:
     return ArgumentError(
         f"graph {graph.name}: {node.name} runs on {_listed(where)} and changes {name} in place, which is on "
         f"{_listed(own)}: change on one worker only what is there"

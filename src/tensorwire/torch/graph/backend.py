@@ -18,9 +18,9 @@ from torch import fx
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
-from tensorwire.torch.graph.execution.compiled_graph import HERE, HOME, Backward, Forward
+from tensorwire.torch.graph.execution.compiled_graph import HERE, HOLDER, Backward, Forward
 from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.placement.remote_tensor import elsewhere, here_now
+from tensorwire.torch.graph.placement.remote_tensor import here_now, make_remote
 from tensorwire.torch.graph.placement.scope import Scope
 
 # In 2.10 the workers capture different graphs of what takes an output of another graph; 2.9 traces no block of a
@@ -35,7 +35,7 @@ _forwards: weakref.WeakKeyDictionary[Any, Forward] = weakref.WeakKeyDictionary()
 _captured = threading.Event()  # whether dynamo came with a graph
 
 
-def _tell_of_nothing() -> None:
+def _warn_of_nothing() -> None:
     if not _captured.is_set():
         _log.warning(
             "torch.compile(backend='tensorwire') was called, and captured nothing: every worker ran all of the model. "
@@ -48,7 +48,7 @@ def _watch() -> None:
     with contextlib.suppress(ArgumentError):  # there is no job yet
         job = current()
         if job.rank == 0:
-            job.at_close(_tell_of_nothing)
+            job.at_close(_warn_of_nothing)
 
 
 _watch()
@@ -99,7 +99,7 @@ def _marked(results: Any, part: Forward) -> Any:
     """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
     if part.analysis is None:  # nothing was placed: all have everything
         return results
-    crossing, workers, me = part.analysis.crossing, part.party.workers, part.party.me
+    crossing, workers, me = part.analysis.crossing, part.group.workers, part.group.me
     skip = part.metadata.num_mutated_inp_runtime_indices
     for value, node in zip(results, part.returned[skip:], strict=False):
         if not isinstance(value, torch.Tensor) or not isinstance(node, fx.Node):
@@ -109,10 +109,10 @@ def _marked(results: Any, part: Forward) -> Any:
             continue
         here = node.name in crossing.if_small and node.name not in part.stayed
         if here or me in having:
-            setattr(value, HOME, having[0])
+            setattr(value, HOLDER, having[0])
             setattr(value, HERE, here)
             if me not in having:
                 here_now(value)
         else:
-            elsewhere(value, f"output {node.name!r}", having[0], advice=_ADVICE)
+            make_remote(value, f"output {node.name!r}", having[0], advice=_ADVICE)
     return results

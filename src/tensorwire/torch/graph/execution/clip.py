@@ -12,7 +12,7 @@ import torch
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph.exchange import Exchange
 from tensorwire.launch.job import Job, current
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.job_group import group_of
 
 _exchanges: weakref.WeakKeyDictionary[Job, dict[int, Exchange]] = weakref.WeakKeyDictionary()  # by number of parameters
 
@@ -35,7 +35,7 @@ def clip_grad_norm_(
     made = _exchanges.setdefault(job, {})
     exchange = made.get(len(given))
     if exchange is None:
-        exchange = made[len(given)] = Exchange(party_of(job), f"norms of {len(given)} gradients", 2 * len(given))
+        exchange = made[len(given)] = Exchange(group_of(job), f"norms of {len(given)} gradients", 2 * len(given))
     mine = numpy.full(2 * len(given), numpy.nan)
     norms = [None if p.grad is None else torch.linalg.vector_norm(p.grad, norm_type) for p in given]
     for at, norm in enumerate(norms):

@@ -15,18 +15,18 @@ from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
 from tensorwire.torch.graph.capture.importer import Origin, import_graph, spec_of
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
+from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.replica import gradients, replica, slots_of_inputs
-from tensorwire.torch.graph.execution.transfers import Post
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
 from tensorwire.torch.graph.placement.registry import note_alone, owner_of
-from tensorwire.torch.graph.placement.remote_tensor import lives
+from tensorwire.torch.graph.placement.remote_tensor import location_of
 from tensorwire.torch.graph.placement.scope import Scope, worker_of
 
 # An attribute of an output that not every worker has in every run: the worker that always has it.
-HOME = "_tensorwire_home"
+HOLDER = "_tensorwire_holder"
 HERE = "_tensorwire_here"  # attribute of such an output that all have in this run
 
 
@@ -38,11 +38,11 @@ class Part:
 
     def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
         self.module, self.job, self.options, self.scope = module, job, options, scope
-        self.party = party_of(job)
+        self.group = group_of(job)
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
         self._wires: Wires | None = None
-        self._post: Post | None = None
+        self._transfers: Transfers | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
         self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every worker
@@ -61,12 +61,12 @@ class Part:
             if self._run is None:
                 self._run = self._prepare(args)
             assert self._wires is not None
-            assert self._post is not None
+            assert self._transfers is not None
             self.enter(args)
             self._wires.begin()
             results = self._run(args)
             self._wires.end()
-            self.stayed = self._post.take_stayed()
+            self.stayed = self._transfers.take_stayed()
             return results
         except TensorwireError as error:
             explained = self.job.member.explain(error)
@@ -99,22 +99,22 @@ class Part:
         graph = self._import(args)
         self.analysis = analyze(graph, copies=self.options.mode == "copy")
         plan = self.analysis.plan
-        wires = self._wires = self.party.connect(plan, self.borrowed())
-        post = self._post = Post(wires)
+        wires = self._wires = self.group.connect(plan, self.borrowed())
+        transfers = self._transfers = Transfers(wires)
         places = {node.name: place for place, node in enumerate(self.given)}
         for index, edge in enumerate(plan.edges):
-            if edge.lent and edge.source == self.party.me:
-                post.house(index, args[places[edge.name]])
+            if edge.lent and edge.source == self.group.me:
+                transfers.adopt(index, args[places[edge.name]])
         shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
         replays = self.options.replay_random
         return partition(
-            self.module, self.analysis, self.party.me, post, shown=shown, keeps=self.keeps, replays=replays
+            self.module, self.analysis, self.group.me, transfers, shown=shown, keeps=self.keeps, replays=replays
         )
 
     def _import(self, args: list[Any]) -> Graph:
-        name = f"{self.party.next_number} ({self.what})"
+        name = f"{self.group.next_number} ({self.what})"
         origins, outputs = self.origins(args), self.outputs()
-        return import_graph(self.module, name, self.party.workers, origins, outputs, self.worker_of)
+        return import_graph(self.module, name, self.group.workers, origins, outputs, self.worker_of)
 
     def worker_of(self, node: fx.Node) -> str | None:
         """Where the user put a node."""
@@ -143,28 +143,30 @@ class Forward(Part):
         super().__init__(module, job, options, scope)
         self.metadata = metadata
         self._static = frozenset(metadata.static_input_indices)
-        self.homes: list[Origin] = []
+        self.planned_origins: list[Origin] = []
 
     def is_replica(self, args: list[Any]) -> bool:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         return (
             self.scope.spot is None
             and not any(map(self.scope.worker_of, self.module.graph.nodes))
-            and not any(home_of(tensor) or owner_of(tensor) for tensor in tensors)
+            and not any(holder_of(tensor) or owner_of(tensor) for tensor in tensors)
         )
 
     def enter(self, args: list[Any]) -> None:
         self.scope.enter()
-        for place, (value, origin) in enumerate(zip(args, self.homes, strict=False)):  # a replica has no homes
+        pairs = zip(args, self.planned_origins, strict=False)  # a replica has no origins
+        for place, (value, origin) in enumerate(pairs):
             if not isinstance(value, torch.Tensor):
                 continue
             if place not in self._static:
-                self._check_home(place, value, origin)
-            elif origin.present != (self.party.me,) and lives(value) is None:  # its model has its workers from options
+                self._check_holder(place, value, origin)
+            elif origin.present != (self.group.me,) and location_of(value) is None:
+                # The model was placed by options.
                 only_with_gradient(value)
 
-    def _check_home(self, place: int, value: torch.Tensor, origin: Origin) -> None:
-        now, planned = home_of(value), origin.present[0] if origin.present else None
+    def _check_holder(self, place: int, value: torch.Tensor, origin: Origin) -> None:
+        now, planned = holder_of(value), origin.present[0] if origin.present else None
         if now not in (None, planned) and not getattr(value, HERE, False):
             raise ArgumentError(
                 f"argument {place} of graph {self.what} is on {now} now; when the graph was planned it was on "
@@ -176,17 +178,17 @@ class Forward(Part):
         for place, (node, value) in enumerate(zip(self.given, args, strict=True)):
             if place in self._static:
                 owner = owner_of(value) if isinstance(value, torch.Tensor) else None
-                worker = (owner.worker if owner is not None else None) or users[node.name] or self.party.workers[0]
-                self.homes.append(Origin(PARAMETER, (worker,)))
+                worker = (owner.worker if owner is not None else None) or users[node.name] or self.group.workers[0]
+                self.planned_origins.append(Origin(PARAMETER, (worker,)))
             else:
-                home = home_of(value) if isinstance(value, torch.Tensor) else None
-                self.homes.append(Origin(INPUT, None if home is None else (home,)))
-        return self.homes
+                holder = holder_of(value) if isinstance(value, torch.Tensor) else None
+                self.planned_origins.append(Origin(INPUT, None if holder is None else (holder,)))
+        return self.planned_origins
 
     def outputs(self) -> list[Output]:
         seen = self.metadata.num_forward_returns
         return [
-            output(value, self.party.workers, caller=place < seen, everything=self.options.outputs == "all")
+            output(value, self.group.workers, caller=place < seen, everything=self.options.outputs == "all")
             for place, value in enumerate(self.returned)
             if isinstance(value, fx.Node)
         ]
@@ -225,7 +227,7 @@ class Backward(Part):
     def origins(self, args: list[Any]) -> list[Origin]:
         holds = self._planned().crossing.holds
         return [
-            Origin(SAVED, tuple(worker for worker in self.party.workers if worker in holds[node.name]))
+            Origin(SAVED, tuple(worker for worker in self.group.workers if worker in holds[node.name]))
             if node.name in holds
             else Origin(INPUT)
             for node in self.given
@@ -233,10 +235,10 @@ class Backward(Part):
 
     def outputs(self) -> list[Output]:
         """A gradient goes to where what it is of is."""
-        homes = self.forward.homes
+        origins = self.forward.planned_origins
         return [
-            Output(value.name, origin.present or self.party.workers, True)
-            for origin, value in zip(homes, self.returned, strict=False)
+            Output(value.name, origin.present or self.group.workers, True)
+            for origin, value in zip(origins, self.returned, strict=False)
             if isinstance(value, fx.Node)
         ]
 
@@ -263,10 +265,10 @@ def output(node: fx.Node, workers: tuple[str, ...], *, caller: bool, everything:
     return Output(node.name, (), True)
 
 
-def home_of(value: torch.Tensor) -> str | None:
+def holder_of(value: torch.Tensor) -> str | None:
     """The only worker that has ``value``, if there is but one."""
-    elsewhere = lives(value)
-    if elsewhere is not None:
-        return elsewhere.worker
-    home = getattr(value, HOME, None)
-    return None if home is None else str(home)
+    location = location_of(value)
+    if location is not None:
+        return location.worker
+    holder = getattr(value, HOLDER, None)
+    return None if holder is None else str(holder)

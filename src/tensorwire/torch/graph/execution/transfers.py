@@ -18,7 +18,7 @@ from tensorwire.torch.graph.memory.strided import extent
 Function = Callable[..., Any]
 
 
-class Post:
+class Transfers:
     """The ends of a plan's edges at one worker, as functions over tensors."""
 
     def __init__(self, wires: Wires) -> None:
@@ -96,9 +96,9 @@ class Post:
         lease = self._leases[index] = self._wires.room(index, nbytes)
         return Place(lease.hold, nbytes=nbytes)
 
-    def house(self, index: int, parameter: torch.Tensor) -> None:
+    def adopt(self, index: int, parameter: torch.Tensor) -> None:
         """Moves a parameter into the memory that edge ``index`` lends it from."""
-        sending.house(self._wires, index, self._edges[index], parameter)
+        sending.adopt(self._wires, index, self._edges[index], parameter)
 
 
 def _named(function: Function, name: str) -> Function:

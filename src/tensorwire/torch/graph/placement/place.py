@@ -21,7 +21,7 @@ from tensorwire.torch.graph.placement.registry import (
     unwrapped,
     was_alone,
 )
-from tensorwire.torch.graph.placement.remote_tensor import fill, lives, vacate
+from tensorwire.torch.graph.placement.remote_tensor import location_of, release, restore
 
 _ADVICE = (
     "this process is {}. What Python reads in a model, as item() does, is not part of the graph: compute with the "
@@ -39,7 +39,7 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
     backend="tensorwire")``; it returns ``model``. If the model has run compiled before, all that torch has compiled in
     this process is dropped, and compiled again in the next call.
 
-    A parameter of another worker keeps name, shape and dtype, takes no memory, and raises `LivesElsewhere` when it is
+    A parameter of another worker keeps name, shape and dtype, takes no memory, and raises `NotOnThisWorker` when it is
     read; optimizers pass it by, as it has no gradient. A tensor that several modules share lives with the first of
     them. From here on a placed module that runs uncompiled raises `Unsupported`: see `unplace`.
 
@@ -60,8 +60,8 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
     watch(inner)
     for tensor in (*inner.parameters(), *inner.buffers()):
         owner = owner_of(tensor)
-        if owner is not None and owner.worker not in (None, mine) and lives(tensor) is None:
-            vacate(tensor, owner.name, str(owner.worker), advice=_ADVICE.format(mine))
+        if owner is not None and owner.worker not in (None, mine) and location_of(tensor) is None:
+            release(tensor, owner.name, str(owner.worker), advice=_ADVICE.format(mine))
     return model
 
 
@@ -76,20 +76,24 @@ def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
         raise ArgumentError("this model was not placed: give unplace() the model that place() was given")
     values = []
     for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
-        if (where := lives(tensor)) is not None:
+        if (where := location_of(tensor)) is not None:
             value = (state or {}).get(name)
             if value is None:
-                raise ArgumentError(f"{name} lives on {where.worker}: unplace(model, state) needs its value in state")
-            if value.shape != tensor.shape or value.dtype != tensor.dtype or lives(value) is not None:
+                raise ArgumentError(f"{name} is on {where.worker}: unplace(model, state) needs its value in state")
+            if value.shape != tensor.shape or value.dtype != tensor.dtype or location_of(value) is not None:
                 raise ArgumentError(
                     f"{name} is {list(tensor.shape)} of {tensor.dtype}; in state it is "
-                    + (f"on {gone.worker} too" if (gone := lives(value)) else f"{list(value.shape)} of {value.dtype}")
+                    + (
+                        f"on {gone.worker} too"
+                        if (gone := location_of(value))
+                        else f"{list(value.shape)} of {value.dtype}"
+                    )
                 )
             values.append((tensor, value))
     unwatch(inner)
     forget(inner)
     for tensor, value in values:
-        fill(tensor, value)
+        restore(tensor, value)
     return model
 
 
@@ -113,5 +117,5 @@ def _check_tensors(model: torch.nn.Module) -> None:
             kind = f"on {tensor.device}"
         if kind is None and tensor.layout is not torch.strided:
             kind = str(tensor.layout)
-        if kind is not None and lives(tensor) is None:
+        if kind is not None and location_of(tensor) is None:
             raise Unsupported(f"{name} is {kind}: place() takes models whose tensors are plain ones on the CPU")

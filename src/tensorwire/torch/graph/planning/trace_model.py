@@ -30,7 +30,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModelTrace:
     """A ``model`` that was traced in so many ``seconds``. ``parameters``: bytes and elements by name, of each once."""
 
     model: nn.Module
@@ -51,7 +51,9 @@ class Survey:
         return found
 
 
-def survey(model: Callable[[], nn.Module], inputs: Callable[[], Sequence[Any]], *, inference: bool = False) -> Survey:
+def trace_model(
+    model: Callable[[], nn.Module], inputs: Callable[[], Sequence[Any]], *, inference: bool = False
+) -> ModelTrace:
     """Traces what ``model()`` does with ``inputs()``, and its gradients unless ``inference``. Neither gets memory.
 
     Raises `ArgumentError` if it cannot be traced.
@@ -77,7 +79,7 @@ def survey(model: Callable[[], nn.Module], inputs: Callable[[], Sequence[Any]], 
     if not tracer.forwards:
         raise ArgumentError(f"{type(module).__name__} has no operators to trace")
     parameters = {name: (p.nbytes, p.numel()) for name, p in module.named_parameters()}
-    return Survey(module, parameters, tracer.traced(), time.perf_counter() - start)
+    return ModelTrace(module, parameters, tracer.traced(), time.perf_counter() - start)
 
 
 def _why(error: Exception) -> str:

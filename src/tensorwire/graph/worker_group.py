@@ -13,7 +13,7 @@ from tensorwire.graph.plan import Plan
 from tensorwire.graph.wires import Wires, make_pool
 
 
-class Party:
+class WorkerGroup:
     """All workers of a job, called ``worker 0``, ``worker 1`` and so on. ``timeout``: seconds that one may wait for the
     others.
 

@@ -15,7 +15,7 @@ from tensorwire.torch.graph.capture.joint import given, returned
 from tensorwire.torch.graph.capture.module_paths import module_path
 from tensorwire.torch.graph.execution.compiled_graph import output
 from tensorwire.torch.graph.placement.scope import Scope, placed, worker_of
-from tensorwire.torch.graph.planning.trace import Survey, Traced
+from tensorwire.torch.graph.planning.trace_model import ModelTrace, Traced
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Planned:
     labels: Mapping[str, str]
 
 
-def plans(found: Survey, workers: int, placement: Mapping[str, int | str]) -> list[Planned]:
+def plan_model(found: ModelTrace, workers: int, placement: Mapping[str, int | str]) -> list[Planned]:
     """The plans of all graphs, each forward one before that of its gradients. What ``placement`` names by no path runs
     on worker 0.
 
