@@ -20,7 +20,7 @@ from grpc_store import OPTIONS, SWITCH_SECONDS, Part, Service, Worker
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Bucket, Plan, TensorSpec, make_plan
+from tensorwire.store.sharding import Bucket, ParameterSpec, StorePlan, make_plan
 
 BEGIN = "/store/begin"
 PATIENCE_SECONDS = 600.0
@@ -31,7 +31,7 @@ class Start(msgspec.Struct):
 
     server: int
     servers: int
-    tensors: list[TensorSpec]
+    tensors: list[ParameterSpec]
     values: bytes
     options: dict[str, Any]
 
@@ -39,7 +39,7 @@ class Start(msgspec.Struct):
 class TrainedPart(Part):
     """A bucket that begins with a model's values, and tells when it is updated."""
 
-    def __init__(self, bucket: Bucket, plan: Plan, workers: int, values: list[torch.Tensor], options: Any) -> None:
+    def __init__(self, bucket: Bucket, plan: StorePlan, workers: int, values: list[torch.Tensor], options: Any) -> None:
         super().__init__(bucket, plan, "SGD", workers)
         for piece, own in zip(bucket.pieces, self._values, strict=True):
             own.copy_(values[piece.tensor][piece.start : piece.stop])
@@ -88,7 +88,7 @@ class GrpcOptimizer:
     ) -> None:
         items = list(named)
         self._parameters = [p for _, p in items]
-        tensors = [TensorSpec(name, tuple(p.shape), "float32") for name, p in items]
+        tensors = [ParameterSpec(name, tuple(p.shape), "float32") for name, p in items]
         if rank == 0:
             values = b"".join(bytes(memoryview(p.detach().numpy()).cast("B")) for p in self._parameters)
             for server, address in enumerate(addresses):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.control import frames
+from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
 from tensorwire.control.clock import pack_time
-from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import GONE, describe_exit, member_name
 from tensorwire.control.stall import Stall
@@ -91,7 +91,7 @@ class Coordinator:
         self._stats: dict[str, Report] = {}
         self._second_hand: Cause | None = None
         self._stall = Stall(who, beat, lost_after)
-        self._doorman = Doorman(secret)
+        self._authenticator = Authenticator(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
         listener = listen(interface, port)
         self.address = (
@@ -189,7 +189,7 @@ class Coordinator:
         """One connection, from its first byte to its last. A stranger can end nothing but this connection."""
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            await self._doorman.admit(reader, writer)
+            await self._authenticator.admit(reader, writer)
             member = await self._join(reader, writer)
             if member is not None:
                 await self._converse(member, reader)

@@ -32,8 +32,8 @@ from tensorwire.device.contract import (
     refused,
 )
 from tensorwire.device.operands import explain
+from tensorwire.device.peer_monitor import check_heartbeat, milliseconds
 from tensorwire.device.region import Access, Region, RemoteView, View
-from tensorwire.device.vigil import check_heartbeat, milliseconds
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
 
 _POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
@@ -325,7 +325,7 @@ class TcpCompletion(Completion):
         callbacks = channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         channel._connection.notify(self._posted, callbacks.notices, token)
-        callbacks.rescue(token)
+        callbacks.run_orphan(token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel

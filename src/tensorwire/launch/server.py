@@ -20,7 +20,7 @@ from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
-from tensorwire.store.wiring import StoreSpec
+from tensorwire.store.store_layout import StoreSpec
 
 # A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
 _SETTLE_SECONDS = 3.0
@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 3.0
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     import torch
 
-    from tensorwire.store.agreement import Disagreement, Finished
+    from tensorwire.store.consensus import Disagreement, Finished
     from tensorwire.store.server import StoreServer
     from tensorwire.store.server_state import answer_asks
 

@@ -16,10 +16,10 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.pacing import Pacing
-from tensorwire.store.plan import Bucket, Plan
-from tensorwire.store.rounds import NORM, STEPS, Head, Operation, head_bytes, pack_head
-from tensorwire.store.wiring import Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.send_window import SendWindow
+from tensorwire.store.sharding import Bucket, StorePlan
+from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
+from tensorwire.store.store_layout import Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
 
 _TILE = 2 << 20
 
@@ -35,11 +35,11 @@ class _Server:
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel("server", index)
         key = f"{client.name}/server {index}/{member.name}"
-        door = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerDoor)
-        self.inbox = RemoteRegion.unpack(door.inbox)
+        endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
+        self.inbox = RemoteRegion.unpack(endpoint.inbox)
         if self.inbox.device != self.channel.device.name:
             raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
-        self.shown = RemoteRegion.unpack(door.parameters) if door.parameters else None
+        self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
         self.layout = inbox(plan, index, len(spec.numeric))
         self.back = Outbox(len(self.buckets))
         device = self.channel.device
@@ -48,12 +48,12 @@ class _Server:
         self.mapped = self.channel.map(self.inbox.view())
         self.staging = None if self.mapped else device.allocate(self.layout.slots)
         self.gradients = None if self.mapped else client.gradients_on(device)
-        self.head = self._producer(self.layout.head, head_bytes(len(spec.numeric)), self.layout.head_word)
+        self.head = self._producer(self.layout.head, header_bytes(len(spec.numeric)), self.layout.head_word)
         self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
         self.pushes = [self._push(b) for b in self.buckets]
         self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
-        self.pacing = Pacing() if spec.planes > 1 and not self.mapped else None
+        self.send_window = SendWindow() if spec.planes > 1 and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
@@ -98,7 +98,7 @@ class _Server:
         return Word(self.versions, self.back.word(bucket), self.channel)
 
 
-def agree(member: Member, name: str, spec: StoreSpec, plan: Plan, workers: int) -> None:
+def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: int) -> None:
     """Returns when all workers have come with the same ``spec``; until then servers know nothing of the store.
 
     Raises `ArgumentError` (what cannot travel), `PlanMismatch` (which ends the job), `JobEnded`, or `WaitTimeout`
@@ -115,7 +115,7 @@ class StoreClient:
     All workers have to `agree` on it before.
     """
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: Plan) -> None:
+    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
         self.member, self.name, self.spec, self.plan = member, name, spec, plan
         self.timeout = step_timeout()  # seconds that a step may wait for other workers
         if member.index == 0:
@@ -185,9 +185,9 @@ class StoreClient:
         for server in self._servers:
             ours = self._space.get(server.channel.device.name)
             parameters = None if ours is None else ours.remote("write").pack()
-            door = WorkerDoor(server.versions.remote("write").pack(), parameters)
+            endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
             key = f"{self.name}/{self.member.name}/server {server.index}"
-            self.member.client.publish(key, msgspec.msgpack.encode(door), to=[f"server {server.index}"])
+            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {server.index}"])
 
     @property
     def channels(self) -> list[Channel]:
@@ -196,17 +196,17 @@ class StoreClient:
 
     # ---- one round
 
-    def begin(self, operation: Operation, options: Sequence[float], max_norm: float = 0.0) -> None:
+    def begin(self, operation: StepOperation, options: Sequence[float], max_norm: float = 0.0) -> None:
         """Opens a round on every server. Raises `ArgumentError` for a ``max_norm`` below 0."""
         if not max_norm >= 0:
             raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
         for server in self._servers:
-            if server.pacing is not None:
-                server.pacing.flush(self.timeout)
+            if server.send_window is not None:
+                server.send_window.flush(self.timeout)
             self._wait(server.version(0), self.step)  # then the head of the round before has been read
         self.step += 1
         self.updates += operation in STEPS
-        block = pack_head(Head(operation, self.step, tuple(options), max_norm))
+        block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
@@ -259,8 +259,8 @@ class StoreClient:
         news = None if self._present[bucket.number] == here else here
         self._present[bucket.number] = here
         self._pushed[bucket.number] = self.step
-        if server.pacing is not None:
-            server.pacing.post(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
+        if server.send_window is not None:
+            server.send_window.submit(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
             return
         if news is not None:
             server.put_present(bucket.index, news)
@@ -315,8 +315,8 @@ class StoreClient:
     def flush(self, timeout: float) -> None:
         """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
         for server in self._servers:
-            if server.pacing is not None:
-                server.pacing.flush(timeout)
+            if server.send_window is not None:
+                server.send_window.flush(timeout)
             for push in server.pushes:
                 push.flush(timeout)
 
@@ -324,7 +324,7 @@ class StoreClient:
 
     def idle(self) -> None:
         """Tells every server that this worker takes no part in rounds until all are idle; then call ``rejoin``."""
-        self.begin(Operation.IDLE, [0.0] * len(self.spec.numeric))
+        self.begin(StepOperation.IDLE, [0.0] * len(self.spec.numeric))
 
     def rejoin(self) -> None:
         """Waits until all workers are idle, and takes over how far the others came. Raises `WaitTimeout` as ``wait``.
@@ -358,7 +358,7 @@ class StoreClient:
         if self.step < 0:
             return
         try:
-            self.begin(Operation.FINISH, [0.0] * len(self.spec.numeric))
+            self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
             for server in self._servers:
                 server.head.flush(30.0)
         except (PeerLost, WaitTimeout):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.plan import PARAMETER_DTYPES, Piece, TensorSpec
-from tensorwire.store.stream import NUMBER, Entry, Item
+from tensorwire.store.sharding import PARAMETER_DTYPES, ParameterSpec, Piece
+from tensorwire.store.state_transfer import NUMBER, Entry, Item
 
 # The float32 values that a half-precision parameter is rounded from.
 MASTER = "master"
@@ -22,7 +22,7 @@ class Held:
     """One piece of a tensor, and what ``optimizer`` updates for it: flat, or (``whole``) in the tensor's shape."""
 
     piece: Piece
-    spec: TensorSpec
+    spec: ParameterSpec
     master: torch.nn.Parameter
     optimizer: torch.optim.Optimizer
     whole: bool

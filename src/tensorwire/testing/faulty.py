@@ -295,7 +295,7 @@ class Held(Completion):
         token = callbacks.add(lambda: call(self))
         self._inner.on_done(lambda _: callbacks.notices.post(token))
         if self._inner.done:
-            callbacks.rescue(token)
+            callbacks.run_orphan(token)
 
     @property
     def done(self) -> bool:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tensorwire.device import Channel, Device
-from tensorwire.testing.nursery import nursery
+from tensorwire.testing.forkserver import forkserver
 from tensorwire.testing.patterns import SECONDS
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import Spec
@@ -38,13 +38,13 @@ SEEDED = settings(
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[None]:
     """Peers are forked from one process, that is there before the first test looks around."""
-    nursery()
+    forkserver()
     gc.collect()
     gc.freeze()  # collections look at what tests made, not at the test runner
     yield
     gc.unfreeze()
-    nursery().close()
-    nursery.cache_clear()
+    forkserver().close()
+    forkserver.cache_clear()
 
 
 def _descriptors() -> dict[str, str]:

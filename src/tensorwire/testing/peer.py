@@ -22,7 +22,7 @@ import numpy as np
 
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.testing import patterns
-from tensorwire.testing.nursery import nursery
+from tensorwire.testing.forkserver import forkserver
 from tensorwire.testing.patience import patient
 from tensorwire.testing.patterns import HEAD, SECONDS, array
 from tensorwire.testing.spec import Spec
@@ -36,7 +36,7 @@ class Peer:
     def __init__(self, spec: Spec) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.pid, self._pidfd = nursery().fork(spec.text, theirs.fileno())
+            self.pid, self._pidfd = forkserver().fork(spec.text, theirs.fileno())
         self._pipe = Connection(ours.detach())
         self._ended = False
         try:

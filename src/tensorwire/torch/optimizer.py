@@ -17,9 +17,9 @@ from tensorwire.launch import Job, current
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
-from tensorwire.store.plan import BUCKET_BYTES, Plan
-from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name
+from tensorwire.store.sharding import BUCKET_BYTES, StorePlan
+from tensorwire.store.step_header import LEFT_OUT
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
@@ -281,7 +281,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- the rest of torch's interface
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StorePlan:
         """Where the parameters given at construction lie."""
         return self._parts[0].plan
 

@@ -24,11 +24,11 @@ from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
 from tensorwire.store import Bucket, StoreClient
 from tensorwire.store.client import agree
-from tensorwire.store.plan import BUCKET_BYTES
-from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import versions
 from tensorwire.store.server import StoreServer
-from tensorwire.store.wiring import StoreSpec
+from tensorwire.store.sharding import BUCKET_BYTES
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_layout import StoreSpec
 
 _NAME = "store/0"
 _NUMERIC = [(0, "lr", -1)]
@@ -84,7 +84,7 @@ class Gradients:
         """The store's parameters become those that training begins with."""
         for i, tensor in enumerate(self._private):
             put_start(tensor, i)
-        self._client.begin(Operation.ASSIGN, [0.0])
+        self._client.begin(StepOperation.ASSIGN, [0.0])
         if self._worker == 0:
             self._push(copied=True)
         self._client.wait()
@@ -100,7 +100,7 @@ class Gradients:
 
     def push(self, *, copied: bool) -> None:
         """Opens a step and sends every bucket."""
-        self._client.begin(Operation.UPDATE, [LEARNING_RATE])
+        self._client.begin(StepOperation.UPDATE, [LEARNING_RATE])
         self._push(copied=copied)
 
     def _push(self, *, copied: bool) -> None:

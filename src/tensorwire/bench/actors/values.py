@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tensorwire.bench.models import Model
-from tensorwire.store.plan import CUT, TensorSpec
+from tensorwire.store.sharding import CUT, ParameterSpec
 
 LEARNING_RATE = 0.01
 _ROWS = 4096  # compared at once: larger temporaries would disturb what is timed afterwards
@@ -94,7 +94,7 @@ class Expected:
             _compare(values, short.data, "parameters")
 
 
-def _short(tensor: TensorSpec) -> int:
+def _short(tensor: ParameterSpec) -> int:
     """Elements of the tensor that stands for this one: its first 1,024, and those behind the last multiple of it."""
     return tensor.elements if tensor.elements < CUT else CUT + tensor.elements % CUT
 

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorwire.observe import counters
 from tensorwire.store import StoreClient
-from tensorwire.store.plan import Bucket
+from tensorwire.store.sharding import Bucket
 from tensorwire.torch.graph.memory.target import ALIGNMENT, Place
 
 _slots = WeakIdKeyDictionary()  # GradientSlot by parameter; it must not keep the parameter

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tensorwire.store.arrivals import Arrivals
-from tensorwire.store.plan import TensorSpec, make_plan
+from tensorwire.store.ready_queue import ReadyQueue
+from tensorwire.store.sharding import ParameterSpec, make_plan
 
 
-def arrivals(count: int, *, overlap: bool = True) -> Arrivals:
-    plan = make_plan([TensorSpec(str(i), (1024,), "float32") for i in range(count)], 1, bucket_bytes=4096)
-    return Arrivals(plan.buckets[0], overlap=overlap)
+def ready_queue(count: int, *, overlap: bool = True) -> ReadyQueue:
+    plan = make_plan([ParameterSpec(str(i), (1024,), "float32") for i in range(count)], 1, bucket_bytes=4096)
+    return ReadyQueue(plan.buckets[0], overlap=overlap)
 
 
 def test_of_those_that_are_there_the_first_layers_is_next() -> None:
-    found = arrivals(5)
+    found = ready_queue(5)
     there = {3, 2}
     taken = []
     for bucket in found.of_round(there.__contains__, lambda bucket, seconds: there.update({4})):
@@ -32,7 +32,7 @@ def test_of_those_that_are_there_the_first_layers_is_next() -> None:
 
 
 def test_without_overlap_they_are_taken_as_they_came() -> None:
-    found = arrivals(4, overlap=False)
+    found = ready_queue(4, overlap=False)
     there: set[int] = set()
 
     def come(bucket: int, seconds: float) -> None:
@@ -46,14 +46,14 @@ def test_one_that_nobody_expects_is_found_among_many_and_patience_grows_to_a_bou
     there: set[int] = set()
     waits: list[float] = []
 
-    def glance(bucket: int, seconds: float) -> None:
+    def poll(bucket: int, seconds: float) -> None:
         waits.append(seconds)
         if len(waits) == 9:
             there.add(40)
         elif len(waits) == 10:
             there.update(range(50))
 
-    taken = list(arrivals(50).of_round(there.__contains__, glance))
+    taken = list(ready_queue(50).of_round(there.__contains__, poll))
     assert taken == [40, *range(40), *range(41, 50)]
     assert waits[:2] == [0.001, 0.002]
     assert max(waits) == waits[8] == 0.064

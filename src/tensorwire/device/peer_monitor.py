@@ -49,7 +49,7 @@ class Watchers:
         self.deathwatch.close()
 
 
-class Vigil:
+class PeerMonitor:
     """Ends ``life`` when the process at the other end of ``sock`` dies, hangs up or falls silent.
 
     Both ends make one, right after the handshake. A loss is mutual: it ends the connection, so that a peer that was
@@ -95,8 +95,8 @@ class Vigil:
         self._watchers.deathwatch.leave(self._word)
 
 
-class Remains:
-    """What tells that no thread of a process runs any more: a descriptor of the process itself."""
+class ProcessHandle:
+    """A process of this machine, to wait until its last thread has ended."""
 
     def __init__(self, pid: int) -> None:
         self._fd = -1

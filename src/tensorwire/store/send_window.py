@@ -21,7 +21,7 @@ Send = Callable[[], Completion]
 AHEAD = 8 << 20
 
 
-class Pacing:
+class SendWindow:
     """Any thread may call. What has to wait is sent by a thread of the device."""
 
     def __init__(self, ahead: int | None = None) -> None:
@@ -32,7 +32,7 @@ class Pacing:
         self._error: TensorwireError | None = None
         self._changed = threading.Condition()
 
-    def post(self, urgency: tuple[int, int], nbytes: int, send: Send) -> None:
+    def submit(self, urgency: tuple[int, int], nbytes: int, send: Send) -> None:
         """Calls ``send()``, now or in its turn: smaller ``urgency`` first. Raises what an earlier one raised."""
         with self._changed:
             self._check()

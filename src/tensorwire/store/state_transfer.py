@@ -19,7 +19,7 @@ from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError, TensorwireError
-from tensorwire.store.plan import PAGE, PARAMETER_DTYPES
+from tensorwire.store.sharding import PAGE, PARAMETER_DTYPES
 
 PART_BYTES = 4 << 20
 CREDIT_SECONDS = 60.0  # a receiver only copies a part away
@@ -60,10 +60,10 @@ _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in 
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Worker ``worker`` wants the state. ``doors[s]`` opens a slot for server ``s``."""
+    """Worker ``worker`` wants the state. ``endpoints[s]`` opens a slot for server ``s``."""
 
     worker: int
-    doors: list[bytes]
+    endpoints: list[bytes]
 
 
 def ask_key(store: str, number: int) -> str:
@@ -76,11 +76,11 @@ def load_key(store: str, step: int, server: int) -> str:
     return f"{store}/load/{step}/server {server}"
 
 
-class Sender:
-    """Fills the slot behind ``door``, which a `Receiver` at the other end of ``channel`` opened."""
+class StateSender:
+    """Fills the slot behind ``endpoint``, which a `StateReceiver` at the other end of ``channel`` opened."""
 
-    def __init__(self, channel: Channel, door: bytes) -> None:
-        slot = RemoteRegion.unpack(door)
+    def __init__(self, channel: Channel, endpoint: bytes) -> None:
+        slot = RemoteRegion.unpack(endpoint)
         if slot.device != channel.device.name or slot.length != PAGE + PART_BYTES:
             raise ProtocolError("state cannot be sent: the other side opened another kind of memory")
         self._credit = channel.device.allocate(PAGE)
@@ -132,7 +132,7 @@ class Sender:
         self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, last, len(table), self._used, credit)
         self._edge.send(self._parts, nbytes=end).wait(CREDIT_SECONDS)
 
-    def __enter__(self) -> Sender:
+    def __enter__(self) -> StateSender:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,8 +141,8 @@ class Sender:
             self._staging.close()
 
 
-class Receiver:
-    """A slot in our memory; ``door`` lets the process at the other end of ``channel`` send through it, once."""
+class StateReceiver:
+    """A slot in our memory; ``endpoint`` lets the process at the other end of ``channel`` send through it, once."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -150,7 +150,7 @@ class Receiver:
         self._part = memoryview(self._region)[PAGE:]
         self._edge = Consumer(Word(self._region, 0, channel), slots=[self._part])
         self._whole = False
-        self.door = self._region.remote("write").pack()
+        self.endpoint = self._region.remote("write").pack()
 
     def receive(self, timeout: float) -> Iterator[Item]:
         """What is sent, in its order; each memory is valid until the next is asked for.
@@ -168,7 +168,7 @@ class Receiver:
                 return
             self._edge.release(number)
 
-    def __enter__(self) -> Receiver:
+    def __enter__(self) -> StateReceiver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -188,7 +188,7 @@ class Receiver:
 
 
 def _unpack(part: memoryview) -> tuple[bool, RemoteRegion, _Table]:
-    """Raises `ProtocolError` for anything but what a `Sender` made."""
+    """Raises `ProtocolError` for anything but what a `StateSender` made."""
     magic, version, last, nbytes, at, credit = _HEAD.unpack_from(part)
     if magic != _MAGIC or version != _VERSION or at < _HEAD.size or at + nbytes > part.nbytes:
         raise ProtocolError("a part of an optimizer's state has a malformed head")

@@ -13,7 +13,7 @@ Job = Callable[[], object]
 Jobs = SimpleQueue["Job | threading.Event | None"]
 
 
-class Courier:
+class PushThread:
     """Its thread starts with the first job and ends with ``close()``. After an error it does nothing more.
 
     An error comes out of the next call here, whoever makes it.
@@ -24,7 +24,7 @@ class Courier:
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
 
-    def take(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Does ``job()`` soon. Raises what an earlier job raised."""
         self._check()
         if self._thread is None:  # not before it is needed: a process that forks first is none the wiser
@@ -57,7 +57,7 @@ class Courier:
 
 
 def _work(jobs: Jobs, errors: list[BaseException]) -> None:
-    """Holds the queue and not the courier, which could not be collected else."""
+    """Holds the queue and not the `PushThread`, which could not be collected otherwise."""
     while (job := jobs.get()) is not None:
         if isinstance(job, threading.Event):
             job.set()

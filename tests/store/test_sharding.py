@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.plan import ALIGNMENT, CUT, PAGE, Plan, TensorSpec, make_plan
+from tensorwire.store.sharding import ALIGNMENT, CUT, PAGE, ParameterSpec, StorePlan, make_plan
 
 BUCKET = 4 * PAGE
 
@@ -23,11 +23,11 @@ shapes = st.one_of(
 tensors = st.lists(st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "float64", "uint8"])), max_size=12)
 
 
-def specs(drawn: list[tuple[tuple[int, ...], str]]) -> list[TensorSpec]:
-    return [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn)]
+def specs(drawn: list[tuple[tuple[int, ...], str]]) -> list[ParameterSpec]:
+    return [ParameterSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn)]
 
 
-def check(plan: Plan, whole: bool) -> None:
+def check(plan: StorePlan, whole: bool) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
     spans = []
     for server, buckets in enumerate(plan.buckets):
@@ -59,7 +59,7 @@ def check(plan: Plan, whole: bool) -> None:
     check_runs(plan)
 
 
-def check_runs(plan: Plan) -> None:
+def check_runs(plan: StorePlan) -> None:
     """Runs map: whole pages, no overlap, and they agree with every bucket."""
     runs = plan.runs()
     for server, space, shard, nbytes in runs:
@@ -104,7 +104,7 @@ def test_loads_are_even() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    one = TensorSpec("a", (3,), "float32")
+    one = ParameterSpec("a", (3,), "float32")
     with pytest.raises(ArgumentError, match="at least one server"):
         make_plan([one], 0)
     with pytest.raises(ArgumentError, match="two parameters have the name 'a'"):
@@ -112,7 +112,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ArgumentError, match="multiple of 4096"):
         make_plan([one], 1, bucket_bytes=5000)
     with pytest.raises(Unsupported, match="complex64"):
-        make_plan([TensorSpec("c", (3,), "complex64")], 1)
+        make_plan([ParameterSpec("c", (3,), "complex64")], 1)
 
 
 def test_digests_tell_plans_apart() -> None:

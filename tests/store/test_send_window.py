@@ -8,7 +8,7 @@ import pytest
 
 from tensorwire.device import Completion
 from tensorwire.errors import PeerLost, WaitTimeout
-from tensorwire.store.pacing import Pacing
+from tensorwire.store.send_window import SendWindow
 
 
 class Transfer(Completion):
@@ -38,12 +38,12 @@ class Link:
     """What was sent, by urgency, and its transfers."""
 
     def __init__(self, ahead: int) -> None:
-        self.pacing = Pacing(ahead)
+        self.send_window = SendWindow(ahead)
         self.sent: list[int] = []
         self.transfers: list[Transfer] = []
         self.broken = False
 
-    def post(self, urgency: int, nbytes: int = 10, *, at_once: bool = False) -> None:
+    def submit(self, urgency: int, nbytes: int = 10, *, at_once: bool = False) -> None:
         def send() -> Completion:
             if self.broken:
                 raise PeerLost("gone")
@@ -51,17 +51,17 @@ class Link:
             self.transfers.append(Transfer(at_once))
             return self.transfers[-1]
 
-        self.pacing.post((urgency, 0), nbytes, send)
+        self.send_window.submit((urgency, 0), nbytes, send)
 
 
 def test_the_most_urgent_overtakes_all_that_was_not_handed_over() -> None:
     link = Link(ahead=20)
     for urgency in (9, 8, 7, 6, 1):
-        link.post(urgency)
+        link.submit(urgency)
     assert link.sent == [9, 8]
     link.transfers[0].arrive()
     assert link.sent == [9, 8, 1]
-    link.post(2)
+    link.submit(2)
     link.transfers[1].arrive()
     link.transfers[2].arrive()
     assert link.sent == [9, 8, 1, 2, 6]
@@ -70,7 +70,7 @@ def test_the_most_urgent_overtakes_all_that_was_not_handed_over() -> None:
 def test_among_equals_the_first_goes_first_and_a_large_one_holds_up_the_rest() -> None:
     link = Link(ahead=20)
     for nbytes in (10, 100, 10, 10):
-        link.post(5, nbytes)
+        link.submit(5, nbytes)
     assert len(link.sent) == 2
     link.transfers[0].arrive()
     assert len(link.sent) == 2
@@ -80,34 +80,34 @@ def test_among_equals_the_first_goes_first_and_a_large_one_holds_up_the_rest() -
 
 def test_what_is_done_at_once_takes_no_stack() -> None:
     link = Link(ahead=10)
-    link.post(0)
+    link.submit(0)
     for urgency in range(1, 2000):
-        link.post(urgency, at_once=True)
+        link.submit(urgency, at_once=True)
     link.transfers[0].arrive()
     assert link.sent == list(range(2000))
 
 
 def test_flush_waits_until_everything_has_arrived() -> None:
     link = Link(ahead=10)
-    link.pacing.flush(0)
-    link.post(1)
-    link.post(2)
+    link.send_window.flush(0)
+    link.submit(1)
+    link.submit(2)
     with pytest.raises(WaitTimeout):
-        link.pacing.flush(0)
+        link.send_window.flush(0)
     link.transfers[0].arrive()
     with pytest.raises(WaitTimeout):
-        link.pacing.flush(0)
+        link.send_window.flush(0)
     link.transfers[1].arrive()
-    link.pacing.flush(0)
+    link.send_window.flush(0)
 
 
 def test_an_error_comes_out_of_the_next_call_and_nothing_more_is_sent() -> None:
     link = Link(ahead=10)
-    link.post(1)
-    link.post(2)
+    link.submit(1)
+    link.submit(2)
     link.broken = True
     link.transfers[0].arrive()
-    for call in (lambda: link.post(3), lambda: link.pacing.flush(0)):
+    for call in (lambda: link.submit(3), lambda: link.send_window.flush(0)):
         with pytest.raises(PeerLost, match="gone"):
             call()
     assert link.sent == [1]

@@ -28,7 +28,7 @@ MOST_BUCKET_BYTES = 1 << 40
 PARAMETER_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as the plan sees it. ``group`` is its parameter group."""
 
     name: str
@@ -82,10 +82,10 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StorePlan:
     """Where everything lies. ``offsets[i]`` is tensor ``i``'s place in the space."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[ParameterSpec, ...]
     offsets: tuple[int, ...]
     space_bytes: int
     shard_bytes: tuple[int, ...]
@@ -174,13 +174,13 @@ class _Builder:
 
 
 def make_plan(
-    tensors: Sequence[TensorSpec],
+    tensors: Sequence[ParameterSpec],
     servers: int,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     whole: bool = False,
     together: bool = False,
-) -> Plan:
+) -> StorePlan:
     """Lays ``tensors`` out over ``servers``.
 
     ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are on the first server, for rules
@@ -205,12 +205,12 @@ def make_plan(
         build.page(server)
         _gather(build, server, sorted(mine), tensors, offsets, whole)
     shards = tuple(round_up(n, PAGE) for n in build.shards)
-    return Plan(
+    return StorePlan(
         tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets)
     )
 
 
-def _check(tensors: Sequence[TensorSpec], servers: int, bucket_bytes: int) -> None:
+def _check(tensors: Sequence[ParameterSpec], servers: int, bucket_bytes: int) -> None:
     if servers < 1:
         raise ArgumentError("a store needs at least one server")
     whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
@@ -233,7 +233,7 @@ def _chunk(size: int, bucket_bytes: int) -> int:
     return max(CUT, bucket_bytes // size // CUT * CUT)
 
 
-def _split(build: _Builder, tensor: TensorSpec, index: int, offsets: list[int]) -> None:
+def _split(build: _Builder, tensor: ParameterSpec, index: int, offsets: list[int]) -> None:
     size = DTYPES[tensor.dtype]
     servers = len(build.shards)
     cut = max(CUT, PAGE // size)
@@ -248,7 +248,7 @@ def _split(build: _Builder, tensor: TensorSpec, index: int, offsets: list[int]) 
 
 
 def _gather(
-    build: _Builder, server: int, mine: list[int], tensors: Sequence[TensorSpec], offsets: list[int], whole: bool
+    build: _Builder, server: int, mine: list[int], tensors: Sequence[ParameterSpec], offsets: list[int], whole: bool
 ) -> None:
     """Lays whole tensors side by side; small ones share a bucket."""
     pieces: list[Piece] = []

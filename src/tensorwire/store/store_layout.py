@@ -9,8 +9,8 @@ import msgspec
 from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
-from tensorwire.store.plan import PAGE, Plan, TensorSpec, make_plan
-from tensorwire.store.rounds import head_bytes
+from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
+from tensorwire.store.step_header import header_bytes
 
 WORD = 64  # bytes between signal words: each has its cache line
 
@@ -28,7 +28,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     """
 
     versions: str
-    tensors: list[TensorSpec]
+    tensors: list[ParameterSpec]
     rule: str
     groups: list[dict[str, Any]]
     numeric: list[tuple[int, str, int]]
@@ -41,13 +41,13 @@ class StoreSpec(msgspec.Struct, frozen=True):
     folders: list[str] = []
     together: bool = False
 
-    def plan(self, servers: int) -> Plan:
+    def plan(self, servers: int) -> StorePlan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
         return make_plan(
             self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole, together=self.together
         )
 
-    def digest(self, plan: Plan) -> bytes:
+    def digest(self, plan: StorePlan) -> bytes:
         """What workers have to agree on: all but where each found the optimizer's files."""
         return plan.digest(msgspec.structs.replace(self, folders=[]).encoded())
 
@@ -93,12 +93,12 @@ class Inbox(msgspec.Struct, frozen=True):
         return WORD * (2 + bucket)
 
 
-def inbox(plan: Plan, server: int, options: int) -> Inbox:
+def inbox(plan: StorePlan, server: int, options: int) -> Inbox:
     """The inbox every worker has on ``server``."""
     buckets = plan.buckets[server]
     norm = WORD * (2 + len(buckets))
     head = norm + WORD
-    end = head + head_bytes(options)
+    end = head + header_bytes(options)
     present = []
     for bucket in buckets:
         present.append((end, len(bucket.pieces)))
@@ -141,14 +141,14 @@ class Outbox(msgspec.Struct, frozen=True):
         return self.together_word + WORD
 
 
-class ServerDoor(msgspec.Struct, frozen=True):
+class ServerEndpoint(msgspec.Struct, frozen=True):
     """What a server opens to one worker: its inbox there, and the parameters to look at."""
 
     inbox: bytes
     parameters: bytes
 
 
-class WorkerDoor(msgspec.Struct, frozen=True):
+class WorkerEndpoint(msgspec.Struct, frozen=True):
     """What a worker opens to one server: version words, and (where it cannot map) memory for the parameters."""
 
     versions: bytes

@@ -19,7 +19,7 @@ NORM = struct.Struct("<d")  # a sum of squares
 LEFT_OUT = -math.inf  # in its place: this step is left out, as no sum of squares can say
 
 
-class Operation(IntEnum):
+class StepOperation(IntEnum):
     """What a round does with what the workers bring."""
 
     UPDATE = 1  # gradients: reduce, apply the rule
@@ -31,37 +31,37 @@ class Operation(IntEnum):
 
 
 # What people count as steps.
-STEPS = (Operation.UPDATE, Operation.SKIP)
+STEPS = (StepOperation.UPDATE, StepOperation.SKIP)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class StepHeader:
     """The head of one worker's round. ``max_norm``: what the gradient's norm is clipped to; 0: it is not clipped."""
 
-    operation: Operation
+    operation: StepOperation
     step: int
     options: tuple[float, ...]
     max_norm: float = 0.0
 
 
-def head_bytes(options: int) -> int:
+def header_bytes(options: int) -> int:
     """Size of the block."""
     return _HEAD.size + 8 * options
 
 
-def pack_head(head: Head) -> bytes:
+def pack_header(head: StepHeader) -> bytes:
     """The block's bytes."""
     block = _HEAD.pack(_MAGIC, _VERSION, head.operation, head.step, head.max_norm, len(head.options))
     return block + struct.pack(f"<{len(head.options)}d", *head.options)
 
 
-def unpack_head(block: memoryview, options: int) -> Head:
-    """Raises `ProtocolError` for anything but what ``pack_head`` made for that many options."""
+def unpack_header(block: memoryview, options: int) -> StepHeader:
+    """Raises `ProtocolError` for anything but what ``pack_header`` made for that many options."""
     magic, version, operation, step, max_norm, n = _HEAD.unpack_from(block)
-    known = operation in Operation._value2member_map_
+    known = operation in StepOperation._value2member_map_
     if magic != _MAGIC or version != _VERSION or n != options or not known or not max_norm >= 0:
         raise ProtocolError("a worker's round has a malformed head")
-    return Head(Operation(operation), step, struct.unpack_from(f"<{n}d", block, _HEAD.size), max_norm)
+    return StepHeader(StepOperation(operation), step, struct.unpack_from(f"<{n}d", block, _HEAD.size), max_norm)
 
 
 def clipping(norm: float, max_norm: float) -> float:

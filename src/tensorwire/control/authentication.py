@@ -20,7 +20,7 @@ PRESSED_SECONDS = 2.0
 MOST_STRANGERS = 128
 
 
-class Doorman:
+class Authenticator:
     """Admits the connections whose other side holds ``secret``; nothing they send is looked at before."""
 
     def __init__(self, secret: bytes) -> None:

@@ -18,7 +18,7 @@ from tensorwire.launch.start import module_command
 _MOST_SPEC = 4096
 
 
-class Nursery:
+class ForkServer:
     """The test's side; the process ends when this does."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
+def forkserver() -> ForkServer:
     """The one of this process."""
-    return Nursery()
+    return ForkServer()
 
 
 def main() -> None:
-    """Runs in the nursery, and in everything that it forks."""
+    """Runs in the forkserver, and in everything that it forks."""
     from tensorwire.testing import peer
 
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tensorwire.errors import TensorwireError
-from tensorwire.store.rounds import Operation
+from tensorwire.store.step_header import StepOperation
 
-_LOADED = {Operation.ASSIGN: "parameters", Operation.LOAD: "state"}
+_LOADED = {StepOperation.ASSIGN: "parameters", StepOperation.LOAD: "state"}
 
 
 class Disagreement(TensorwireError):
@@ -25,15 +25,15 @@ class Finished(Disagreement):
     """Worker ``worker`` is done, while others are not."""
 
 
-def agreed(operations: Mapping[int, Operation], idle: Sequence[int], updates: int) -> Operation:
+def agreed(operations: Mapping[int, StepOperation], idle: Sequence[int], updates: int) -> StepOperation:
     """What the workers of a round all do. ``idle`` ones wait at the end of ``job.uneven()``; ``updates``: steps so far.
 
     Raises `Finished` or `Disagreement`.
     """
-    if set(operations.values()) == {Operation.UPDATE, Operation.SKIP}:
-        return Operation.SKIP
+    if set(operations.values()) == {StepOperation.UPDATE, StepOperation.SKIP}:
+        return StepOperation.SKIP
     first, *others = operations.values()
-    finished = [w for w, operation in operations.items() if operation is Operation.FINISH]
+    finished = [w for w, operation in operations.items() if operation is StepOperation.FINISH]
     going = [w for w in operations if w not in finished]
     if finished and going:
         raise Finished(

@@ -9,29 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.rounds import Head, Operation, clipping, head_bytes, pack_head, unpack_head
+from tensorwire.store.step_header import StepHeader, StepOperation, clipping, header_bytes, pack_header, unpack_header
 
 
 @settings(derandomize=True)
 @given(
-    st.sampled_from(list(Operation)),
+    st.sampled_from(list(StepOperation)),
     st.integers(0, 2**64 - 1),
     st.lists(st.floats(allow_nan=False), max_size=9).map(tuple),
     st.floats(0, allow_infinity=False),
 )
-def test_round_trip(operation: Operation, step: int, options: tuple[float, ...], max_norm: float) -> None:
-    head = Head(operation, step, options, max_norm)
-    block = pack_head(head)
-    assert len(block) == head_bytes(len(options))
-    assert unpack_head(memoryview(block), len(options)) == head
+def test_round_trip(operation: StepOperation, step: int, options: tuple[float, ...], max_norm: float) -> None:
+    head = StepHeader(operation, step, options, max_norm)
+    block = pack_header(head)
+    assert len(block) == header_bytes(len(options))
+    assert unpack_header(memoryview(block), len(options)) == head
 
 
 @pytest.mark.parametrize("at", [0, 4, 6, 23, 24])
 def test_other_bytes_are_refused(at: int) -> None:
-    block = bytearray(pack_head(Head(Operation.UPDATE, 5, (1.0, 2.0), 1.0)))
+    block = bytearray(pack_header(StepHeader(StepOperation.UPDATE, 5, (1.0, 2.0), 1.0)))
     block[at] ^= 0xC0
     with pytest.raises(ProtocolError):
-        unpack_head(memoryview(block), 2)
+        unpack_header(memoryview(block), 2)
 
 
 def test_clipping_is_as_in_torch() -> None:
