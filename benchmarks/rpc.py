@@ -27,7 +27,7 @@ from tensorwire.graph.plan import Plan
 from tensorwire.graph.wires import Wires, make_pool
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 _HEAD = struct.Struct("<IIQQ")  # plan, edge, run, bytes of a header in front of the payload

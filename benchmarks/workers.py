@@ -20,7 +20,7 @@ from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, hear_all
 from tensorwire.launch.secret import new_secret
 from tensorwire.launch.start import module_command
-from tensorwire.trace.parts import Record, read_trace
+from tensorwire.trace.parts import ProcessTrace, read_trace
 
 STORES = ("store", "overlap")
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +112,7 @@ class Workers(Group):
             "TENSORWIRE_SERVERS": str(setup.servers),
         }
         interface = ADDRESSES[0] if setup.ends else "127.0.0.1"
-        launch = module_command("tensorwire.launch.coordinator", setup.workers, setup.servers, interface, 0)
+        launch = module_command("tensorwire.launch.coordinator_process", setup.workers, setup.servers, interface, 0)
         coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
         line = coordinator.hear()
@@ -120,7 +120,7 @@ class Workers(Group):
             raise ProgramFailed(line)
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
         for index in range(setup.servers):
-            command = tuple(module_command("tensorwire.launch.server"))
+            command = tuple(module_command("tensorwire.launch.server_process"))
             own = {**told, "TENSORWIRE_INDEX": str(index)}
             self._others.append(self._program(f"server {index}", index, command, own))
         return told
@@ -145,7 +145,7 @@ class Workers(Group):
         self.told = hear_all(self.programs, silent=servers)
         self.introduce(["-"] * setup.workers, silent=servers)
 
-    def finish(self) -> dict[str, Record]:
+    def finish(self) -> dict[str, ProcessTrace]:
         """Has them leave in good order; the trace of a job, nothing otherwise."""
         for worker in self.programs:
             worker.say("run 0 0 0 leave")

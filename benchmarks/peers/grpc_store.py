@@ -16,8 +16,8 @@ from queue import SimpleQueue
 import grpc
 import torch
 
+from tensorwire.bench.actors.expected_values import Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.actors.lines import Lines, timed
-from tensorwire.bench.actors.values import Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.models import Model, find
 from tensorwire.store.sharding import Bucket, StorePlan, make_plan
 

@@ -15,7 +15,7 @@ from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError
-from tensorwire.trace.parts import Record as Trace
+from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, costs, peers
 from tests.sandbox import Sandbox
 
@@ -87,7 +87,7 @@ def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_worker() -> Non
     assert copied == [2, 2, 2]  # the copy into the outbox, and sending it
 
 
-def pushes_of(record: Trace, run: int) -> list[str]:
+def pushes_of(record: ProcessTrace, run: int) -> list[str]:
     """What a worker pushed in that run of its forward graph."""
     return [s.what for s in record.spans if s.name == "push" and s.step == run and "(forward)" in s.what]
 

@@ -35,7 +35,7 @@ def clean() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "words", "victim"),
     [
-        ("store", "tensorwire.launch.server", "server 1"),
+        ("store", "tensorwire.launch.server_process", "server 1"),
         ("store", "actors.train store fcn5 64 1 2", "worker 1"),
         ("ddp", "actors.train ddp fcn5 64 1 2", "worker 1"),
     ],

@@ -20,7 +20,7 @@ from tensorwire._native import Deathwatch, Life, Memory
 from tensorwire.device import ShmDevice, handshake
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import SECONDS
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 InThread = Callable[[Callable[[], object]], threading.Thread]
 NEVER = 1e5
@@ -173,7 +173,7 @@ def test_what_is_no_page_is_refused(deathwatch: Deathwatch) -> None:
     assert wait_for(life) == "it closed the connection"
 
 
-@pytest.mark.parametrize("spec", [Spec("tensorwire.device:ShmDevice")], ids=["shm"])
+@pytest.mark.parametrize("spec", [DeviceSpec("tensorwire.device:ShmDevice")], ids=["shm"])
 def test_a_page_that_is_none_ends_that_connection_only(pair: Pair, in_thread: InThread) -> None:
     assert isinstance(pair.target, ShmDevice)
     with socket.socket(socket.AF_UNIX) as sock:

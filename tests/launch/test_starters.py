@@ -84,7 +84,7 @@ job = tw.init()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "0x7f.0.0.1", "MASTER_PORT": str(free_port())}
     one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=str(secret), **place)
     one.expect("waits")
-    assert not any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    assert not any("tensorwire.launch.server_process" in command for command in sandbox.processes().values())
     zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=str(secret), **place)
     works(finish([zero, one]))
     sandbox.nothing_left()
@@ -238,7 +238,7 @@ def test_a_rank_that_ends_early_does_not_take_its_server_along(sandbox: Sandbox)
     common = {"WORLD_SIZE": "2", "MASTER_PORT": port, "GATE": str(gate)}
     zero, one = (sandbox.python(script, RANK=str(r), **common) for r in (0, 1))
     zero.expect("waits")
-    assert any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    assert any("tensorwire.launch.server_process" in command for command in sandbox.processes().values())
     while one.process.poll() is None:
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", gate)).close()

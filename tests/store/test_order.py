@@ -14,9 +14,9 @@ def last_first(job: Job) -> list[float]:
     import torch
 
     from tensorwire.store import ParameterSpec, StoreClient
-    from tensorwire.store.client import agree
     from tensorwire.store.rules import tensor_over, versions
     from tensorwire.store.step_header import StepOperation
+    from tensorwire.store.store_client import agree
     from tensorwire.store.store_layout import StoreSpec
 
     tensors = [ParameterSpec(name, (1024,), "float32") for name in "abc"]

@@ -191,7 +191,7 @@ def test_workers_that_did_not_meet_can_meet_again() -> None:
 
 def breaks_late(job: tw.Job) -> None:
     """Something fails after the servers have begun the store."""
-    import tensorwire.store.client as client
+    import tensorwire.store.store_client as client
 
     if job.rank == 1:
 

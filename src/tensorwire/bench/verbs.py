@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.far import local_interface, parse
 from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target, size_text
+from tensorwire.bench.remote import local_interface, parse
 from tensorwire.bench.show import Notes
 from tensorwire.device import VerbsDevice
 
@@ -35,7 +35,7 @@ class Ends:
         if not self.far:
             return tuple(actor(name, role, *arguments, "127.0.0.1") for role in ("target", "initiator"))
         here = local_interface(parse(self.far)[0])
-        return actor("far", "target", self.far, name, *arguments), actor(name, "initiator", *arguments, here)
+        return actor("relay", "target", self.far, name, *arguments), actor(name, "initiator", *arguments, here)
 
 
 def check() -> None:

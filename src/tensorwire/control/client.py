@@ -138,7 +138,7 @@ class Client:
 
     def clock(self) -> Clock:
         """How far this process's clock is from the coordinator's."""
-        return distance(lambda: self._request(frames.Clock(next(self._ids)), 60.0).value)
+        return distance(lambda: self._request(frames.ClockReading(next(self._ids)), 60.0).value)
 
     def _request(self, message: frames.Request, timeout: float) -> frames.Answer:
         data = frames.encode(message)

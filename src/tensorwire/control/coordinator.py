@@ -266,7 +266,7 @@ class Coordinator:
             return
         if isinstance(message, frames.Stats):
             self._stats[member.name] = Report(message, member.seen)
-        elif isinstance(message, frames.Clock):  # at once: how long it takes is what the member measures
+        elif isinstance(message, frames.ClockReading):  # at once: how long it takes is what the member measures
             self._send(member.writer, frames.Answer(message.id, pack_time()))
         elif isinstance(message, frames.Fail):
             self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)

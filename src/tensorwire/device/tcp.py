@@ -46,7 +46,7 @@ _PURPOSE = b"tcp"
 _TERMS = struct.Struct("<QI")  # behind the purpose: the initiator's device, milliseconds between its signs of life
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a tcp device listens, the token that admits to it, and milliseconds between its signs of life."""
 
     interface: str
@@ -90,7 +90,7 @@ class TcpDevice(Device):
             close_socket(listener)
             self._engine.close()
             raise ArgumentError(f"tcp: cannot listen on {interface}:{port}: {error.strerror}") from None
-        self._address = Address(interface, listener.getsockname()[1], self._token, milliseconds(heartbeat))
+        self._address = TcpAddress(interface, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
     @classmethod
@@ -109,12 +109,12 @@ class TcpDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
-            where = msgspec.msgpack.decode(address, type=Address)
+            where = msgspec.msgpack.decode(address, type=TcpAddress)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a tcp device") from None
         return handshake.persist(lambda left: self._dial(where, left), timeout)
 
-    def _dial(self, where: Address, timeout: float) -> Channel:
+    def _dial(self, where: TcpAddress, timeout: float) -> Channel:
         family = socket.AF_INET6 if ":" in where.interface else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
@@ -136,7 +136,7 @@ class TcpDevice(Device):
             close_socket(sock)
             raise
 
-    def _open(self, sock: socket.socket, peer: Address) -> Channel:
+    def _open(self, sock: socket.socket, peer: TcpAddress) -> Channel:
         life = Life(self.life, _in_words(peer.interface, peer.port))
         connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
         channel = TcpChannel(self, connection, life, peer.device)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
-from tensorwire.doctor.memory import memory
+from tensorwire.doctor.memory_limits import memory
+from tensorwire.doctor.rdma import verbs
 from tensorwire.doctor.software import software
 from tensorwire.doctor.system import interfaces, kernel, sockets
-from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface
 from tensorwire.launch.secret import file_secret

@@ -26,7 +26,7 @@ from tensorwire.graph.inflow import (
     patiently,
 )
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 

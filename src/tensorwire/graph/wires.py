@@ -37,7 +37,7 @@ from tensorwire.graph.inflow import BANKS, POLL, Door, Inflow
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.launch.lines import Lines, last_state
+from tensorwire.launch.output_lines import OutputLines, last_state
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -39,10 +39,10 @@ class _Stream:
     name: str
     fd: int
     target: int
-    lines: Lines
+    lines: OutputLines
 
 
-class Output:
+class ProcessOutput:
     """Reads what a job's processes print, from the moment it is made until `close`.
 
     ``names``: all that will ever print. ``prefix`` False: the processes keep our own streams, and there is no thread.
@@ -87,7 +87,7 @@ class Output:
         for target in (1, 2):
             reader, writer = os.pipe()  # neither is inherited but where Popen says so
             os.set_blocking(reader, False)
-            self._tell(self._add, _Stream(name, reader, target, Lines(prefix)))
+            self._tell(self._add, _Stream(name, reader, target, OutputLines(prefix)))
             writers.append(writer)
         return writers[0], writers[1]
 

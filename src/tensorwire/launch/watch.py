@@ -8,7 +8,7 @@ from typing import Protocol
 from tensorwire.control import Coordinator
 from tensorwire.control.coordinator import Report
 from tensorwire.control.names import describe_exit
-from tensorwire.launch.output import Output
+from tensorwire.launch.output import ProcessOutput
 from tensorwire.launch.table import STATS_SECONDS, JobTable
 
 # A launcher that was interrupted does not wait longer for whoever reads its output.
@@ -45,7 +45,7 @@ class Watch:
         self._table = JobTable(list(members), self._stats)
         here = [name for name, where in members.items() if where == node]
         # Only node 0 hears of all processes.
-        self._output = Output(here, prefix=prefix, picture=self._table if node == 0 else None)
+        self._output = ProcessOutput(here, prefix=prefix, picture=self._table if node == 0 else None)
         if self._metrics is not None:
             self.say(f"tensorwire: metrics are at {self._metrics.address}")
 

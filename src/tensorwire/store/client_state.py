@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
-from tensorwire.store.client import StoreClient
 from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
 from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import StoreClient
 
 # ---- saving
 

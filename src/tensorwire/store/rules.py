@@ -17,7 +17,7 @@ import torch
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.foreign import import_path, is_foreign, load_class
-from tensorwire.store.rule_state import Held, entries, load_entries, number_item, number_of
+from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
 from tensorwire.store.state_transfer import GROUP, Item
 from tensorwire.store.store_layout import StoreSpec
@@ -388,11 +388,11 @@ class _BucketRule:
                 master.grad = gradients[master]
             optimizer.step()
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[OptimizerPiece]:
         """The pieces that are updated here."""
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
             if master is not None and self.optimizer is not None:
-                yield Held(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
+                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

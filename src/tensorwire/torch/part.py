@@ -17,13 +17,13 @@ from tensorwire.launch import Job
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store import ParameterSpec, StoreClient
-from tensorwire.store.client import agree
 from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
 from tensorwire.store.rules import is_whole, tensor_over, versions
 from tensorwire.store.sharding import PAGE, Bucket, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import agree
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
@@ -35,7 +35,7 @@ Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class StoreSettings:
     """What all parts of an optimizer have in common."""
 
     rule: str
@@ -50,7 +50,7 @@ class Settings:
 class Part:
     """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step."""
 
-    def __init__(self, job: Job, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+    def __init__(self, job: Job, groups: Sequence[dict[str, Any]], settings: StoreSettings) -> None:
         self._job, self.groups, self._settings = job, list(groups), settings
         self.names: list[str] = [name for group in groups for name in group["param_names"]]
         self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]

@@ -15,7 +15,7 @@ from tensorwire.device.verbs.library import open_device
 from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import Port, scan_ports
 from tensorwire.doctor.devices import devices
-from tensorwire.doctor.verbs import verbs
+from tensorwire.doctor.rdma import verbs
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tests.rdma.wire import ADDRESSES, MTU
 

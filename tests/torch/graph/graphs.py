@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.worker_group import WorkerGroup
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.together import Together
@@ -29,7 +29,7 @@ def analyzed(
     workers: tuple[str, ...],
     worker_of: Callable[[fx.Node], str | None],
     *,
-    origins: Sequence[Origin] | None = None,
+    origins: Sequence[InputOrigin] | None = None,
     copies: bool = False,
 ) -> Analysis:
     """Its analysis, with every output wanted by all."""
@@ -37,7 +37,8 @@ def analyzed(
     returned = next(iter(reversed(module.graph.nodes))).args[0]
     outputs = [Output(value.name, workers, True) for value in returned if isinstance(value, fx.Node)]
     return analyze(
-        import_graph(module, "test", workers, origins or [Origin()] * len(given), outputs, worker_of), copies=copies
+        import_graph(module, "test", workers, origins or [InputOrigin()] * len(given), outputs, worker_of),
+        copies=copies,
     )
 
 

@@ -14,7 +14,7 @@ from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.graphs import captured
@@ -24,7 +24,9 @@ WORKERS = ("worker 0", "worker 1")
 devices = pytest.mark.parametrize("device", [LoopbackDevice, TcpDevice])
 
 
-def moved(function: Callable[..., Any], example: torch.Tensor, origin: Origin, **options: Any) -> tuple[Any, Analysis]:
+def moved(
+    function: Callable[..., Any], example: torch.Tensor, origin: InputOrigin, **options: Any
+) -> tuple[Any, Analysis]:
     """What ``function`` returns is made on worker 1, all else on worker 0."""
     module = captured(function, [example], **options)
     returned = list(next(iter(reversed(module.graph.nodes))).args[0])
@@ -55,7 +57,7 @@ class Runs:
 def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device]) -> None:
     """Worker 0's run ends, so that an optimizer may change its parameter, only after worker 1's."""
     weight = torch.ones(64, 64)
-    module, analysis = moved(lambda w: (w.view(-1),), weight, Origin("parameter", WORKERS[:1]))
+    module, analysis = moved(lambda w: (w.view(-1),), weight, InputOrigin("parameter", WORKERS[:1]))
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     changed = threading.Event()
 
@@ -83,7 +85,9 @@ def test_a_parameter_may_change_once_nobody_reads_it(device: Callable[[], Device
 @devices
 def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[[], Device]) -> None:
     """Worker 1 keeps what it made in every second run; the memory of the others is used again."""
-    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", WORKERS[:1]), symbolic=True)
+    module, analysis = moved(
+        lambda x: ((x + 1).t(),), torch.ones(3, 5), InputOrigin("saved", WORKERS[:1]), symbolic=True
+    )
     assert [edge.kind for edge in analysis.plan.edges] == [DYNAMIC]
     sizes = [7, 0, 100, 3000, 1, 64, 2, 900, 5, 31]
 
@@ -105,7 +109,9 @@ def test_tensors_of_any_size_stay_while_somebody_looks_at_them(device: Callable[
 
 @devices
 def test_memory_of_tensors_of_any_size_is_used_again(device: Callable[[], Device]) -> None:
-    module, analysis = moved(lambda x: ((x + 1).t(),), torch.ones(3, 5), Origin("saved", WORKERS[:1]), symbolic=True)
+    module, analysis = moved(
+        lambda x: ((x + 1).t(),), torch.ones(3, 5), InputOrigin("saved", WORKERS[:1]), symbolic=True
+    )
 
     def run(group: WorkerGroup) -> int:
         runs = Runs(group, module, analysis)

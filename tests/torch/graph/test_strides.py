@@ -16,7 +16,7 @@ from tensorwire.graph import Analysis, Graph, Output, Unknown, analyze
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.memory.strided import fill
@@ -35,7 +35,7 @@ def cut(module: fx.GraphModule, most: int | None = None, always: bool = False, s
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     returned = [node for node in next(iter(reversed(module.graph.nodes))).args[0] if isinstance(node, fx.Node)]
     outputs = [Output(node.name, ("worker 1",)) for node in returned]
-    origin = Origin("saved", WORKERS[:1]) if saved else Origin()
+    origin = InputOrigin("saved", WORKERS[:1]) if saved else InputOrigin()
     graph = import_graph(
         module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned]
     )
@@ -243,7 +243,7 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
         module,
         "test",
         WORKERS,
-        [Origin("parameter", WORKERS[:1])],
+        [InputOrigin("parameter", WORKERS[:1])],
         [Output("relu", WORKERS[1:])],
         lambda _: WORKERS[1],
     )

@@ -16,18 +16,27 @@ import traceback
 import msgspec
 import torch
 
+from tensorwire.bench.actors.expected_values import (
+    LEARNING_RATE,
+    Expected,
+    check_gradient,
+    digest,
+    flat,
+    put,
+    put_start,
+    sgd,
+)
 from tensorwire.bench.actors.lines import Lines, Run, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
-from tensorwire.bench.actors.values import LEARNING_RATE, Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.models import Model, find
 from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
 from tensorwire.store import Bucket, StoreClient
-from tensorwire.store.client import agree
 from tensorwire.store.rules import versions
 from tensorwire.store.server import StoreServer
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import agree
 from tensorwire.store.store_layout import StoreSpec
 
 _NAME = "store/0"
@@ -112,7 +121,7 @@ class Gradients:
             client.push(bucket)
 
 
-class Worker:
+class StoreWorker:
     """Pushes and pulls in rounds."""
 
     def __init__(self, member: Member, model: Model, rule: str, workers: int, servers: int) -> None:
@@ -204,7 +213,9 @@ def work(
     """A worker's rounds."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = lines.hello().split()[0]
-    worker = Worker(Member(address, secret, "worker", index, device=device, interface=interface), model, rule, *sizes)
+    worker = StoreWorker(
+        Member(address, secret, "worker", index, device=device, interface=interface), model, rule, *sizes
+    )
     for run in lines.runs():
         before = counts()
         seconds = worker.run(run)

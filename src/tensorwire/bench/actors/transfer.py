@@ -64,7 +64,7 @@ def polled(wait: Callable[[float], object]) -> None:
             return
 
 
-class End:
+class TransferEnd:
     """One end of a transfer: an inbox with a signal word behind the payload, and a source of the same size."""
 
     def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
@@ -193,7 +193,7 @@ class End:
 Part = Callable[[int], object]
 
 
-def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
+def work(end: TransferEnd, role: str, mode: str) -> tuple[Part, Part]:
     """What an end repeats in a mode, and how it warms up."""
     if mode == "ping-pong":
         return (end.ping, end.warm_ping) if role == "initiator" else (end.pong, end.warm_pong)
@@ -211,7 +211,7 @@ def main(role: str, kind: str, nbytes: str, mode: str, interface: str, library: 
     """Runs until its input ends."""
     lines = Lines()
     with make_device(kind, interface) as device:
-        end = End(lines, device, int(nbytes))
+        end = TransferEnd(lines, device, int(nbytes))
         repeat, warm = work(end, role, mode)
         for run in lines.runs():
             before, slept = counts(), sleeps(device)

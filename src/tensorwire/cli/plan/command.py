@@ -87,7 +87,7 @@ def _summary(
     from tensorwire.cli.plan.catalog import find_model
     from tensorwire.cli.plan.cut import cut
     from tensorwire.cli.plan.summary import Summary
-    from tensorwire.torch.graph.placement.registry import rank_of
+    from tensorwire.torch.graph.placement.placed_models import rank_of
     from tensorwire.torch.graph.planning.plan_model import plan_model
     from tensorwire.torch.graph.planning.trace_model import trace_model
 

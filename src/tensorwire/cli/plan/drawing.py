@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorwire.charts.lanes import Box, Message, Panel, plot_lanes
+from tensorwire.charts.lanes import Box, LaneMessage, Panel, plot_lanes
 from tensorwire.cli.plan.blocks import BORN, BY_VALUE, COPIED, LENT, Arrow, Block, fold
 from tensorwire.graph.plan import Edge
 from tensorwire.sizes import size_text
@@ -42,7 +42,7 @@ def panel(planned: Planned) -> Panel:
     return Panel(title, lanes, boxes, _messages(arrows))
 
 
-def _messages(arrows: Sequence[Arrow]) -> list[Message]:
+def _messages(arrows: Sequence[Arrow]) -> list[LaneMessage]:
     """What goes to several workers is one message."""
     groups: dict[tuple[int, str, tuple[str, ...]], list[Arrow]] = {}
     for arrow in arrows:
@@ -50,7 +50,7 @@ def _messages(arrows: Sequence[Arrow]) -> list[Message]:
     found = []
     for same in groups.values():
         source, targets = same[0].source, tuple(dict.fromkeys(arrow.target.worker for arrow in same))
-        found.append(Message(source.level, source.worker, targets, KINDS[same[0].manner], _words(same[0].edges)))
+        found.append(LaneMessage(source.level, source.worker, targets, KINDS[same[0].manner], _words(same[0].edges)))
     return found
 
 

@@ -48,7 +48,7 @@ _END, _LARGEST_KEY = 2**64, 2**32 - 1
 NEVER_REPORTS = 7  # retries: some NICs take this for "for ever"
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class VerbsAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a verbs device is set up from, and the token that admits to it."""
 
     interface: str
@@ -115,7 +115,7 @@ class VerbsDevice(Device):
             close_socket(listener)
             raise
         self._monitor = Monitor()
-        self._address = Address(interface, listener.getsockname()[1], self._token, "verbs")
+        self._address = VerbsAddress(interface, listener.getsockname()[1], self._token, "verbs")
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-verbs-setup")
 
     @classmethod
@@ -144,12 +144,12 @@ class VerbsDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
-            where = msgspec.msgpack.decode(address, type=Address)
+            where = msgspec.msgpack.decode(address, type=VerbsAddress)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a verbs device") from None
         return handshake.persist(lambda left: self._dial(where, left), timeout)
 
-    def _dial(self, where: Address, timeout: float) -> Channel:
+    def _dial(self, where: VerbsAddress, timeout: float) -> Channel:
         sock = _socket(where.interface)
         try:
             sock.settimeout(timeout)
@@ -165,7 +165,7 @@ class VerbsDevice(Device):
                 raise PeerLost(f"verbs: cannot reach {where.interface}:{where.port}: {error}") from None
             raise
 
-    def _open(self, sock: socket.socket, where: Address) -> Channel:
+    def _open(self, sock: socket.socket, where: VerbsAddress) -> Channel:
         life = Life(self.life, _in_words(where.interface, where.port))
         connection = Connection(self._nic, self._settings, sock, life, where.device)
         try:

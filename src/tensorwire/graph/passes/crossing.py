@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tensorwire.errors import ArgumentError
 from tensorwire.graph.ir import GIVEN, INPUT, ITEM, Graph, Node
 from tensorwire.graph.passes.aliases import Aliases
+from tensorwire.graph.passes.in_place_writes import Workers, check_writes, writers
 from tensorwire.graph.passes.views import following
-from tensorwire.graph.passes.writes import Workers, check_writes, writers
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import fx
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
+from tensorwire.torch.graph.compile_options import CompileOptions
 from tensorwire.torch.graph.execution.compiled_graph import HERE, HOLDER, Backward, Forward
-from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.placement.remote_tensor import here_now, make_remote
 from tensorwire.torch.graph.placement.scope import Scope
 
@@ -58,7 +58,7 @@ _watch()
 def backend(
     module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """``torch.compile(model, backend="tensorwire", options={"workers": {...}})``; see `Options`.
+    """``torch.compile(model, backend="tensorwire", options={"workers": {...}})``; see `CompileOptions`.
 
     Call it in every process of the job, with the same model and arguments of the same shapes. Where nothing was placed,
     each process runs all of it, and knows of no other; gradients are born in the slots of a `StoreOptimizer`.
@@ -68,7 +68,7 @@ def backend(
     if torch.__version__ < _OLDEST:
         raise Unsupported(f"backend='tensorwire' needs torch {_OLDEST} or newer, and this is {torch.__version__}")
     _captured.set()
-    chosen, job = Options.of(options), current()
+    chosen, job = CompileOptions.of(options), current()
     scope = Scope.of_frame(chosen.workers)
     parts: list[Forward] = []
 

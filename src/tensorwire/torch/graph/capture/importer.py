@@ -52,7 +52,7 @@ _CHEAP = frozenset(
 
 
 @dataclass(frozen=True)
-class Origin:
+class InputOrigin:
     """Where a placeholder's value comes from: ``kind`` and ``present`` of its node."""
 
     kind: str = INPUT
@@ -63,7 +63,7 @@ def import_graph(
     module: fx.GraphModule,
     name: str,
     workers: tuple[str, ...],
-    origins: Sequence[Origin],
+    origins: Sequence[InputOrigin],
     outputs: Sequence[Output],
     worker_of: HostOf,
 ) -> Graph:

@@ -13,15 +13,15 @@ from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
 from tensorwire.graph.wires import Wires
 from tensorwire.launch.job import Job
-from tensorwire.torch.graph.capture.importer import Origin, import_graph, spec_of
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph, spec_of
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
+from tensorwire.torch.graph.compile_options import CompileOptions
 from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.replica import gradients, replica, slots_of_inputs
 from tensorwire.torch.graph.execution.transfers import Transfers
-from tensorwire.torch.graph.options import Options
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
-from tensorwire.torch.graph.placement.registry import note_alone, owner_of
+from tensorwire.torch.graph.placement.placed_models import note_alone, owner_of
 from tensorwire.torch.graph.placement.remote_tensor import location_of
 from tensorwire.torch.graph.placement.scope import Scope, worker_of
 
@@ -30,13 +30,13 @@ HOLDER = "_tensorwire_holder"
 HERE = "_tensorwire_here"  # attribute of such an output that all have in this run
 
 
-class Part:
+class CompiledGraph:
     """A graph of one frame that was compiled."""
 
     what = ""
     keeps = False  # something in the place of values for the backward graph that another worker has
 
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope) -> None:
+    def __init__(self, module: fx.GraphModule, job: Job, options: CompileOptions, scope: Scope) -> None:
         self.module, self.job, self.options, self.scope = module, job, options, scope
         self.group = group_of(job)
         self.given, self.returned = given(module), returned(module)
@@ -120,7 +120,7 @@ class Part:
         """Where the user put a node."""
         return worker_of(self.scope, node, backward=False)
 
-    def origins(self, args: list[Any]) -> list[Origin]:
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
         """Where each argument is."""
         raise NotImplementedError
 
@@ -133,17 +133,17 @@ class Part:
         return frozenset()
 
 
-class Forward(Part):
+class Forward(CompiledGraph):
     """A forward graph, or one without gradients. ``metadata``: of AOTAutograd."""
 
     what = "forward"
     keeps = True
 
-    def __init__(self, module: fx.GraphModule, job: Job, options: Options, scope: Scope, metadata: Any) -> None:
+    def __init__(self, module: fx.GraphModule, job: Job, options: CompileOptions, scope: Scope, metadata: Any) -> None:
         super().__init__(module, job, options, scope)
         self.metadata = metadata
         self._static = frozenset(metadata.static_input_indices)
-        self.planned_origins: list[Origin] = []
+        self.planned_origins: list[InputOrigin] = []
 
     def is_replica(self, args: list[Any]) -> bool:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -165,7 +165,7 @@ class Forward(Part):
                 # The model was placed by options.
                 only_with_gradient(value)
 
-    def _check_holder(self, place: int, value: torch.Tensor, origin: Origin) -> None:
+    def _check_holder(self, place: int, value: torch.Tensor, origin: InputOrigin) -> None:
         now, planned = holder_of(value), origin.present[0] if origin.present else None
         if now not in (None, planned) and not getattr(value, HERE, False):
             raise ArgumentError(
@@ -173,16 +173,16 @@ class Forward(Part):
                 f"{planned or 'every worker'}"
             )
 
-    def origins(self, args: list[Any]) -> list[Origin]:
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
         users = {node.name: next(filter(None, map(self.scope.worker_of, node.users)), None) for node in self.given}
         for place, (node, value) in enumerate(zip(self.given, args, strict=True)):
             if place in self._static:
                 owner = owner_of(value) if isinstance(value, torch.Tensor) else None
                 worker = (owner.worker if owner is not None else None) or users[node.name] or self.group.workers[0]
-                self.planned_origins.append(Origin(PARAMETER, (worker,)))
+                self.planned_origins.append(InputOrigin(PARAMETER, (worker,)))
             else:
                 holder = holder_of(value) if isinstance(value, torch.Tensor) else None
-                self.planned_origins.append(Origin(INPUT, None if holder is None else (holder,)))
+                self.planned_origins.append(InputOrigin(INPUT, None if holder is None else (holder,)))
         return self.planned_origins
 
     def outputs(self) -> list[Output]:
@@ -194,7 +194,7 @@ class Forward(Part):
         ]
 
 
-class Backward(Part):
+class Backward(CompiledGraph):
     """The backward graph of ``forward``."""
 
     what = "backward"
@@ -224,12 +224,12 @@ class Backward(Part):
         assert self.forward.analysis is not None
         return self.forward.analysis
 
-    def origins(self, args: list[Any]) -> list[Origin]:
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
         holds = self._planned().crossing.holds
         return [
-            Origin(SAVED, tuple(worker for worker in self.group.workers if worker in holds[node.name]))
+            InputOrigin(SAVED, tuple(worker for worker in self.group.workers if worker in holds[node.name]))
             if node.name in holds
-            else Origin(INPUT)
+            else InputOrigin(INPUT)
             for node in self.given
         ]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
-from tensorwire.torch.graph.placement.registry import spot_of
+from tensorwire.torch.graph.placement.placed_models import spot_of
 
 _OURS = __name__.rsplit(".", 2)[0]
 _handles: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()

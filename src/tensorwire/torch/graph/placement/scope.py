@@ -13,7 +13,7 @@ from torch.fx import Node, traceback
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import worker_name
 from tensorwire.torch.graph.placement import compile_check
-from tensorwire.torch.graph.placement.registry import (
+from tensorwire.torch.graph.placement.placed_models import (
     Ranks,
     Spot,
     checked,

@@ -10,7 +10,7 @@ from torch import fx
 
 from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED, worker_name
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.capture.joint import given, returned
 from tensorwire.torch.graph.capture.module_paths import module_path
 from tensorwire.torch.graph.execution.compiled_graph import output
@@ -55,7 +55,7 @@ class _Planner:
 
     def _backward(self, module: fx.GraphModule, name: str, forward: Planned) -> Planned:
         saved = {node.name for node in self.traced.forward.graph.nodes}
-        kinds = [Origin(SAVED if node.name in saved else INPUT) for node in given(module)]
+        kinds = [InputOrigin(SAVED if node.name in saved else INPUT) for node in given(module)]
         origins = {node.name: node.present for node in forward.graph.nodes}
         outputs = [
             Output(value.name, origins[source.name] or self.workers, True)
@@ -65,18 +65,20 @@ class _Planner:
         graph = _with_present(self._import(module, name, kinds, outputs), forward.analysis.crossing.holds)
         return Planned(graph, analyze(graph), _labels(module))
 
-    def _import(self, module: fx.GraphModule, name: str, origins: Sequence[Origin], outputs: Sequence[Output]) -> Graph:
+    def _import(
+        self, module: fx.GraphModule, name: str, origins: Sequence[InputOrigin], outputs: Sequence[Output]
+    ) -> Graph:
         said = partial(worker_of, self.scope, backward=module is self.traced.backward)
         return import_graph(module, name, self.workers, origins, outputs, said)
 
-    def _origins(self) -> list[Origin]:
+    def _origins(self) -> list[InputOrigin]:
         found = []
         for index, node in enumerate(given(self.traced.forward)):
             if index in self.traced.static:
                 said = map(self.scope.worker_of, node.users)
-                found.append(Origin(PARAMETER, (next(filter(None, said), self.workers[0]),)))
+                found.append(InputOrigin(PARAMETER, (next(filter(None, said), self.workers[0]),)))
             else:
-                found.append(Origin(INPUT))
+                found.append(InputOrigin(INPUT))
         return found
 
     def _outputs(self) -> list[Output]:

@@ -1,4 +1,4 @@
-"""``python -m tensorwire.launch.coordinator WORKERS SERVERS HOST PORT``: the coordinator as a process of its own."""
+"""``python -m tensorwire.launch.coordinator_process WORKERS SERVERS HOST PORT``: the coordinator as a process."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorwire.bench import far
+from tensorwire.bench import remote
 from tensorwire.bench.actors.perftest import Work, seconds
 from tensorwire.bench.programs import Contender, Stage, actor
 from tensorwire.bench.verbs import Ends
@@ -73,7 +73,7 @@ def test_a_target_of_the_other_machine_is_driven_like_one_of_ours(listening: str
 
 
 def test_its_program_ends_with_the_connection(listening: str) -> None:
-    with far.call(listening, ["transfer", "tcp", "64", "one-way"]) as sock:
+    with remote.call(listening, ["transfer", "tcp", "64", "one-way"]) as sock:
         assert len(sock.recv(65536).split()) == 2  # address and region: it runs
         sock.shutdown(socket.SHUT_WR)  # the program's input ends
         assert ended(sock)
@@ -81,25 +81,25 @@ def test_its_program_ends_with_the_connection(listening: str) -> None:
 
 @pytest.mark.parametrize("request_", [["os"], ["fault", "tcp"], ["transfer", 7], {"transfer": 1}, "x" * 4000, 3])
 def test_other_programs_are_not_started(listening: str, request_: object) -> None:
-    with contextlib.suppress(ConnectionError), far.call(listening, request_) as sock:  # type: ignore[arg-type]
+    with contextlib.suppress(ConnectionError), remote.call(listening, request_) as sock:  # type: ignore[arg-type]
         assert ended(sock)
 
 
 def test_another_secret_starts_nothing(listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORWIRE_SECRET_FILE", secret_file(tmp_path, SECRET[::-1]))
     with pytest.raises(AuthenticationError):
-        far.call(listening, ["transfer", "tcp", "64", "one-way"])
+        remote.call(listening, ["transfer", "tcp", "64", "one-way"])
     monkeypatch.delenv("TENSORWIRE_SECRET_FILE")
     with pytest.raises(ArgumentError, match="secret they share"):
-        far.call(listening, ["transfer", "tcp", "64", "one-way"])
+        remote.call(listening, ["transfer", "tcp", "64", "one-way"])
 
 
 def test_what_is_no_address() -> None:
     for where in ("7000", "host", "host:", ":7000", "host:70000", "host:x"):
         with pytest.raises(ArgumentError, match="HOST:PORT"):
-            far.parse(where)
-    assert far.parse("[::1]:7000") == ("::1", 7000)
-    assert far.local_interface("127.0.0.1") == "127.0.0.1"
+            remote.parse(where)
+    assert remote.parse("[::1]:7000") == ("::1", 7000)
+    assert remote.local_interface("127.0.0.1") == "127.0.0.1"
 
 
 def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(PeerLost, match="--listen"):
-        far.call(where, ["transfer"])
+        remote.call(where, ["transfer"])
 
 
 def test_on_one_machine_both_ends_are_here() -> None:

@@ -14,7 +14,7 @@ MODES = ("zerocopy", "copy")
 
 
 @dataclass(frozen=True)
-class Options:
+class CompileOptions:
     """``workers``: by module path, the rank of the worker that runs it; not needed where the model was placed.
 
     ``outputs``: which of the graph's outputs reach every worker: those of up to 64 KiB ("small"), or "all".
@@ -29,7 +29,7 @@ class Options:
     replay_random: bool = False
 
     @classmethod
-    def of(cls, said: Mapping[str, Any] | None) -> Options:
+    def of(cls, said: Mapping[str, Any] | None) -> CompileOptions:
         """Raises `ArgumentError` for names and values that it does not know."""
         known = [field.name for field in fields(cls)]
         for name in said or {}:

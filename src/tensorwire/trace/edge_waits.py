@@ -16,7 +16,7 @@ from tensorwire.trace.intervals import Interval, union, within
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerSpans:
     """One worker's ``pushes`` and ``waits`` for edges, sorted by time, and when it was ``computing``, merged."""
 
     pushes: Sequence[Span]
@@ -27,7 +27,7 @@ class Worker:
 class Edges:
     """The workers of a job's graphs, by number, on one clock."""
 
-    def __init__(self, workers: Mapping[int, Worker]) -> None:
+    def __init__(self, workers: Mapping[int, WorkerSpans]) -> None:
         self._workers = workers
         self._pushed: dict[tuple[str, int], tuple[float, int]] = {}  # when, and by whom
         for number, worker in workers.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import Span
 from tensorwire.trace.parts import Parts, parts_of_spans
 

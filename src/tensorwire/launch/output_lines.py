@@ -17,7 +17,7 @@ def last_state(line: bytes) -> bytes:
 
 
 @dataclass
-class Lines:
+class OutputLines:
     """One process's standard output or error, with ``prefix`` before each line."""
 
     prefix: bytes

@@ -87,7 +87,7 @@ class RunOptions:
             find_job_device(self.device).check_available()
 
 
-class Run:
+class Launcher:
     """One launcher's share of a job."""
 
     def __init__(self, options: RunOptions) -> None:

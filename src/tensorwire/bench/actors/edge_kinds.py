@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tensorwire.bench.actors.ends import Summands
+from tensorwire.bench.actors.edge_work import Summands
 from tensorwire.bench.actors.lines import fill
 from tensorwire.device import Channel, Device, RemoteView, View
 from tensorwire.edge import (

@@ -1,4 +1,4 @@
-"""``python -m tensorwire.launch.server``: a server process. It serves every store of its job, each in a thread."""
+"""``python -m tensorwire.launch.server_process``: a server process, with a thread per store of its job."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import worker_name
 from tensorwire.launch.job import current
 from tensorwire.torch.graph.placement.compile_check import unwatch, watch
-from tensorwire.torch.graph.placement.registry import (
+from tensorwire.torch.graph.placement.placed_models import (
     Ranks,
     forget,
     known,
