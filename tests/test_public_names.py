@@ -154,7 +154,19 @@ def test_nothing_pickles_or_evaluates() -> None:
 # Words of an earlier vocabulary that no name may have again, and the files that still have one: a shrinking list.
 CUTE = {
     *("courier", "vigil", "doorman", "nursery", "party", "house", "homes", "tenant", "wandering", "vacate", "hollow"),
-    *("survey", "glance", "bury", "rescue", "pacing", "remains", "patiently", "hear", "elsewhere"),
+    *(
+        "survey",
+        "glance",
+        "deathwatch",
+        "pulse",
+        "bury",
+        "rescue",
+        "pacing",
+        "remains",
+        "patiently",
+        "hear",
+        "elsewhere",
+    ),
 }
 STILL_CUTE: dict[str, set[str]] = {
     "elsewhere": {"elsewhere.py", "train.py", "training.py"},  # benchmarks

@@ -1,7 +1,7 @@
 """Watching a process of this machine over a Unix socket: its death, its silence, and the end of its last thread.
 
 Three signs, each for what the one before cannot show. The kernel marks a word of the peer's page when the peer dies,
-before it frees the peer's memory (`Deathwatch`); it hangs up the socket when the peer closes it (`Monitor`); and the
+before it frees the peer's memory (`DeathNotifier`); it hangs up the socket when the peer closes it (`Monitor`); and the
 page's counter stands still while the peer is stopped.
 """
 
@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 
-from tensorwire._native import Deathwatch, Life, Monitor, close_on_fork, forget_fd
+from tensorwire._native import DeathNotifier, Life, Monitor, close_on_fork, forget_fd
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError
 
 _HELLO = struct.Struct("<II")  # the word for this peer in our page (0: no page comes), milliseconds between beats
@@ -38,7 +38,7 @@ class Watchers:
         self.heartbeat = heartbeat
         self.monitor = Monitor()
         try:
-            self.deathwatch = Deathwatch(heartbeat, lost_after)
+            self.death_notifier = DeathNotifier(heartbeat, lost_after)
         except OSError as error:
             self.monitor.close()
             raise OutOfMemory(f"no page of memory to share with peers can be made: {error.args[1]}") from None
@@ -46,7 +46,7 @@ class Watchers:
     def close(self) -> None:
         """Ends the threads. Idempotent."""
         self.monitor.close()
-        self.deathwatch.close()
+        self.death_notifier.close()
 
 
 class PeerMonitor:
@@ -59,19 +59,19 @@ class PeerMonitor:
     def __init__(self, watchers: Watchers, sock: socket.socket, life: Life) -> None:
         self._watchers = watchers
         self._fd = sock.fileno()
-        self._word = watchers.deathwatch.enter(life, self._fd)
+        self._word = watchers.death_notifier.enter(life, self._fd)
         try:
             self._greet(sock)
             watchers.monitor.watch(self._fd, life)
         except BaseException:
-            watchers.deathwatch.leave(self._word)
+            watchers.death_notifier.leave(self._word)
             raise
 
     def _greet(self, sock: socket.socket) -> None:
-        deathwatch = self._watchers.deathwatch
+        death_notifier = self._watchers.death_notifier
         hello = _HELLO.pack(self._word, milliseconds(self._watchers.heartbeat))
         try:
-            socket.send_fds(sock, [hello], [deathwatch.fd] if self._word else [])
+            socket.send_fds(sock, [hello], [death_notifier.fd] if self._word else [])
             answer, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise PeerLost(f"the other process did not say how it can be watched: {error}") from None
@@ -80,7 +80,7 @@ class PeerMonitor:
                 raise PeerLost("the other process closed the connection")
             word, beat = _HELLO.unpack(answer)
             if self._word and word and fds:
-                deathwatch.watch(self._word, fds[0], word, beat / 1000)
+                death_notifier.watch(self._word, fds[0], word, beat / 1000)
         except OSError as error:
             if isinstance(error, PeerLost):
                 raise
@@ -92,7 +92,7 @@ class PeerMonitor:
     def close(self) -> None:
         """Before the socket is closed."""
         self._watchers.monitor.forget(self._fd)
-        self._watchers.deathwatch.leave(self._word)
+        self._watchers.death_notifier.leave(self._word)
 
 
 class ProcessHandle:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from forked import Forked, receive, send
 
-from tensorwire._native import Deathwatch, Life, Memory
+from tensorwire._native import DeathNotifier, Life, Memory
 from tensorwire.device import ShmDevice, handshake
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import SECONDS
@@ -48,9 +48,9 @@ def wait_for(life: Life) -> str:
 
 def shows_words(pipe: socket.socket, count: int) -> None:
     """A peer with that many words, until it is told to go; its page goes to the test."""
-    deathwatch = Deathwatch(NEVER, NEVER)
-    words = [deathwatch.enter(Life()) for _ in range(count)]
-    socket.send_fds(pipe, [b"!"], [deathwatch.fd])
+    death_notifier = DeathNotifier(NEVER, NEVER)
+    words = [death_notifier.enter(Life()) for _ in range(count)]
+    socket.send_fds(pipe, [b"!"], [death_notifier.fd])
     send(pipe, words)
     receive(pipe)
     os._exit(0)
@@ -62,20 +62,20 @@ def page_of(peer: Forked) -> tuple[int, list[int]]:
 
 
 @pytest.fixture
-def deathwatch() -> Iterator[Deathwatch]:
-    made = Deathwatch(NEVER, NEVER)
+def death_notifier() -> Iterator[DeathNotifier]:
+    made = DeathNotifier(NEVER, NEVER)
     yield made
     made.close()
     made.close()
 
 
-def test_the_kernel_marks_every_word_of_the_dead(deathwatch: Deathwatch) -> None:
+def test_the_kernel_marks_every_word_of_the_dead(death_notifier: DeathNotifier) -> None:
     """No socket says anything here, and nobody beats: the words alone do it."""
     with Forked(lambda pipe: shows_words(pipe, 100)) as peer:
         fd, words = page_of(peer)
         lives = [Life() for _ in words]
         for word, life in zip(words, lives, strict=True):
-            deathwatch.watch(deathwatch.enter(life), fd, word, NEVER)
+            death_notifier.watch(death_notifier.enter(life), fd, word, NEVER)
         os.close(fd)
         assert not any(life.lost for life in lives)
         peer.kill()
@@ -83,37 +83,37 @@ def test_the_kernel_marks_every_word_of_the_dead(deathwatch: Deathwatch) -> None
 
 
 def test_words_that_one_wait_cannot_hold_are_looked_at_on_the_beat() -> None:
-    deathwatch = Deathwatch(0.05, NEVER)
+    death_notifier = DeathNotifier(0.05, NEVER)
     with Forked(lambda pipe: shows_words(pipe, MANY)) as peer:
         fd, words = page_of(peer)
         lives = [Life() for _ in words]
         for word, life in zip(words, lives, strict=True):
-            deathwatch.watch(deathwatch.enter(life), fd, word, NEVER)
+            death_notifier.watch(death_notifier.enter(life), fd, word, NEVER)
         os.close(fd)
         peer.kill()
         assert {wait_for(life) for life in lives} == {"its process died"}
-    deathwatch.close()
+    death_notifier.close()
 
 
-def test_an_exit_without_a_close_is_a_death(deathwatch: Deathwatch) -> None:
+def test_an_exit_without_a_close_is_a_death(death_notifier: DeathNotifier) -> None:
     with Forked(lambda pipe: shows_words(pipe, 1)) as peer:
         fd, words = page_of(peer)
         life = Life()
-        deathwatch.watch(deathwatch.enter(life), fd, words[0], NEVER)
+        death_notifier.watch(death_notifier.enter(life), fd, words[0], NEVER)
         os.close(fd)
         send(peer.pipe, "leave")
         assert wait_for(life) == "its process died"
 
 
-def test_a_word_that_was_given_up_is_the_end_of_its_connection(deathwatch: Deathwatch) -> None:
-    other = Deathwatch(NEVER, NEVER)
+def test_a_word_that_was_given_up_is_the_end_of_its_connection(death_notifier: DeathNotifier) -> None:
+    other = DeathNotifier(NEVER, NEVER)
     first, second, gone = Life(), Life(), Life()
     word, kept = other.enter(Life()), other.enter(Life())
-    deathwatch.watch(deathwatch.enter(second), other.fd, kept, NEVER)
-    mine = deathwatch.enter(gone)
-    deathwatch.watch(mine, other.fd, word, NEVER)
-    deathwatch.watch(deathwatch.enter(first), other.fd, word, NEVER)
-    deathwatch.leave(mine)  # not watched any more
+    death_notifier.watch(death_notifier.enter(second), other.fd, kept, NEVER)
+    mine = death_notifier.enter(gone)
+    death_notifier.watch(mine, other.fd, word, NEVER)
+    death_notifier.watch(death_notifier.enter(first), other.fd, word, NEVER)
+    death_notifier.leave(mine)  # not watched any more
     other.leave(word)
     assert wait_for(first) == "it closed the connection"
     assert not second.lost
@@ -122,20 +122,20 @@ def test_a_word_that_was_given_up_is_the_end_of_its_connection(deathwatch: Death
     other.close()
 
 
-def test_there_are_so_many_words(deathwatch: Deathwatch) -> None:
+def test_there_are_so_many_words(death_notifier: DeathNotifier) -> None:
     life = Life()
-    words = [deathwatch.enter(life) for _ in range(1999)]
+    words = [death_notifier.enter(life) for _ in range(1999)]
     assert sorted(words) == list(range(1, 2000))
-    assert deathwatch.enter(life) == 0
-    deathwatch.leave(77)
-    assert deathwatch.enter(life) == 77
+    assert death_notifier.enter(life) == 0
+    death_notifier.leave(77)
+    assert death_notifier.enter(life) == 77
 
 
-def test_a_peer_cannot_write_the_page(deathwatch: Deathwatch) -> None:
-    size = os.fstat(deathwatch.fd).st_size
-    again = os.open(f"/proc/self/fd/{deathwatch.fd}", os.O_RDWR)
+def test_a_peer_cannot_write_the_page(death_notifier: DeathNotifier) -> None:
+    size = os.fstat(death_notifier.fd).st_size
+    again = os.open(f"/proc/self/fd/{death_notifier.fd}", os.O_RDWR)
     try:
-        for fd in (deathwatch.fd, again):
+        for fd in (death_notifier.fd, again):
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             with pytest.raises(PermissionError):
@@ -153,22 +153,22 @@ def memfd(nbytes: int, seals: int) -> int:
     return fd
 
 
-def test_what_is_no_page_is_refused(deathwatch: Deathwatch) -> None:
-    size = os.fstat(deathwatch.fd).st_size
+def test_what_is_no_page_is_refused(death_notifier: DeathNotifier) -> None:
+    size = os.fstat(death_notifier.fd).st_size
     life = Life()
-    word = deathwatch.enter(life)
+    word = death_notifier.enter(life)
     for fd in (memfd(size, 0), memfd(size // 2, fcntl.F_SEAL_SHRINK), os.open("/dev/zero", os.O_RDONLY)):
         with pytest.raises(OSError):
-            deathwatch.watch(word, fd, 1, 1.0)
+            death_notifier.watch(word, fd, 1, 1.0)
         os.close(fd)
     for number, beat in ((0, 1.0), (2000, 1.0), (2**32 - 1, 1.0), (1, -1.0), (1, float("nan"))):
         with pytest.raises(OSError):
-            deathwatch.watch(word, deathwatch.fd, number, beat)
+            death_notifier.watch(word, death_notifier.fd, number, beat)
     with pytest.raises(OSError):
-        deathwatch.watch(word + 1, deathwatch.fd, 1, 1.0)
+        death_notifier.watch(word + 1, death_notifier.fd, 1, 1.0)
     assert not life.lost
     empty = memfd(size, fcntl.F_SEAL_SHRINK)  # a page without words: whoever sent it counts as gone
-    deathwatch.watch(word, empty, 1, 1.0)
+    death_notifier.watch(word, empty, 1, 1.0)
     os.close(empty)
     assert wait_for(life) == "it closed the connection"
 
@@ -191,38 +191,41 @@ def test_a_page_that_is_none_ends_that_connection_only(pair: Pair, in_thread: In
     region.wait(0, 1, SECONDS)
 
 
-def test_a_forked_child_touches_nothing_of_it(deathwatch: Deathwatch) -> None:
+def test_a_forked_child_touches_nothing_of_it(death_notifier: DeathNotifier) -> None:
     life = Life()
-    word = deathwatch.enter(life)
+    word = death_notifier.enter(life)
 
     def touch(pipe: socket.socket) -> None:
         told = []
-        for attempt in (lambda: deathwatch.enter(life), lambda: deathwatch.watch(word, deathwatch.fd, 1, 1.0)):
+        for attempt in (
+            lambda: death_notifier.enter(life),
+            lambda: death_notifier.watch(word, death_notifier.fd, 1, 1.0),
+        ):
             try:
                 attempt()
             except OSError as error:
                 told.append(error.args[1])
-        deathwatch.leave(word)
-        deathwatch.close()
-        own = Deathwatch(NEVER, NEVER)
+        death_notifier.leave(word)
+        death_notifier.close()
+        own = DeathNotifier(NEVER, NEVER)
         told.append(str(own.enter(Life())))
         own.close()
         send(pipe, told)
 
-    other = Deathwatch(NEVER, NEVER)
-    other.watch(other.enter(life), deathwatch.fd, word, NEVER)
+    other = DeathNotifier(NEVER, NEVER)
+    other.watch(other.enter(life), death_notifier.fd, word, NEVER)
     with Forked(touch) as child:
         told = receive(child.pipe)
     assert all("parent process" in text for text in told[:2])
     assert told[2:] == ["1"]
     assert not life.lost
-    deathwatch.leave(word)
+    death_notifier.leave(word)
     other.close()
 
 
-def test_a_closed_deathwatch_watches_nothing() -> None:
-    deathwatch = Deathwatch(1.0, 2.0)
-    deathwatch.close()
+def test_a_closed_death_notifier_watches_nothing() -> None:
+    death_notifier = DeathNotifier(1.0, 2.0)
+    death_notifier.close()
     with pytest.raises(OSError):
-        deathwatch.enter(Life())
-    deathwatch.leave(1)
+        death_notifier.enter(Life())
+    death_notifier.leave(1)

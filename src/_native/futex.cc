@@ -1,4 +1,4 @@
-#include "door.h"
+#include "futex.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -25,21 +25,21 @@ double now() {
     return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-static long futex(std::atomic<u32>& word, int op, u32 value, const timespec* timeout) {
+static long futex_call(std::atomic<u32>& word, int op, u32 value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<u32*>(&word), op, value, timeout, nullptr, 0);
 }
 
-void ring(Door& door) {
+void ring(Futex& futex) {
     // Pairs with the fence in park(): either the waiter sees the new word, or we see the waiter.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (door.parked.load(std::memory_order_relaxed) == 0) return;
-    door.bell.fetch_add(1, std::memory_order_release);
-    futex(door.bell, FUTEX_WAKE, INT_MAX, nullptr);
+    if (futex.parked.load(std::memory_order_relaxed) == 0) return;
+    futex.bell.fetch_add(1, std::memory_order_release);
+    futex_call(futex.bell, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-bool park(Door& door, u32 seen, double seconds) {
+bool park(Futex& futex, u32 seen, double seconds) {
     timespec t{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<double>(static_cast<time_t>(seconds))) * 1e9)};
-    return futex(door.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
+    return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
 bool spin(const Target& target, u64 at_least) {
@@ -56,20 +56,20 @@ bool spin(const Target& target, u64 at_least) {
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
     const double start = now();
     if (spin(target, at_least)) return Outcome::reached;
-    Door& door = *target.door;
+    Futex& futex = *target.futex;
     const double end = start + std::min(seconds, slice_seconds);
     Outcome outcome = Outcome::interrupted;
-    door.parked.fetch_add(1, std::memory_order_seq_cst);
+    futex.parked.fetch_add(1, std::memory_order_seq_cst);
     for (;;) {
-        const u32 seen = door.bell.load(std::memory_order_acquire);
+        const u32 seen = futex.bell.load(std::memory_order_acquire);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (target.reached(at_least)) { outcome = Outcome::reached; break; }
         if (target.lost()) { outcome = Outcome::lost; break; }
         const double left = end - now();
         if (left <= 0) { outcome = seconds <= slice_seconds ? Outcome::timed_out : Outcome::interrupted; break; }
-        if (!park(door, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
+        if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
-    door.parked.fetch_sub(1, std::memory_order_relaxed);
+    futex.parked.fetch_sub(1, std::memory_order_relaxed);
     return outcome;
 }
 
@@ -77,7 +77,7 @@ namespace {
 
 struct Registry {
     std::mutex mutex;
-    std::unordered_set<Door*> doors;
+    std::unordered_set<Futex*> futexes;
     std::unordered_set<Progress*> engines;
     std::unordered_set<Life*> lives;
     std::unordered_set<AtFork*> told;  // of a fork
@@ -92,8 +92,8 @@ Registry& registry() {
 
 }  // namespace
 
-void enlist(Door* door) { std::lock_guard g(registry().mutex); registry().doors.insert(door); }
-void dismiss(Door* door) { std::lock_guard g(registry().mutex); registry().doors.erase(door); }
+void enlist(Futex* futex) { std::lock_guard g(registry().mutex); registry().futexes.insert(futex); }
+void dismiss(Futex* futex) { std::lock_guard g(registry().mutex); registry().futexes.erase(futex); }
 void enlist(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.insert(p); }
 void dismiss(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.erase(p); }
 void enlist(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.insert(told); }
@@ -101,9 +101,9 @@ void dismiss(AtFork* told) { std::lock_guard g(registry().mutex); registry().tol
 
 void ring_all() {
     std::lock_guard g(registry().mutex);
-    for (Door* d : registry().doors) {
+    for (Futex* d : registry().futexes) {
         d->bell.fetch_add(1, std::memory_order_release);
-        futex(d->bell, FUTEX_WAKE, INT_MAX, nullptr);
+        futex_call(d->bell, FUTEX_WAKE, INT_MAX, nullptr);
     }
     for (Progress* p : registry().engines) p->kick();
 }

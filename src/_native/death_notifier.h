@@ -12,18 +12,18 @@
 #include <unordered_map>
 #include <vector>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 
-class Deathwatch {
+class DeathNotifier {
   public:
     static constexpr u32 words = 2000;  // the kernel follows a robust list for 2048 entries
 
-    Deathwatch(double heartbeat, double lost_after);  // seconds
-    ~Deathwatch();
-    Deathwatch(const Deathwatch&) = delete;
-    Deathwatch& operator=(const Deathwatch&) = delete;
+    DeathNotifier(double heartbeat, double lost_after);  // seconds
+    ~DeathNotifier();
+    DeathNotifier(const DeathNotifier&) = delete;
+    DeathNotifier& operator=(const DeathNotifier&) = delete;
     // A word that tells one peer of this process's death; 0 if none is free. When that life is lost here, `socket` is shut
     // down: a peer that was only stopped learns of it.
     u32 enter(std::shared_ptr<Life> life, int socket);

@@ -1,4 +1,4 @@
-#include "deathwatch.h"
+#include "death_notifier.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -46,7 +46,7 @@ timespec to_timespec(double seconds) {
 }  // namespace
 
 // A peer's page.
-struct Deathwatch::Page {
+struct DeathNotifier::Page {
     explicit Page(int fd) {
         struct stat st;
         if (fstat(fd, &st)) fail(errno, "fstat");
@@ -60,7 +60,7 @@ struct Deathwatch::Page {
     Word* words;
 };
 
-Deathwatch::Deathwatch(double heartbeat, double lost_after) : heartbeat_(heartbeat), lost_after_(lost_after), pid_(getpid()) {
+DeathNotifier::DeathNotifier(double heartbeat, double lost_after) : heartbeat_(heartbeat), lost_after_(lost_after), pid_(getpid()) {
     fd_ = memfd_create("tensorwire-words", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd_ < 0) fail(errno, "memfd_create");
     void* p = MAP_FAILED;
@@ -86,14 +86,14 @@ Deathwatch::Deathwatch(double heartbeat, double lost_after) : heartbeat_(heartbe
     // No list pointer lies in shared memory: the kernel finds a word at a fixed distance behind its node.
     head_.list.next = &head_.list;
     head_.futex_offset = static_cast<long>(table_bytes);
-    thread_ = start_thread([](void* self) { static_cast<Deathwatch*>(self)->run(); }, this);
+    thread_ = start_thread([](void* self) { static_cast<DeathNotifier*>(self)->run(); }, this);
     tid_.wait(0);
 }
 
-u32 Deathwatch::enter(std::shared_ptr<Life> life, int socket) {
-    if (getpid() != pid_) fail(EPERM, "the deathwatch belongs to the parent process");
+u32 DeathNotifier::enter(std::shared_ptr<Life> life, int socket) {
+    if (getpid() != pid_) fail(EPERM, "the death notifier belongs to the parent process");
     std::lock_guard g(mutex_);
-    if (stop_) fail(EBADF, "the deathwatch is closed");
+    if (stop_) fail(EBADF, "the death notifier is closed");
     u32 word = 1;
     while (word < words && entries_.count(word)) word++;
     if (word == words) return 0;
@@ -112,8 +112,8 @@ u32 Deathwatch::enter(std::shared_ptr<Life> life, int socket) {
     return word;
 }
 
-void Deathwatch::watch(u32 word, int fd, u32 peer_word, double peer_heartbeat) {
-    if (getpid() != pid_) fail(EPERM, "the deathwatch belongs to the parent process");
+void DeathNotifier::watch(u32 word, int fd, u32 peer_word, double peer_heartbeat) {
+    if (getpid() != pid_) fail(EPERM, "the death notifier belongs to the parent process");
     if (peer_word == beat_word || peer_word >= words || !(peer_heartbeat >= 0)) fail(EINVAL, "no such word");
     auto page = std::make_shared<Page>(fd);
     {
@@ -132,7 +132,7 @@ void Deathwatch::watch(u32 word, int fd, u32 peer_word, double peer_heartbeat) {
     wake();
 }
 
-void Deathwatch::leave(u32 word) {
+void DeathNotifier::leave(u32 word) {
     if (getpid() != pid_) return;
     Entry gone;  // dies after the lock
     {
@@ -146,17 +146,17 @@ void Deathwatch::leave(u32 word) {
     wake();
 }
 
-void Deathwatch::give_up(u32 word) {
+void DeathNotifier::give_up(u32 word) {
     words_[word].value.store(0, std::memory_order_release);
     syscall(SYS_futex, reinterpret_cast<u32*>(&words_[word].value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void Deathwatch::wake() {
+void DeathNotifier::wake() {
     bell_.fetch_add(1, std::memory_order_release);
     syscall(SYS_futex, reinterpret_cast<u32*>(&bell_), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-const char* Deathwatch::what_became_of(Entry& e, bool tick) {
+const char* DeathNotifier::what_became_of(Entry& e, bool tick) {
     const u32 value = e.page->words[e.peer_word].value.load(std::memory_order_acquire);
     if (value & FUTEX_OWNER_DIED) return "its process died";
     if (value != e.expected || !(value & FUTEX_WAITERS)) return "it closed the connection";
@@ -167,7 +167,7 @@ const char* Deathwatch::what_became_of(Entry& e, bool tick) {
     return e.silent < e.most_silent ? nullptr : "it gave no sign of life for too long: its process is stopped";
 }
 
-void Deathwatch::look(bool tick) {
+void DeathNotifier::look(bool tick) {
     struct Loss {
         u32 word;
         std::shared_ptr<Life> life;
@@ -190,14 +190,14 @@ void Deathwatch::look(bool tick) {
     for (auto& [word, life, why] : losses) lose(word, life, why);
 }
 
-void Deathwatch::lose(u32 word, const std::shared_ptr<Life>& life, const char* why) {
+void DeathNotifier::lose(u32 word, const std::shared_ptr<Life>& life, const char* why) {
     life->lose(why);  // before the hang-up, which knows less
     std::lock_guard g(mutex_);
     auto it = entries_.find(word);
     if (it != entries_.end() && it->second.life == life && it->second.socket >= 0) shutdown(it->second.socket, SHUT_RDWR);
 }
 
-void Deathwatch::sleep(double until, u32 seen) {
+void DeathNotifier::sleep(double until, u32 seen) {
     std::vector<WaitOn> on{{seen, reinterpret_cast<u64>(&bell_), flag_32_bits | flag_private, 0}};
     for (auto& [page, word] : slept_on_) {
         // What looked alive a moment ago: if it changed since, the call returns at once.
@@ -212,7 +212,7 @@ void Deathwatch::sleep(double until, u32 seen) {
     syscall(SYS_futex, reinterpret_cast<u32*>(&bell_), FUTEX_WAIT_PRIVATE, seen, &left, nullptr, 0);
 }
 
-void Deathwatch::run() {
+void DeathNotifier::run() {
     syscall(SYS_set_robust_list, &head_, sizeof(head_));
     tid_.store(static_cast<u32>(gettid()));
     tid_.notify_all();
@@ -231,7 +231,7 @@ void Deathwatch::run() {
     syscall(SYS_set_robust_list, nullptr, sizeof(head_));
 }
 
-void Deathwatch::close() {
+void DeathNotifier::close() {
     if (getpid() != pid_) {
         abandon_thread(thread_);
         return;
@@ -249,6 +249,6 @@ void Deathwatch::close() {
     fd_ = -1;
 }
 
-Deathwatch::~Deathwatch() { close(); }
+DeathNotifier::~DeathNotifier() { close(); }
 
 }  // namespace tw

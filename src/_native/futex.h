@@ -1,6 +1,6 @@
-// What wakes a waiter: doors, and the life of a peer.
+// What wakes a waiter: futexes, and the life of a peer.
 //
-// A door is a 32-bit futex word beside the signals it announces. It is shared between processes, so it never
+// A futex is a 32-bit word beside the signals that it announces. It is shared between processes, so it never
 // carries FUTEX_PRIVATE. The waker makes a system call only if somebody is parked.
 #pragma once
 
@@ -29,18 +29,18 @@ inline void relax() {
 #endif
 }
 
-struct Door {
+struct Futex {
     std::atomic<u32> bell{0};
     std::atomic<u32> parked{0};
 };
 
-void ring(Door& door);
+void ring(Futex& futex);
 // Sleeps until the bell differs from `seen`, a signal arrives (then false), or `seconds` pass.
-bool park(Door& door, u32 seen, double seconds);
+bool park(Futex& futex, u32 seen, double seconds);
 
-// Doors that a loss must ring, whoever is lost: waiters look at their peer's life themselves.
-void enlist(Door* door);
-void dismiss(Door* door);
+// Futexes that a loss must ring, whoever is lost: waiters look at their peer's life themselves.
+void enlist(Futex* futex);
+void dismiss(Futex* futex);
 void ring_all();
 
 class Notices;
@@ -108,7 +108,7 @@ enum class Outcome { reached, timed_out, lost, interrupted, attend };  // attend
 
 struct Target {
     std::atomic<u64>* word;
-    Door* door;
+    Futex* futex;
     const Life* peer;  // may be null
     const Life* own;   // may be null
     const std::atomic<u32>* closed = nullptr;  // of the region that is waited on
