@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.libraries import PROGRAMS
 from tensorwire.bench.links import ADDRESSES
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, hear_all
+from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, receive_all
 from tensorwire.launch.secret import new_secret
 from tensorwire.launch.start import module_command
 from tensorwire.trace.parts import ProcessTrace, read_trace
@@ -115,7 +115,7 @@ class Workers(Group):
         launch = module_command("tensorwire.launch.coordinator_process", setup.workers, setup.servers, interface, 0)
         coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
-        line = coordinator.hear()
+        line = coordinator.receive()
         if not line.startswith("listening "):
             raise ProgramFailed(line)
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
@@ -132,7 +132,7 @@ class Workers(Group):
             interface = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
             command = (sys.executable, script, "server", str(index), str(setup.workers), interface)
             self._others.append(self._program(f"server {index}", index, command, environment))
-        return ",".join(hear_all(self._others))
+        return ",".join(receive_all(self._others))
 
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         setup = self._cast
@@ -142,22 +142,22 @@ class Workers(Group):
             command = tuple(module_command(self.variant.actor, *words))
             self.programs.append(self._program(f"worker {rank}", rank + 1, command, told))
         servers = self._others[-setup.servers :] if self._others and setup.servers else []
-        self.told = hear_all(self.programs, silent=servers)
+        self.told = receive_all(self.programs, silent=servers)
         self.introduce(["-"] * setup.workers, silent=servers)
 
     def finish(self) -> dict[str, ProcessTrace]:
         """Has them leave in good order; the trace of a job, nothing otherwise."""
         for worker in self.programs:
-            worker.say("run 0 0 0 leave")
+            worker.send("run 0 0 0 leave")
         for program in (*self.programs, *self._others):
             if self.variant.kind == "grpc":
-                program.say("leave")  # its servers go last, and are told
+                program.send("leave")  # its servers go last, and are told
             try:
                 status = program.process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(f"a process of {self.variant.name} did not leave") from None
             if status:
-                program.hear()  # raises with its last words
+                program.receive()  # raises with its last words
         return read_trace(self._folder.name) if self.variant.traced else {}
 
     def close(self) -> None:

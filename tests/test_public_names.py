@@ -170,7 +170,7 @@ CUTE = {
 }
 STILL_CUTE: dict[str, set[str]] = {
     "elsewhere": {"elsewhere.py", "train.py", "training.py"},  # benchmarks
-    "hear": {"faults.py", "lines.py", "programs.py", "wires.py", "workers.py"},
+    "hear": {"wires.py"},
     "patiently": {"inflow.py", "outflow.py"},
 }
 

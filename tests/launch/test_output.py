@@ -252,7 +252,7 @@ def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_
         assert err is not None
         os.write(out, b"one\ntw")
         os.write(err, b"wrong\n")
-        made.say("said")
+        made.print_line("said")
         os.close(out)
         os.close(err)
         made.close()

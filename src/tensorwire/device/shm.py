@@ -49,7 +49,7 @@ class ShmDevice(Device):
         listener = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
         listener.listen(128)
-        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", look=_peer_of)
+        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", inspect=_peer_of)
 
     @classmethod
     def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> ShmDevice:

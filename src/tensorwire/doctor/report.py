@@ -15,31 +15,31 @@ from tensorwire.doctor.system import interfaces, kernel, sockets
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface
 from tensorwire.launch.secret import file_secret
-from tensorwire.progress import Tell
+from tensorwire.progress import Report
 
 
 def examine(
-    *, pids: tuple[int, int] | None = None, address: str | None = None, tell: Tell = lambda doing: None
+    *, pids: tuple[int, int] | None = None, address: str | None = None, report: Report = lambda doing: None
 ) -> list[Section]:
     """Looks at everything; opens devices, starts nothing that stays.
 
     Args:
         pids: Two processes, of which is said which device they would get.
         address: ``HOST:PORT``, to which a connection is tried.
-        tell: Is told what is looked at from now on.
+        report: Called with what is examined from now on.
 
     Raises:
         ArgumentError: Processes or an address that cannot be asked about.
     """
     pair = between(*pids) if pids is not None else between()
     sections = [memory(), kernel(), sockets(), interfaces(), software(), settings(os.environ)]
-    tell("looking for RDMA")
+    report("looking for RDMA")
     if (rdma := verbs(os.environ)) is not None:
         sections.append(rdma)
-    tell("opening each device")
+    report("opening each device")
     sections += [devices(os.environ), pair]
     if address is not None:
-        tell(f"connecting to {address}")
+        report(f"connecting to {address}")
         sections.append(peer(address))
     return sections
 

@@ -33,18 +33,18 @@ class Exchange:
         wires.begin()
         assert wires.held is not None
         index = self._edges[self._me]
-        self._look(wires.held, index)[:] = mine
+        self._vector(wires.held, index)[:] = mine
         nbytes = wires.plan.edges[index].nbytes
         assert nbytes is not None
         wires.send(index, nbytes)
         found = {self._me: mine}
         for worker, edge in self._edges.items():
             if worker != self._me:
-                found[worker] = self._look(wires.receive(edge), edge).copy()
+                found[worker] = self._vector(wires.receive(edge), edge).copy()
         wires.end()
         return found
 
-    def _look(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
+    def _vector(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
         slot = self._wires.plan.edges[index].slot
         assert slot is not None
         return held[slot : slot + 8 * self._count].view(numpy.float64)

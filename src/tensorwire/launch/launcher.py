@@ -129,11 +129,11 @@ class Launcher:
             cause = self._watch()
             if cause is not None:
                 self._view.ended()
-                self._tell(cause)
+                self._report(cause)
             self._clear(cause)
         except KeyboardInterrupt:  # before there was a job, or for a second time
             if cause is None:
-                self._tell(_SIGNALS[signal.Signals(self._signalled)])
+                self._report(_SIGNALS[signal.Signals(self._signalled)])
         finally:
             for s in handlers:
                 signal.signal(s, signal.SIG_IGN)
@@ -275,7 +275,7 @@ class Launcher:
                 return cause
             role, index, status = event
             if role == "guard":
-                self._view.say(
+                self._view.print_line(
                     f"tensorwire: the guard {describe_exit(status)}: the job goes on, but if this launcher is killed, "
                     "what it has started may live on for a while"
                 )
@@ -289,7 +289,7 @@ class Launcher:
     def _report_stops(self) -> None:
         joined = self._coordinator.has_joined if self._coordinator is not None else lambda _: False
         there = {name: pid for name, pid in self._running.items() if not joined(name)}
-        for name, seconds in self._stops.look(there).items():
+        for name, seconds in self._stops.scan(there).items():
             role, _, index = name.partition(" ")
             if self._coordinator is not None:
                 self._coordinator.stopped(role, int(index), seconds)
@@ -322,7 +322,7 @@ class Launcher:
         if cause is None:
             for name, status in self._statuses.items():
                 if status:
-                    self._tell(Cause(name, f"{describe_exit(status)} after it had left the job"))
+                    self._report(Cause(name, f"{describe_exit(status)} after it had left the job"))
                     return
 
     def _status(self, cause: Cause | None) -> int:
@@ -334,8 +334,8 @@ class Launcher:
             failed = [s for s in [self._statuses.get(cause.who, 0), *failed, 1] if s]
         return (failed[0] if failed[0] > 0 else 128 - failed[0]) if failed else 0
 
-    def _tell(self, cause: Cause) -> None:
-        self._view.say(f"tensorwire: {cause}" + (f"\n{cause.traceback.rstrip()}" if cause.traceback else ""))
+    def _report(self, cause: Cause) -> None:
+        self._view.print_line(f"tensorwire: {cause}" + (f"\n{cause.traceback.rstrip()}" if cause.traceback else ""))
 
     def _end(self) -> None:
         """Nothing of this job is left on this machine."""

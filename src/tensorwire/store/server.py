@@ -212,8 +212,8 @@ class StoreServer:
         for bucket in self._arriving():
             ready = clock()
             slots, present = [w.slots[bucket] for w in self.workers], self._present(bucket)
-            if self._sameness.looks:
-                self._sameness.look(slots, present)
+            if self._sameness.watching:
+                self._sameness.compare(slots, present)
             self.rule.reduce(bucket, slots, present, keep=later)
             if later:
                 spans.add("update", self.step, ready, clock())
@@ -222,8 +222,8 @@ class StoreServer:
             self._apply(bucket, ready)
         if later:
             self._update_kept(kept, head.max_norm)
-        if self._sameness.looks and self._sameness.end_round():
-            self._sameness.tell()
+        if self._sameness.watching and self._sameness.end_round():
+            self._sameness.warn()
 
     def _update_kept(self, buckets: list[int], max_norm: float) -> None:
         """All gradients are there, and the norm of all is known: one update."""

@@ -15,7 +15,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.extras import how_to_install
 from tensorwire.graph.ir import worker_name
 from tensorwire.observe.files import check_file, save_file
-from tensorwire.progress import Tell, progress
+from tensorwire.progress import Report, progress
 
 if TYPE_CHECKING:
     from tensorwire.cli.plan.summary import Summary
@@ -66,8 +66,8 @@ def plan(
         check_file(json_file, option="--json")
     if plot is not None:
         check_picture(plot, option="--plot")
-    with interruptible(), progress("loading PyTorch") as tell:
-        found = _summary(what, workers, placement, batch, inference=inference, tell=tell)
+    with interruptible(), progress("loading PyTorch") as report:
+        found = _summary(what, workers, placement, batch, inference=inference, report=report)
     found.show()
     if json_file is not None:
         save_file(json_file, found.json().encode(), option="--json")
@@ -78,7 +78,7 @@ def plan(
 
 
 def _summary(
-    what: str, workers: int, placement: Mapping[str, int | str], batch: int | None, *, inference: bool, tell: Tell
+    what: str, workers: int, placement: Mapping[str, int | str], batch: int | None, *, inference: bool, report: Report
 ) -> Summary:
     try:
         import torch  # noqa: F401
@@ -91,15 +91,15 @@ def _summary(
     from tensorwire.torch.graph.planning.plan_model import plan_model
     from tensorwire.torch.graph.planning.trace_model import trace_model
 
-    tell(f"making {what}")
+    report(f"making {what}")
     model = find_model(what, batch)
     given = {path: rank_of(worker) for path, worker in (placement or model.workers or {}).items()}
     last = max(given.values(), default=0)
     if last >= workers:
         raise ArgumentError(f"there is no worker {last}: give ranks below {workers}, or more --workers")
-    tell(f"tracing {model.name}")
+    report(f"tracing {model.name}")
     found = trace_model(model.make, model.inputs, inference=inference)
-    tell(f"planning what crosses between {workers} workers")
+    report(f"planning what crosses between {workers} workers")
     start = time.perf_counter()
     chosen = given or cut(found.layers(), workers)
     with warnings.catch_warnings(record=True) as warned:  # of tied parameters
