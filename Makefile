@@ -27,7 +27,7 @@ test: setup
 test-all: test
 	$(PYTEST) -m slow $(ARGS)
 
-# More models, cuts, hosts and devices of the tests of graphs, and a thousand random programs.
+# More models, cuts, workers and devices of the tests of graphs, and a thousand random programs.
 test-long: setup
 	$(PYTEST) -m long $(ARGS)
 

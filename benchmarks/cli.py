@@ -121,7 +121,7 @@ def train(**options: Any) -> None:
     every=(*MODELS, *_TRANSFORMERS),
     default="gpt2",
 )
-@devices("Between the hosts: shm, tcp.", "shm", "shm", "tcp")
+@devices("Between the workers: shm, tcp.", "shm", "shm", "tcp")
 @click.option(
     "--modes",
     default="zerocopy,copy,rpc",
@@ -130,11 +130,11 @@ def train(**options: Any) -> None:
     callback=names("mode", ("zerocopy", "copy", "rpc")),
     help="How tensors cross; rpc is a call of gRPC for each.",
 )
-@click.option("--hosts", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
+@click.option("--workers", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
 @_steps
 @_report
 def graph(**options: Any) -> None:
-    """Training steps of a model whose parts run on several hosts: zerocopy, copy, rpc, and one process alone.
+    """Training steps of a model whose parts run on several workers: zerocopy, copy, rpc, and one process alone.
 
     \b
     SGD with momentum, synthetic inputs, one thread a process. Some runs:

@@ -1,4 +1,4 @@
-"""Where ``graph`` cuts a model: each host has layers that follow each other, with a like share of the operations.
+"""Where ``graph`` cuts a model: each worker has layers that follow each other, with a like share of the operations.
 
 Operations are the multiplications and additions of one forward pass, as torch counts them. The cut is the same in every
 process and in every run.
@@ -22,7 +22,7 @@ class Layers:
     """What of a model is divided, in the order in which it runs: ``order`` has the paths of one layer each, separated
     by spaces; a ``*`` at the end stands for all modules there.
 
-    ``rest``: the host of all else, 0 or -1 for the last. Tied weights keep the rest with the first: the embedding.
+    ``rest``: the worker of all else, 0 or -1 for the last. Tied weights keep the rest with the first: the embedding.
     """
 
     order: tuple[str, ...]
@@ -46,14 +46,14 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Cut:
-    """``hosts``: by module path, as `tensorwire.torch.place` takes them; ``text``: the same for people."""
+    """``workers``: by module path, as `tensorwire.torch.place` takes them; ``text``: the same for people."""
 
-    hosts: dict[str, str]
+    workers: dict[str, int]
     text: str
 
 
-def cut(name: str, model: nn.Module, inputs: Sequence[torch.Tensor], hosts: int) -> Cut:
-    """Divides ``model``, which is the workload ``name``, over so many hosts.
+def cut(name: str, model: nn.Module, inputs: Sequence[torch.Tensor], workers: int) -> Cut:
+    """Divides ``model``, which is the workload ``name``, over so many workers.
 
     Raises `ArgumentError` if it has not as many layers.
     """
@@ -62,24 +62,24 @@ def cut(name: str, model: nn.Module, inputs: Sequence[torch.Tensor], hosts: int)
     operations = _operations(model, inputs)
     costs = [sum(operations.get(path, 0) for path in paths) for paths in layers]
     rest = max(0, operations[""] - sum(costs))
-    where = divide(costs, hosts, before=0 if said.rest else rest, behind=rest if said.rest else 0)
-    last = (hosts + said.rest) % hosts
-    if len({*where, last}) < hosts:
-        raise ArgumentError(f"{name} has {len(layers)} layers to divide, too few for {hosts} hosts")
-    placed = {path: f"worker:{host}" for paths, host in zip(layers, where, strict=True) for path in paths}
-    return Cut({"": f"worker:{last}", **placed}, _told(layers, where, last))
+    where = divide(costs, workers, before=0 if said.rest else rest, behind=rest if said.rest else 0)
+    last = (workers + said.rest) % workers
+    if len({*where, last}) < workers:
+        raise ArgumentError(f"{name} has {len(layers)} layers to divide, too few for {workers} workers")
+    placed = {path: worker for paths, worker in zip(layers, where, strict=True) for path in paths}
+    return Cut({"": last, **placed}, _told(layers, where, last))
 
 
-def divide(costs: Sequence[int], hosts: int, *, before: int = 0, behind: int = 0) -> list[int]:
-    """The host of each layer: one each if there are as many. Else hosts have a like share of what the layers cost and
-    of what the first has to do ``before`` them and the last ``behind``.
+def divide(costs: Sequence[int], workers: int, *, before: int = 0, behind: int = 0) -> list[int]:
+    """The worker of each layer: one each if there are as many. Else workers have a like share of what the layers cost
+    and of what the first has to do ``before`` them and the last ``behind``.
     """
-    if len(costs) == hosts:
-        return list(range(hosts))
+    if len(costs) == workers:
+        return list(range(workers))
     total = before + sum(costs) + behind
     ends = accumulate(costs, initial=before)
     middles = [start + cost / 2 for start, cost in zip(ends, costs, strict=False)]
-    return [min(hosts - 1, int(middle * hosts / total)) for middle in middles]
+    return [min(workers - 1, int(middle * workers / total)) for middle in middles]
 
 
 def _expanded(model: nn.Module, order: Sequence[str]) -> list[list[str]]:
@@ -110,8 +110,8 @@ def _operations(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, i
 
 def _told(layers: Sequence[Sequence[str]], where: Sequence[int], last: int) -> str:
     told = []
-    for host in sorted({*where, last}):
-        own = [", ".join(paths) for paths, its in zip(layers, where, strict=True) if its == host]
+    for worker in sorted({*where, last}):
+        own = [", ".join(paths) for paths, its in zip(layers, where, strict=True) if its == worker]
         what = [" to ".join(dict.fromkeys((own[0], own[-1])))] if own else []
-        told.append(f"worker:{host} has " + " and ".join([*what, *(["the rest"] if host == last else [])]))
+        told.append(f"worker {worker} has " + " and ".join([*what, *(["the rest"] if worker == last else [])]))
     return "; ".join(told)

@@ -1,7 +1,7 @@
-"""``python -m benchmarks graph``: steps of models that are cut over hosts, whose tensors cross in several variants.
+"""``python -m benchmarks graph``: steps of models that are cut over workers, whose tensors cross in several variants.
 
-A step's seconds are what the slowest host took. Its parts come from the trace of the very steps that were timed, what
-crossed from the counters of all hosts meanwhile.
+A step's seconds are what the slowest worker took. Its parts come from the trace of the very steps that were timed, what
+crossed from the counters of all workers meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALONE = "one process"
 ACTOR = "benchmarks.actors.graph"
 REHEARSAL = "rehearsal"  # the word of a round that is not timed
 REHEARSED = 4  # steps, in which graphs are captured, plans are made, and memory is registered
-MOST_HOSTS = {"lstm": 2, "gru": 2}
+MOST_WORKERS = {"lstm": 2, "gru": 2}
 # What is counted in a step, and how people read it. Of the first three zerocopy has none.
 COUNTS = {
     "copies": "copies",
@@ -43,7 +43,7 @@ COUNTS = {
     "copied_bytes": "bytes copied",
 }
 NOTHING = tuple(COUNTS)[:3]
-EXPOSED = 0.03  # of a step: what communication may cost GPT-2 small over two hosts on shm
+EXPOSED = 0.03  # of a step: what communication may cost GPT-2 small over two workers on shm
 ROOM = 2.0  # what a job may take of memory for each byte that one process took
 
 
@@ -51,7 +51,7 @@ ROOM = 2.0  # what a job may take of memory for each byte that one process took
 class Outcome:
     """What one variant showed: seconds and losses by round, facts of the model, the parts of the typical step.
 
-    ``samples.counts``: of a step, all hosts together, in the round that had most.
+    ``samples.counts``: of a step, all workers together, in the round that had most.
     """
 
     samples: Samples = field(default_factory=Samples)
@@ -60,11 +60,11 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)
 
     def add(self, answers: Sequence[Answer], course: Course) -> None:
-        """One round's answers. Raises `ProgramFailed` if hosts have other losses than others."""
+        """One round's answers. Raises `ProgramFailed` if workers have other losses than others."""
         self.samples.seconds.append(max(a["seconds"] for a in answers) / course.steps)
         losses = {a["loss"] for a in answers}
         if len(losses) > 1:
-            raise ProgramFailed(f"hosts have different losses of one step: {sorted(losses)}")
+            raise ProgramFailed(f"workers have different losses of one step: {sorted(losses)}")
         self.losses += losses
         counts = self.samples.counts
         for name in COUNTS:
@@ -92,8 +92,8 @@ def measure(
         if workload in huggingface.MODELS and find_spec("transformers") is None:
             notes.skip(f"{workload} needs transformers: pip install transformers")
             continue
-        if made["hosts"] > MOST_HOSTS.get(workload, made["hosts"]):
-            notes.skip(f"{workload} can be cut over {MOST_HOSTS[workload]} hosts")
+        if made["workers"] > MOST_WORKERS.get(workload, made["workers"]):
+            notes.skip(f"{workload} can be cut over {MOST_WORKERS[workload]} workers")
             continue
         for device in devices:
             found += contest(workload, device, told=told, notes=notes, **made)
@@ -104,7 +104,7 @@ def contest(
     workload: str,
     device: str,
     *,
-    hosts: int,
+    workers: int,
     modes: Sequence[str],
     course: Course,
     told: list[CutNote],
@@ -114,15 +114,15 @@ def contest(
     """One workload over one device: a record of one process, and one a mode. Raises `ProgramFailed`."""
     variants = {ALONE: Variant(ALONE, "alone", actor=ACTOR)}
     variants |= {mode: Variant(mode, mode, device, actor=ACTOR) for mode in modes}
-    setups = {name: Setup(workload, 1 if name == ALONE else hosts, 0, shrink) for name in variants}
+    setups = {name: Setup(workload, 1 if name == ALONE else workers, 0, shrink) for name in variants}
     outcomes = run(variants, setups, course, f"{workload} over {device}", notes)
     facts = outcomes[ALONE].facts
     title = MODELS[workload].title
-    name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {hosts} hosts, {device}"
+    name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {workers} workers, {device}"
     told.append(CutNote(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
     shape = Workload("graph", device, name, facts["nbytes"], "training-step", (), (ALONE,))
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
-    aimed = shrink == 1 and (workload, device, hosts) == ("gpt2", "shm", 2)
+    aimed = shrink == 1 and (workload, device, workers) == ("gpt2", "shm", 2)
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
@@ -188,8 +188,8 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
 
 # ---- what is told besides the table of figures
 
-STEP_TITLE = "Where a step's time went, the mean of the hosts (overhead: over one process)"
-CROSSED_TITLE = "What crossed in a step, all hosts together"
+STEP_TITLE = "Where a step's time went, the mean of the workers (overhead: over one process)"
+CROSSED_TITLE = "What crossed in a step, all workers together"
 CROSSED_HEAD = ("what", "who", *COUNTS.values(), "target", "")
 CUT_TITLE = "Where the models are cut, and whose losses are the same, bit for bit"
 CUT_HEAD = ("what", "cut", "the same losses")

@@ -118,7 +118,7 @@ def _matplotlib() -> Any:
 def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
     """One bar a record: the parts of its step on top of each other, hidden communication beside.
 
-    Ways that keep no trace are drawn hollow: their step is known, not its parts. Raises `ArgumentError` for a file
+    Ways that keep no trace are drawn reserve: their step is known, not its parts. Raises `ArgumentError` for a file
     that cannot be written.
     """
     figure = _matplotlib()(figsize=(10, 1.6 + 0.42 * len(records) + 0.3 * len(machine)), layout="constrained")

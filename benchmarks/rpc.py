@@ -23,11 +23,11 @@ from tensorwire.edge import Pool, Spec
 from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
-from tensorwire.graph.party import Party
 from tensorwire.graph.plan import Plan
 from tensorwire.graph.wires import Wires, make_pool
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 _HEAD = struct.Struct("<IIQQ")  # plan, edge, run, bytes of a header in front of the payload
@@ -41,13 +41,13 @@ _OPTIONS = [
 _LOOK = 0.05  # seconds between looks whether the job still goes on
 
 
-def install(party: Party) -> None:
-    """Has the graphs of ``party`` send by calls from now on."""
-    party.make_wires = partial(RpcWires, Calls(party.member))
+def install(group: WorkerGroup) -> None:
+    """Has the graphs of ``group`` send by calls from now on."""
+    group.make_wires = partial(RpcWires, Calls(group.member))
 
 
 class Calls:
-    """This process's server, and its channels to the other hosts. One a job."""
+    """This process's server, and its channels to the other workers. One a job."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -70,14 +70,14 @@ class Calls:
             self._changed.notify_all()
         return b""
 
-    def call(self, host: str, plan: int, edge: int, run: int, payload: memoryview, header: bytes) -> Any:
+    def call(self, worker: str, plan: int, edge: int, run: int, payload: memoryview, header: bytes) -> Any:
         """Begins a call; its future."""
-        if host not in self._channels:
-            target = self._member.client.lookup(f"rpc/{host.replace(':', ' ')}").decode()
-            self._channels[host] = grpc.insecure_channel(target, options=_OPTIONS)
+        if worker not in self._channels:
+            target = self._member.client.lookup(f"rpc/{worker}").decode()
+            self._channels[worker] = grpc.insecure_channel(target, options=_OPTIONS)
         counters.add(rpcs=1, copies=1, copied_bytes=payload.nbytes)
         request = _HEAD.pack(plan, edge, run, len(header)) + header + payload
-        return self._channels[host].unary_unary(_METHOD).future(request)
+        return self._channels[worker].unary_unary(_METHOD).future(request)
 
     def take(self, plan: int, edge: int, run: int, timeout: float) -> tuple[memoryview, memoryview]:
         """The header and the payload that arrived for an edge.
@@ -151,8 +151,8 @@ class RpcWires(Wires):
         assert edge.slot is not None
         header = b"" if at is None else bytes(self._outbox[self._header_at(index) :][:HEADER])
         at = edge.slot + edge.offset if at is None else at
-        for host in edge.targets:
-            future = self._calls.call(host, self._number, index, self.run, self._outbox[at : at + nbytes], header)
+        for worker in edge.targets:
+            future = self._calls.call(worker, self._number, index, self.run, self._outbox[at : at + nbytes], header)
             self._sent.append(future)
             if spans.enabled:
                 self._trace(future, index)
@@ -189,7 +189,7 @@ class RpcWires(Wires):
         spans.add("push", self.run, start, clock(), edge_of(self.plan.name, "answers"))
 
     def plan_another(self, number: int) -> None:
-        """The hosts of a benchmark make the same plans: nobody waits for news of them."""
+        """The workers of a benchmark make the same plans: nobody waits for news of them."""
 
     def close(self) -> None:
         self._calls.close()

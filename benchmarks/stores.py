@@ -13,7 +13,7 @@ from tensorwire.bench import stores
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.programs import Contender
 from tensorwire.bench.records import Target
-from tensorwire.bench.stores import MIB, RULES, Job
+from tensorwire.bench.stores import MIB, RULES, StoreJob
 
 LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
 _MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
@@ -23,7 +23,7 @@ _SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "s
 _TCP = 3.0
 
 
-def workloads(job: Job, devices: Sequence[str], libraries: Libraries) -> list[Workload]:
+def workloads(job: StoreJob, devices: Sequence[str], libraries: Libraries) -> list[Workload]:
     """The package's own, each with the store on gRPC."""
     made = []
     for workload in stores.workloads(job, devices):
@@ -35,7 +35,7 @@ def workloads(job: Job, devices: Sequence[str], libraries: Libraries) -> list[Wo
     return made
 
 
-def _target(job: Job, workload: Workload) -> Target | None:
+def _target(job: StoreJob, workload: Workload) -> Target | None:
     if workload.device == "tcp":
         return Target(shares={"grpc": _TCP}) if workload.nbytes >= LARGE else None
     if job.model.name != "fcn5" or job.workers != 2:
@@ -43,7 +43,7 @@ def _target(job: Job, workload: Workload) -> Target | None:
     return Target(shares={"grpc": _SHM[workload.mode]})
 
 
-def _grpc(job: Job, rule: str, libraries: Libraries) -> list[Contender]:
+def _grpc(job: StoreJob, rule: str, libraries: Libraries) -> list[Contender]:
     program = libraries.program(GRPC)
     if not program:
         return []

@@ -24,7 +24,7 @@ class Options(suite.Options):
     steps: int = 3
     overlap: bool = False
     report: str = ""
-    hosts: int = 2
+    workers: int = 2
     modes: tuple[str, ...] = ()
 
     @property
@@ -107,7 +107,7 @@ def _train(options: Options, settings: Settings, notes: Notes) -> list[Record]:
 
 def _graph(told: list[graphs.CutNote], options: Options, settings: Settings, notes: Notes) -> list[Record]:
     made = {
-        "hosts": options.hosts,
+        "workers": options.workers,
         "modes": options.modes,
         "course": training.Course(options.rounds or (2 if options.quick else 5), options.steps),
         "shrink": options.shrink,

@@ -24,8 +24,7 @@ from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import size_text
-from tensorwire.trace.parts import Record as Trace
-from tensorwire.trace.parts import parts_of_trace, typical
+from tensorwire.trace.parts import ProcessTrace, parts_of_trace, typical
 
 WORKLOADS = tuple(MODELS)
 PEERS = ("ddp", "grpc")
@@ -55,7 +54,7 @@ class Outcome:
     samples: Samples = field(default_factory=Samples)
     loss: float = 0.0
     size: float = 0.0
-    trace: Mapping[str, Trace] = field(default_factory=dict)
+    trace: Mapping[str, ProcessTrace] = field(default_factory=dict)
 
     def add(self, answers: Sequence[Answer], course: Course) -> None:
         """One round's answers."""
@@ -197,7 +196,7 @@ def check_losses(workload: str, outcomes: Mapping[str, Outcome], notes: Notes) -
 # ---- what is told of a step
 
 
-def parts(trace: Mapping[str, Trace]) -> dict[str, float]:
+def parts(trace: Mapping[str, ProcessTrace]) -> dict[str, float]:
     """The typical timed step, whole and in parts, in seconds."""
     timed = {int(name.removeprefix("worker-")): _timed(t) for name, t in trace.items() if name.startswith("worker-")}
     found = typical((p for p in parts_of_trace(trace) if p.step in timed[p.worker]), skip=0)
@@ -205,7 +204,7 @@ def parts(trace: Mapping[str, Trace]) -> dict[str, float]:
     return {"step": found.seconds, **{name: getattr(found, name) for name in names if hasattr(found, name)}}
 
 
-def _timed(trace: Trace) -> set[int]:
+def _timed(trace: ProcessTrace) -> set[int]:
     """The steps that lie in the timed parts of rounds; in the others, workers waited for the bench."""
     intervals: Any = trace.facts["timed"]
     computed = [(span[1], span[3]) for span in trace.spans if span[0] == "compute"]

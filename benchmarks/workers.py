@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.libraries import PROGRAMS
 from tensorwire.bench.links import ADDRESSES
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, hear_all
+from tensorwire.bench.programs import HANG_SECONDS, Group, Program, ProgramFailed, receive_all
 from tensorwire.launch.secret import new_secret
 from tensorwire.launch.start import module_command
-from tensorwire.trace.parts import Record, read_trace
+from tensorwire.trace.parts import ProcessTrace, read_trace
 
 STORES = ("store", "overlap")
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,7 +95,7 @@ class Workers(Group):
             **MALLOC,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # gloo takes the interface of the host's name otherwise.
+            # gloo takes the interface of the machine's name otherwise.
             "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo",
         }
         name = f"{self.variant.name}: {name}"
@@ -111,16 +111,16 @@ class Workers(Group):
             "TENSORWIRE_WORKERS": str(setup.workers),
             "TENSORWIRE_SERVERS": str(setup.servers),
         }
-        host = ADDRESSES[0] if setup.ends else "127.0.0.1"
-        launch = module_command("tensorwire.launch.coordinator", setup.workers, setup.servers, host, 0)
+        interface = ADDRESSES[0] if setup.ends else "127.0.0.1"
+        launch = module_command("tensorwire.launch.coordinator_process", setup.workers, setup.servers, interface, 0)
         coordinator = self._program("the coordinator", 0, tuple(launch), told)
         self._others.append(coordinator)
-        line = coordinator.hear()
+        line = coordinator.receive()
         if not line.startswith("listening "):
             raise ProgramFailed(line)
         told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
         for index in range(setup.servers):
-            command = tuple(module_command("tensorwire.launch.server"))
+            command = tuple(module_command("tensorwire.launch.server_process"))
             own = {**told, "TENSORWIRE_INDEX": str(index)}
             self._others.append(self._program(f"server {index}", index, command, own))
         return told
@@ -129,10 +129,10 @@ class Workers(Group):
         """Starts the gRPC store's servers; their addresses."""
         setup, script = self._cast, str(PROGRAMS / "grpc_train.py")
         for index in range(setup.servers):
-            host = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
-            command = (sys.executable, script, "server", str(index), str(setup.workers), host)
+            interface = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
+            command = (sys.executable, script, "server", str(index), str(setup.workers), interface)
             self._others.append(self._program(f"server {index}", index, command, environment))
-        return ",".join(hear_all(self._others))
+        return ",".join(receive_all(self._others))
 
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
         setup = self._cast
@@ -142,22 +142,22 @@ class Workers(Group):
             command = tuple(module_command(self.variant.actor, *words))
             self.programs.append(self._program(f"worker {rank}", rank + 1, command, told))
         servers = self._others[-setup.servers :] if self._others and setup.servers else []
-        self.told = hear_all(self.programs, silent=servers)
+        self.told = receive_all(self.programs, silent=servers)
         self.introduce(["-"] * setup.workers, silent=servers)
 
-    def finish(self) -> dict[str, Record]:
+    def finish(self) -> dict[str, ProcessTrace]:
         """Has them leave in good order; the trace of a job, nothing otherwise."""
         for worker in self.programs:
-            worker.say("run 0 0 0 leave")
+            worker.send("run 0 0 0 leave")
         for program in (*self.programs, *self._others):
             if self.variant.kind == "grpc":
-                program.say("leave")  # its servers go last, and are told
+                program.send("leave")  # its servers go last, and are told
             try:
                 status = program.process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(f"a process of {self.variant.name} did not leave") from None
             if status:
-                program.hear()  # raises with its last words
+                program.receive()  # raises with its last words
         return read_trace(self._folder.name) if self.variant.traced else {}
 
     def close(self) -> None:

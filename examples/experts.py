@@ -32,15 +32,15 @@ class Mixture(nn.Module):
         mixed = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             mine = torch.nonzero(chosen == number).squeeze(1)  # of a length that nobody knows before
-            with tw.host(f"worker:{number}"):
+            with tw.worker(number):
                 made = expert(tokens[mine])
             mixed = mixed.index_add(0, mine, made * weights[mine, number].unsqueeze(1))
         return nn.functional.mse_loss(self.head(tokens + mixed).squeeze(1), target)
 
 
 model = Mixture(job.num_workers)
-hosts = {"": "worker:0", **{f"experts.{n}": f"worker:{n}" for n in range(job.num_workers)}}
-tw.torch.place(model, hosts)
+workers = {"": 0, **{f"experts.{n}": n for n in range(job.num_workers)}}
+tw.torch.place(model, workers)
 compiled = torch.compile(model, backend="tensorwire", fullgraph=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 generator = torch.Generator().manual_seed(1)

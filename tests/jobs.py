@@ -58,13 +58,13 @@ def _server(
     index: int,
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    from tensorwire.launch import server
+    from tensorwire.launch import server_process
 
     if prepare is not None:
         prepare()
     _environment(address, secret, device, workers, servers)
     os.environ["TENSORWIRE_INDEX"] = str(index)
-    raise SystemExit(server.main())
+    raise SystemExit(server_process.main())
 
 
 def _worker(

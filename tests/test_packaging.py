@@ -53,7 +53,7 @@ def test_without_pytorch_its_adapter_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import tensorwire as tw\n"
-        "for use in (lambda: tw.torch, lambda: tw.host, lambda: __import__('tensorwire.torch')):\n"
+        "for use in (lambda: tw.torch, lambda: tw.worker, lambda: __import__('tensorwire.torch')):\n"
         "    try: use()\n"
         "    except tw.errors.MissingPackage as error: print(error, isinstance(error, ImportError))\n"
     )

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ LAYERS = [
     "testing",
 ]
 PUBLIC = {
-    "tensorwire": {"Job", "__version__", "errors", "host", "init"},
+    "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.device": {
         "Capabilities",
@@ -65,7 +67,7 @@ PUBLIC = {
     "tensorwire.testing": {"FaultyChannel", "FaultyDevice"},
     "tensorwire.errors": {
         *("AlreadyPublished", "ArgumentError", "AuthenticationError", "ContentMismatch", "ControlError", "DeviceError"),
-        *("GradientModified", "JobEnded", "LivesElsewhere", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
+        *("GradientModified", "JobEnded", "NotOnThisWorker", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
         *("ParameterModified", "PeerLost", "PlanMismatch", "ProducerFailed", "ProtocolError", "RegionClosed"),
         *("RemoteAccessError", "TensorwireError", "Unsupported", "VerbsUnavailable", "WaitTimeout", "WorkerFinished"),
     },
@@ -166,9 +168,9 @@ def imported_by(name: str, seen: set[str]) -> set[str]:
 
 
 def test_a_server_imports_nothing_of_the_workers_side() -> None:
-    found = imported_by("tensorwire.launch.server", set())
+    found = imported_by("tensorwire.launch.server_process", set())
     assert "tensorwire.store.server_state" in found
-    assert not found & {"tensorwire.store.client", "tensorwire.store.client_state"}
+    assert not found & {"tensorwire.store.store_client", "tensorwire.store.client_state"}
 
 
 def test_the_package_does_without_the_benchmarks_beside_it() -> None:
@@ -185,6 +187,55 @@ def test_nothing_pickles_or_evaluates() -> None:
             if re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill)|(?<![.\w])(eval|exec)\(", line):
                 wrong.append(f"{path.name}: {line.strip()}")
     assert wrong == []
+
+
+# Words of an earlier vocabulary that no name may have again, and the files that still have one: a shrinking list.
+CUTE = {
+    *("courier", "vigil", "doorman", "nursery", "party", "house", "homes", "tenant", "wandering", "vacate", "hollow"),
+    *(
+        "survey",
+        "glance",
+        "deathwatch",
+        "pulse",
+        "bury",
+        "rescue",
+        "pacing",
+        "remains",
+        "patiently",
+        "hear",
+        "elsewhere",
+    ),
+}
+STILL_CUTE: dict[str, set[str]] = {
+    "elsewhere": {"elsewhere.py", "train.py", "training.py"},  # benchmarks
+    "hear": {"wires.py"},
+    "patiently": {"inflow.py", "outflow.py"},
+}
+
+
+def test_no_two_modules_share_a_file_name() -> None:
+    names = Counter(path.name for path in modules() if path.name not in ("__init__.py", "__main__.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Apart from private ones, and those of the conformance suite, which are tests."""
+    trees = [ast.parse(path.read_text()) for path in modules() if path.parent.name != "conformance"]
+    found = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(found).items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_no_identifier_has_a_cute_word() -> None:
+    found: dict[str, set[str]] = {}
+    for path in all_modules():
+        if path.parent.name == "conformance":
+            continue
+        with tokenize.open(path) as file:
+            names = {one.string for one in tokenize.generate_tokens(file.readline) if one.type == tokenize.NAME}
+        words = {word.lower() for name in names for word in re.findall("[A-Z]?[a-z]+", f"{path.stem} {name}")}
+        for word in words & CUTE:
+            found.setdefault(word, set()).add(path.name)
+    assert found == STILL_CUTE
 
 
 def test_files_stay_readable() -> None:

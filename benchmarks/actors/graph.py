@@ -1,4 +1,4 @@
-"""A host of a model that is cut: ``MODE WORKLOAD SHRINK RANK HOSTS MEETING``, driven as ``lines.py`` says.
+"""A worker of a model that is cut: ``MODE WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
 
 ``MODE``: how tensors cross, or ``alone``: the whole model in one process, by eager kernels. Dynamo captures it there,
 too, as models of transformers compute something else where it looks: their attention masks. Its line to the benchmark
@@ -27,13 +27,13 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.job_group import group_of
 
 
-class Host:
-    """The model, of which this host has a part, and the batches, which all hosts have."""
+class Worker:
+    """The model, of which this worker has a part, and the batches, which all workers have."""
 
-    def __init__(self, mode: str, workload: str, shrink: int, hosts: int) -> None:
+    def __init__(self, mode: str, workload: str, shrink: int, workers: int) -> None:
         torch.manual_seed(0)  # every process begins with the same values
         made = MODELS[workload]
         self.model = made.build(shrink)
@@ -47,20 +47,20 @@ class Host:
         if mode == "alone":
             self.run = torch.compile(self.model, backend="eager")
         else:
-            self._divide(mode, workload, hosts)
-        # Parameters of other hosts have no gradients here: the optimizer passes them by.
+            self._divide(mode, workload, workers)
+        # Parameters of other workers have no gradients here: the optimizer passes them by.
         self._optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
 
-    def _divide(self, mode: str, workload: str, hosts: int) -> None:
-        found = cut(workload, self.model, self._batches[0], hosts)
+    def _divide(self, mode: str, workload: str, workers: int) -> None:
+        found = cut(workload, self.model, self._batches[0], workers)
         self.facts["cut"] = found.text
         job = tw.init()
         self.leave = job.close
         if mode == "rpc":
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
-            importlib.import_module("benchmarks.rpc").install(party_of(current_worker()))
+            importlib.import_module("benchmarks.rpc").install(group_of(current_worker()))
             mode = "copy"
-        tw.torch.place(self.model, found.hosts)
+        tw.torch.place(self.model, found.workers)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})
 
     def step(self) -> Tensor:
@@ -86,21 +86,21 @@ class Host:
         return start, clock(), counters.since(before), loss.item()
 
 
-def main(mode: str, workload: str, shrink: str, _rank: str, hosts: str, _meeting: str) -> None:
+def main(mode: str, workload: str, shrink: str, _rank: str, workers: str, _meeting: str) -> None:
     """Runs as the bench says."""
     lines = Lines()
-    host = Host(mode, workload, int(shrink), int(hosts))
+    worker = Worker(mode, workload, int(shrink), int(workers))
     timed: list[tuple[float, float]] = []
-    lines.hello(json.dumps(host.facts))
+    lines.hello(json.dumps(worker.facts))
     for run in lines.runs():
         if run.word == "leave":
             break
-        start, stop, counted, loss = host.round(run)
+        start, stop, counted, loss = worker.round(run)
         timed.append((start, stop))
         lines.answer(stop - start, loss=loss, **asdict(counted))
     facts: dict[str, Any] = spans.facts
     facts["timed"] = timed  # the other steps are rehearsals, or between rounds
-    host.leave()
+    worker.leave()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from meeting import meet_by_gloo
 
-from tensorwire.bench.actors.ends import Summands, Sums
+from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, Run, check, fill, timed
 
 DEPTH = 2

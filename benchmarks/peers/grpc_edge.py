@@ -18,7 +18,7 @@ import grpc
 import torch
 from grpc_store import OPTIONS, SWITCH_SECONDS
 
-from tensorwire.bench.actors.ends import Summands, Sums
+from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, check, pattern, timed
 
 DEPTH = 2

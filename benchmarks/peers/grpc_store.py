@@ -16,10 +16,10 @@ from queue import SimpleQueue
 import grpc
 import torch
 
+from tensorwire.bench.actors.expected_values import Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.actors.lines import Lines, timed
-from tensorwire.bench.actors.values import Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.models import Model, find
-from tensorwire.store.plan import Bucket, Plan, make_plan
+from tensorwire.store.sharding import Bucket, StorePlan, make_plan
 
 # Tried with FCN-5 and two workers on two cores, in turns, each against the rest as it is: these gave the least time of
 # processor, by some percent. Without effect or worse: Unix sockets, larger frames, write buffers and look-ahead, no
@@ -38,7 +38,7 @@ SWITCH_SECONDS = 0.0005  # its threads wait for each other's turn
 class Part:
     """A bucket on its server: parameters, optimizer, and the gradients of the present step."""
 
-    def __init__(self, bucket: Bucket, plan: Plan, rule: str, workers: int) -> None:
+    def __init__(self, bucket: Bucket, plan: StorePlan, rule: str, workers: int) -> None:
         self.bucket, self._workers = bucket, workers
         self._memory = torch.zeros(bucket.nbytes, dtype=torch.uint8)
         self.bytes = memoryview(self._memory.numpy())
@@ -109,12 +109,12 @@ class Service(grpc.GenericRpcHandler):
             self._ready[worker].put(None)
 
 
-def serve(lines: Lines, parts: list[Part], workers: int, host: str) -> None:
+def serve(lines: Lines, parts: list[Part], workers: int, interface: str) -> None:
     server = grpc.server(ThreadPoolExecutor(workers), options=OPTIONS)
     server.add_generic_rpc_handlers((Service(parts, workers),))
-    port = server.add_insecure_port(f"{host}:0")
+    port = server.add_insecure_port(f"{interface}:0")
     server.start()
-    lines.hello(f"{host}:{port}")
+    lines.hello(f"{interface}:{port}")
     for run in lines.runs():
         for part in parts:
             for worker in range(workers):
@@ -126,7 +126,7 @@ def serve(lines: Lines, parts: list[Part], workers: int, host: str) -> None:
 class Worker:
     """Private gradients, parameters, and a stream to each server. A step's messages are made while answers come in."""
 
-    def __init__(self, index: int, plan: Plan, addresses: list[str]) -> None:
+    def __init__(self, index: int, plan: StorePlan, addresses: list[str]) -> None:
         self.index, self.plan = index, plan
         self._order = plan.in_order()
         self._gradients = [torch.zeros(t.elements) for t in plan.tensors]
@@ -175,7 +175,7 @@ class Worker:
                 self._window[b.space : b.space + b.nbytes] = next(self._answers[b.server])
 
 
-def work(lines: Lines, index: int, model: Model, plan: Plan, rule: str, workers: int) -> None:
+def work(lines: Lines, index: int, model: Model, plan: StorePlan, rule: str, workers: int) -> None:
     addresses = lines.hello().split()[: plan.servers]
     worker = Worker(index, plan, addresses)
     expected = Expected(model, workers, rule)
@@ -187,7 +187,7 @@ def work(lines: Lines, index: int, model: Model, plan: Plan, rule: str, workers:
         lines.answer(seconds, values=digest(worker.parameters))
 
 
-def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, host: str) -> None:
+def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, interface: str) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
     lines = Lines()
@@ -195,7 +195,7 @@ def main(role: str, index: str, workload: str, rule: str, workers: str, servers:
     plan = make_plan(model.tensors, int(servers))
     if role == "server":
         parts = [Part(b, plan, rule, int(workers)) for b in plan.buckets[int(index)]]
-        serve(lines, parts, int(workers), host)
+        serve(lines, parts, int(workers), interface)
     else:
         work(lines, int(index), model, plan, rule, int(workers))
 

@@ -20,7 +20,7 @@ from grpc_store import OPTIONS, SWITCH_SECONDS, Part, Service, Worker
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Bucket, Plan, TensorSpec, make_plan
+from tensorwire.store.sharding import Bucket, ParameterSpec, StorePlan, make_plan
 
 BEGIN = "/store/begin"
 PATIENCE_SECONDS = 600.0
@@ -31,7 +31,7 @@ class Start(msgspec.Struct):
 
     server: int
     servers: int
-    tensors: list[TensorSpec]
+    tensors: list[ParameterSpec]
     values: bytes
     options: dict[str, Any]
 
@@ -39,7 +39,7 @@ class Start(msgspec.Struct):
 class TrainedPart(Part):
     """A bucket that begins with a model's values, and tells when it is updated."""
 
-    def __init__(self, bucket: Bucket, plan: Plan, workers: int, values: list[torch.Tensor], options: Any) -> None:
+    def __init__(self, bucket: Bucket, plan: StorePlan, workers: int, values: list[torch.Tensor], options: Any) -> None:
         super().__init__(bucket, plan, "SGD", workers)
         for piece, own in zip(bucket.pieces, self._values, strict=True):
             own.copy_(values[piece.tensor][piece.start : piece.stop])
@@ -88,7 +88,7 @@ class GrpcOptimizer:
     ) -> None:
         items = list(named)
         self._parameters = [p for _, p in items]
-        tensors = [TensorSpec(name, tuple(p.shape), "float32") for name, p in items]
+        tensors = [ParameterSpec(name, tuple(p.shape), "float32") for name, p in items]
         if rank == 0:
             values = b"".join(bytes(memoryview(p.detach().numpy()).cast("B")) for p in self._parameters)
             for server, address in enumerate(addresses):
@@ -120,22 +120,22 @@ def _row(gradient: torch.Tensor | None) -> memoryview:
     return memoryview(gradient.reshape(-1).numpy()).cast("B")
 
 
-def serve(lines: Lines, index: int, workers: int, host: str) -> None:
+def serve(lines: Lines, index: int, workers: int, interface: str) -> None:
     """Until a line comes; then the trace is written."""
     server = grpc.server(ThreadPoolExecutor(workers + 1), options=OPTIONS)
     server.add_generic_rpc_handlers((TrainService(workers),))
-    port = server.add_insecure_port(f"{host}:0")
+    port = server.add_insecure_port(f"{interface}:0")
     server.start()
-    lines.hello(f"{host}:{port}")  # and what it hears is that it may go
+    lines.hello(f"{interface}:{port}")  # and what it hears is that it may go
     server.stop(None).wait()
     spans.write(f"server-{index}")
 
 
-def main(role: str, index: str, workers: str, host: str) -> None:
+def main(role: str, index: str, workers: str, interface: str) -> None:
     assert role == "server"
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
-    serve(Lines(), int(index), int(workers), host)
+    serve(Lines(), int(index), int(workers), interface)
 
 
 if __name__ == "__main__":

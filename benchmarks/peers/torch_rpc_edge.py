@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc as rpc
 from meeting import meet_by_rpc
 
-from tensorwire.bench.actors.ends import Summands, Sums
+from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, check, fill, timed
 
 DEPTH = 2

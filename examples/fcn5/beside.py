@@ -18,7 +18,7 @@ import table
 from tensorwire.bench.machine import MALLOC
 from tensorwire.bench.programs import HANG_SECONDS, Program
 from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.trace.parts import Record, parts_of_trace, read_trace, typical
+from tensorwire.trace.parts import ProcessTrace, parts_of_trace, read_trace, typical
 
 SCRIPT = Path(__file__).resolve().parent / "compare.py"
 GRPC = SCRIPT.parents[2] / "benchmarks" / "peers"  # the store on gRPC
@@ -69,7 +69,7 @@ def _servers(options: dict[str, Any], folder: Path) -> Iterator[list[str]]:
 
 def _column(name: str, folder: Path) -> dict[str, Any]:
     """What one run showed: seconds, and counts of its settings."""
-    trace: dict[str, Record] = read_trace(folder)
+    trace: dict[str, ProcessTrace] = read_trace(folder)
     with contextlib.suppress(TensorwireError):
         trace |= read_trace(folder / "servers")  # those of the job itself have had nothing to do
     parts = typical(parts_of_trace(trace))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.tables import print_table
-from tensorwire.trace.parts import Parts, Record, parts_of_trace, typical
+from tensorwire.trace.parts import Parts, ProcessTrace, parts_of_trace, typical
 
 MIB = 2**20
 PARTS = ("compute", "update", "exposed", "idle", "hidden")
@@ -29,7 +29,7 @@ class Outcome:
         return self.gate is None or self.result["accuracy"] >= self.gate
 
 
-def outcome(trace: dict[str, Record], data: str, gate: float | None) -> Outcome:
+def outcome(trace: dict[str, ProcessTrace], data: str, gate: float | None) -> Outcome:
     """Puts together what the processes wrote."""
     workers = [r for name, r in trace.items() if name.startswith("worker-")]
     servers = [r for name, r in trace.items() if name.startswith("server-")]

@@ -22,11 +22,11 @@ constexpr int reads_per_turn = 64;       // then other connections get theirs
 Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> l, PeerDevice peer)
     : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), near_(within_machine(fd)), staging_(staging_bytes) {
     close_on_fork(fd_);
-    enlist(&door_);
+    enlist(&futex_);
 }
 
 Connection::~Connection() {
-    dismiss(&door_);
+    dismiss(&futex_);
     if (fd_ >= 0) close_socket(fd_);
 }
 
@@ -396,7 +396,7 @@ void Connection::answer(const Frame& f, std::shared_ptr<Span> target) {
     if (static_cast<Op>(f.op) == Op::fetch_add) old = word.fetch_add(f.signal_value, std::memory_order_acq_rel);
     else word.compare_exchange_strong(old, f.signal_value, std::memory_order_acq_rel);
     reply.key = old;
-    ring(target->header->door);
+    ring(target->header->futex);
     enqueue(reply, nullptr, nullptr, 0);
 }
 
@@ -461,12 +461,12 @@ void Connection::end_payload() {
     Engine::Exposed signal{};
     if (!engine_.look(frame_.signal_key, signal) || !signal.span->holds(frame_.signal_offset, 8)) return;  // closed meanwhile
     signal.span->word(frame_.signal_offset)->store(frame_.signal_value, std::memory_order_release);
-    ring(signal.span->header->door);
+    ring(signal.span->header->futex);
 }
 
 void Connection::complete(u64 id) {
     done_.store(id, std::memory_order_seq_cst);
-    ring(door_);
+    ring(futex_);
     if (anyone_to_tell_) tell(id);
 }
 

@@ -54,7 +54,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     Outcome post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, bool fence, u64& id);
     // Posts the token once that operation is done, or the connection lost.
     void notify(u64 id, std::shared_ptr<Notices> notices, u64 token);
-    Target completion() { return {&done_, &door_, life.get(), engine_life_.get()}; }
+    Target completion() { return {&done_, &futex_, life.get(), engine_life_.get()}; }
     u64 done() const { return done_.load(std::memory_order_acquire); }
     bool refused(u64 id) { return any_refusal_.load(std::memory_order_acquire) && refusal(id) != Refusal::none; }
     Refusal refusal(u64 id);
@@ -120,7 +120,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     u32 silent_ = 0;  // ticks; drive_mutex_ held
     std::atomic<bool> dead_{false}, closed_{false};  // from the beginning of close(); from its end
     std::atomic<bool> sending_{false}, paused_{false}, midway_{false};  // something is left to send; replies pile up; half way
-    Door door_;
+    Futex futex_;
 
     // Locks are taken in this order: drive, receive, send, result. None is held while Python's is asked for.
     std::mutex send_mutex_;

@@ -10,7 +10,7 @@
 #include <system_error>
 
 #include "count.h"
-#include "deathwatch.h"
+#include "death_notifier.h"
 #include "engine.h"
 #include "memory.h"
 #include "monitor.h"
@@ -60,7 +60,7 @@ u64 compare_swap(const Memory& m, u64 offset, u64 expected, u64 value) {
 }
 
 void mark_closed(const Memory& m) {
-    if (!m.span->has_door() || (m.span->own && m.span->own->forked())) return;  // a child shares the page with its parent
+    if (!m.span->has_futex() || (m.span->own && m.span->own->forked())) return;  // a child shares the page with its parent
     m.span->header->closed.store(1, std::memory_order_release);
     m.span->announce();
 }
@@ -103,7 +103,7 @@ int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const L
     word(m, offset);
     if (m.span->closed()) return 2;
     if (m.span->own && m.span->own->forked()) return 2;  // the word may be on a page that the child does not have
-    if (!m.span->has_door()) throw nb::value_error("nobody can wait on read-only memory of a peer");
+    if (!m.span->has_futex()) throw nb::value_error("nobody can wait on read-only memory of a peer");
     const std::shared_ptr<Span> keep = m.span;
     const std::shared_ptr<Progress> progress = keep->progress.lock();
     return wait_outcome(keep->target(offset, peer), progress.get(), at_least, seconds);
@@ -146,8 +146,8 @@ u64 post_write(Connection& c, const View& source, const RemoteView& target, nb::
 
 constexpr int refused_outcome = 3;
 
-struct PulseBytes {
-    static int send(Pulse& p, nb::bytes data, double seconds) {
+struct HeartbeatBytes {
+    static int send(Heartbeat& p, nb::bytes data, double seconds) {
         const char* at = data.c_str();
         const size_t n = data.size();
         Unlocked unlocked;
@@ -269,19 +269,19 @@ NB_MODULE(_native, m) {
         .def("forget", &Monitor::forget, "fd"_a)
         .def("close", &Monitor::close, nb::call_guard<Unlocked>());
 
-    nb::class_<Deathwatch>(m, "Deathwatch", "A thread whose own death the kernel tells to peers, and that watches theirs.")
+    nb::class_<DeathNotifier>(m, "DeathNotifier", "A thread whose own death the kernel tells to peers, and that watches theirs.")
         .def(nb::init<double, double>(), "heartbeat"_a, "lost_after"_a)
-        .def("enter", &Deathwatch::enter, "life"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
-        .def("watch", &Deathwatch::watch, "word"_a, "fd"_a, "peer_word"_a, "peer_heartbeat"_a, "That peer's page and word.")
-        .def("leave", &Deathwatch::leave, "word"_a)
-        .def("close", &Deathwatch::close, nb::call_guard<Unlocked>())
-        .def_prop_ro("fd", &Deathwatch::fd);
+        .def("enter", &DeathNotifier::enter, "life"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
+        .def("watch", &DeathNotifier::watch, "word"_a, "fd"_a, "peer_word"_a, "peer_heartbeat"_a, "That peer's page and word.")
+        .def("leave", &DeathNotifier::leave, "word"_a)
+        .def("close", &DeathNotifier::close, nb::call_guard<Unlocked>())
+        .def_prop_ro("fd", &DeathNotifier::fd);
 
-    nb::class_<Pulse>(m, "Pulse", "A thread that sends heartbeats on a socket, and the one way to send anything else there.")
-        .def("__init__", [](Pulse* self, int fd, nb::bytes beat, double interval) { new (self) Pulse(fd, std::string(beat.c_str(), beat.size()), interval); },
+    nb::class_<Heartbeat>(m, "Heartbeat", "A thread that sends heartbeats on a socket, and the one way to send anything else there.")
+        .def("__init__", [](Heartbeat* self, int fd, nb::bytes beat, double interval) { new (self) Heartbeat(fd, std::string(beat.c_str(), beat.size()), interval); },
              "fd"_a, "beat"_a, "interval"_a)
-        .def("send", &PulseBytes::send, "data"_a, "seconds"_a, "0, or the errno that ended the connection.")
-        .def("close", &Pulse::close, nb::call_guard<Unlocked>());
+        .def("send", &HeartbeatBytes::send, "data"_a, "seconds"_a, "0, or the errno that ended the connection.")
+        .def("close", &Heartbeat::close, nb::call_guard<Unlocked>());
 
     nb::class_<Engine>(m, "Engine", "The tcp engine of one device.")
         .def(nb::new_([](std::shared_ptr<Life> life, double heartbeat, double lost_after) {
@@ -348,7 +348,7 @@ NB_MODULE(_native, m) {
         .def("old_value", &Connection::old_value, "id"_a)
         .def("close", &Connection::close, "reason"_a, "own"_a = false, nb::call_guard<Unlocked>());
 
-    nb::class_<Sleepers>(m, "Sleepers", "Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their doors.")
+    nb::class_<Sleepers>(m, "Sleepers", "Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their futexes.")
         .def(nb::new_([](int fd, bool naps) { return std::make_shared<Sleepers>(fd, naps); }), "fd"_a, "naps"_a)
         .def("rest", [](Sleepers& s, double seconds) {
                  Unlocked unlocked;

@@ -110,11 +110,11 @@ void Monitor::close() {
 
 Monitor::~Monitor() { close(); }
 
-Pulse::Pulse(int fd, std::string beat, double interval) : fd_(fd), beat_(std::move(beat)), interval_(interval), pid_(getpid()) {
-    thread_ = start_thread([](void* self) { static_cast<Pulse*>(self)->run(); }, this);
+Heartbeat::Heartbeat(int fd, std::string beat, double interval) : fd_(fd), beat_(std::move(beat)), interval_(interval), pid_(getpid()) {
+    thread_ = start_thread([](void* self) { static_cast<Heartbeat*>(self)->run(); }, this);
 }
 
-int Pulse::send(const char* data, size_t nbytes, double seconds) {
+int Heartbeat::send(const char* data, size_t nbytes, double seconds) {
     if (getpid() != pid_) return EPERM;
     std::lock_guard g(mutex_);
     const double end = now() + seconds;
@@ -134,7 +134,7 @@ int Pulse::send(const char* data, size_t nbytes, double seconds) {
     return 0;
 }
 
-void Pulse::run() {
+void Heartbeat::run() {
     std::unique_lock g(sleep_mutex_);
     while (!stop_) {
         sleep_.wait_for(g, std::chrono::duration<double>(interval_));
@@ -145,7 +145,7 @@ void Pulse::run() {
     }
 }
 
-void Pulse::close() {
+void Heartbeat::close() {
     if (getpid() != pid_) {
         abandon_thread(thread_);
         return;
@@ -158,6 +158,6 @@ void Pulse::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-Pulse::~Pulse() { close(); }
+Heartbeat::~Heartbeat() { close(); }
 
 }  // namespace tw

@@ -5,7 +5,7 @@
 #include <map>
 #include <thread>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 
@@ -39,10 +39,10 @@ class Monitor {
 };
 
 // Sends `beat` on a socket every `interval` seconds; other frames go through send(), so that none interleave.
-class Pulse {
+class Heartbeat {
   public:
-    Pulse(int fd, std::string beat, double interval);
-    ~Pulse();
+    Heartbeat(int fd, std::string beat, double interval);
+    ~Heartbeat();
     // 0, or the errno that ended the connection; ETIMEDOUT leaves a torn frame behind and closes it.
     int send(const char* data, size_t nbytes, double seconds);
     void close();

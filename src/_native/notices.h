@@ -5,7 +5,7 @@
 #include <deque>
 #include <mutex>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 

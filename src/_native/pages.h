@@ -9,7 +9,7 @@
 
 #include <sys/types.h>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 

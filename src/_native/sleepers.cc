@@ -69,7 +69,7 @@ void Sleepers::nudge() {
 void Sleepers::told() {
     {
         std::lock_guard g(followers_mutex_);
-        for (Door* door : followers_) ring(*door);
+        for (Futex* futex : followers_) ring(*futex);
     }
     nudge();
 }
@@ -153,23 +153,23 @@ bool Sleepers::doze(double seconds, bool& event) {
 }
 
 Outcome Sleepers::follow(const Target& target, u64 at_least, double end) {
-    Door& door = *target.door;
-    door.parked.fetch_add(1, std::memory_order_seq_cst);
+    Futex& futex = *target.futex;
+    futex.parked.fetch_add(1, std::memory_order_seq_cst);
     {
         std::lock_guard g(followers_mutex_);
-        followers_.push_back(&door);
+        followers_.push_back(&futex);
     }
-    const u32 seen = door.bell.load(std::memory_order_acquire);
+    const u32 seen = futex.bell.load(std::memory_order_acquire);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool whole = true;
     // The leader may have left before it could see us: then the lead is free.
     if (std::unique_lock leads(lead_mutex_, std::try_to_lock); !leads && !target.reached(at_least) && !target.lost() && !stop_)
-        whole = park(door, seen, std::max(0.0, naps_ ? nap_seconds : end - now()));
+        whole = park(futex, seen, std::max(0.0, naps_ ? nap_seconds : end - now()));
     {
         std::lock_guard g(followers_mutex_);
-        followers_.erase(std::find(followers_.begin(), followers_.end(), &door));
+        followers_.erase(std::find(followers_.begin(), followers_.end(), &futex));
     }
-    door.parked.fetch_sub(1, std::memory_order_relaxed);
+    futex.parked.fetch_sub(1, std::memory_order_relaxed);
     return whole ? Outcome::timed_out : Outcome::interrupted;
 }
 

@@ -1,7 +1,7 @@
 // Waits for words that a NIC writes, without Python and without a running core.
 //
-// The NIC rings no door. It makes a descriptor readable once an armed completion queue has something, so one waiter
-// sleeps on that descriptor and the others at their doors, until the one has looked or leaves. Only Python can arm and
+// The NIC wakes no futex. It makes a descriptor readable once an armed completion queue has something, so one waiter
+// sleeps on that descriptor and the others at their futexes, until the one has looked or leaves. Only Python can arm and
 // drain the queues: `attend` sends the caller there, and it comes back.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 
@@ -40,7 +40,7 @@ class Sleepers : public Progress, public std::enable_shared_from_this<Sleepers> 
     std::atomic<bool> armed_{false}, sleeping_{false}, stop_{false};
     std::mutex lead_mutex_, rest_mutex_;  // held while its owner sleeps
     std::mutex followers_mutex_;
-    std::vector<Door*> followers_;
+    std::vector<Futex*> followers_;
     std::mutex fds_mutex_;  // wake_ and outer_ are open; the last to be taken
     pid_t pid_;
 };

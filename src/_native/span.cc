@@ -120,7 +120,7 @@ std::shared_ptr<Span> Span::allocate(u64 nbytes, bool reserve) {
     span->base = span->map_ + page;
     span->nbytes = nbytes;
     close_on_fork(span->fd);
-    enlist(&span->header->door);
+    enlist(&span->header->futex);
     return span;
 }
 
@@ -149,12 +149,12 @@ std::shared_ptr<Span> Span::map(int fd, bool writable) {
     span->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (span->fd < 0) fail(errno, "dup");
     close_on_fork(span->fd);
-    if (writable) enlist(&span->header->door);
+    if (writable) enlist(&span->header->futex);
     return span;
 }
 
 void Span::announce() const {
-    ring(header->door);
+    ring(header->futex);
     if (auto engine = progress.lock()) engine->nudge();
 }
 
@@ -197,12 +197,12 @@ std::shared_ptr<Span> Span::wrap(PyObject* buffer) {
     span->nbytes = static_cast<u64>(span->view_.len);
     span->header = new Header;
     span->header->nbytes = span->nbytes;
-    enlist(&span->header->door);
+    enlist(&span->header->futex);
     return span;
 }
 
 Span::~Span() {
-    if (header && has_door()) dismiss(&header->door);
+    if (header && has_futex()) dismiss(&header->futex);
     if (borrowed_) {
         delete header;
         if (!Py_IsInitialized()) {

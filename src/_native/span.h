@@ -3,20 +3,20 @@
 
 #include <Python.h>
 
-#include "door.h"
+#include "futex.h"
 
 namespace tw {
 
 constexpr u64 page = 4096;
 constexpr u64 largest = u64{1} << 56;  // what an address could ever reach
 
-// The page in front of every mapped span. Processes that map it share the door and the closed flag.
+// The page in front of every mapped span. Processes that map it share the futex and the closed flag.
 struct Header {
     static constexpr u64 expected = 0x31657269776e6574;  // "tenwire1"
     u64 magic = expected;
     u64 nbytes = 0;
     std::atomic<u32> closed{0};
-    alignas(64) Door door;
+    alignas(64) Futex futex;
 };
 static_assert(sizeof(Header) <= page);
 
@@ -37,17 +37,17 @@ class Span {
     bool closed() const { return header->closed.load(std::memory_order_acquire); }
     bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
     std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
-    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->door, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
+    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->futex, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
     // After this process changed a word, or closed the span: wakes whoever waits here.
     void announce() const;
-    // Forked children do not get the payload. They keep the page in front of it: its door is in the list of all doors.
+    // Forked children do not get the payload. They keep the page in front of it: its futex is in the list of all futexes.
     void dont_fork() const;
     // For borrowed bytes that lie in another span: what can be done with a mapping can be done with them.
     void lies_in(std::shared_ptr<Span> whole, u64 offset);
     int file() const { return whole_ ? whole_->fd : fd; }
     u64 file_offset() const { return page + at_; }
-    // False for a mapping without write access, whose door nobody can knock at.
-    bool has_door() const { return borrowed_ || writable; }
+    // False for a mapping without write access, whose futex nobody can ring.
+    bool has_futex() const { return borrowed_ || writable; }
 
     char* base = nullptr;
     u64 nbytes = 0;

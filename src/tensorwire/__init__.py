@@ -22,17 +22,17 @@ from tensorwire.launch import Job, init
 
 if TYPE_CHECKING:
     from tensorwire import torch as torch
-    from tensorwire.torch.graph.placement.scope import host
+    from tensorwire.torch.graph.placement.scope import worker
 
 __version__ = "0.1.0"
-__all__ = ["Job", "__version__", "errors", "host", "init"]  # without torch: a star import would hide PyTorch
+__all__ = ["Job", "__version__", "errors", "init", "worker"]  # without torch: a star import would hide PyTorch
 
 
 def __getattr__(name: str) -> Any:
     if name == "torch":  # loaded when first used: importing torch takes seconds
         return importlib.import_module("tensorwire.torch")
-    if name == "host":
-        value = importlib.import_module("tensorwire.torch.graph.placement.scope").host
+    if name == "worker":
+        value = importlib.import_module("tensorwire.torch.graph.placement.scope").worker
         globals()[name] = value  # dynamo reads it as any global
         return value
     raise AttributeError(f"module 'tensorwire' has no attribute {name!r}")

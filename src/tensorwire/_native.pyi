@@ -239,7 +239,7 @@ class Monitor:
     def forget(self, fd: int) -> None: ...
     def close(self) -> None: ...
 
-class Deathwatch:
+class DeathNotifier:
     """
     A thread whose own death the kernel tells to peers, and that watches theirs.
     """
@@ -258,7 +258,7 @@ class Deathwatch:
     @property
     def fd(self) -> int: ...
 
-class Pulse:
+class Heartbeat:
     """
     A thread that sends heartbeats on a socket, and the one way to send anything else there.
     """
@@ -336,7 +336,7 @@ class Connection:
 
 class Sleepers:
     """
-    Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their doors.
+    Waits for words that a NIC writes: one waiter sleeps on the completion channel, the others at their futexes.
     """
 
     def __init__(self, fd: int, naps: bool) -> None: ...

@@ -25,7 +25,7 @@
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
-    └── LivesElsewhere (RuntimeError)   a tensor of another host was read
+    └── NotOnThisWorker (RuntimeError)   a tensor of another worker was read
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = [
     "DeviceError",
     "GradientModified",
     "JobEnded",
-    "LivesElsewhere",
     "MissingPackage",
     "NonFiniteGradient",
+    "NotOnThisWorker",
     "OutOfMemory",
     "ParameterModified",
     "PeerLost",
@@ -150,5 +150,5 @@ class ParameterModified(TensorwireError):
     """User code changed a parameter whose values live in the store."""
 
 
-class LivesElsewhere(TensorwireError, RuntimeError):
-    """A tensor that lives on another worker was read. The message names both."""
+class NotOnThisWorker(TensorwireError, RuntimeError):
+    """A tensor of another worker was read. The message names both."""

@@ -7,35 +7,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 PATIENCE = 2.0  # seconds that something takes before a line says what it is, where there is no terminal
 
 
 @contextlib.contextmanager
-def progress(doing: str) -> Iterator[Tell]:
-    """Tells people on standard error what is being done, until the block ends.
+def progress(doing: str) -> Iterator[Report]:
+    """Prints what is being done on standard error, until the block ends.
 
     Args:
         doing: What begins now, such as ``loading PyTorch``.
 
     Yields:
-        ``tell(doing)``: what is being done from then on. Of the steps between two looks, two seconds apart, a plain
+        ``report(doing)``: what is being done from then on. Of the steps between two looks, two seconds apart, a plain
         line names the last one only.
     """
     if sys.stderr.isatty():
-        with _spinner(doing) as tell:
-            yield tell
+        with _spinner(doing) as report:
+            yield report
     else:
         lines = _Lines(doing)
         try:
-            yield lines.tell
+            yield lines.report
         finally:
             lines.end()
 
 
 @contextlib.contextmanager
-def _spinner(doing: str) -> Iterator[Tell]:
+def _spinner(doing: str) -> Iterator[Report]:
     from rich.console import Console
     from rich.live import Live
     from rich.spinner import Spinner
@@ -56,7 +56,7 @@ class _Lines:
         self._thread = threading.Thread(target=self._run, name="tensorwire-progress", daemon=True)
         self._thread.start()
 
-    def tell(self, doing: str) -> None:
+    def report(self, doing: str) -> None:
         """From now on this is being done."""
         self._doing = doing
 
@@ -66,9 +66,9 @@ class _Lines:
         self._thread.join()
 
     def _run(self) -> None:
-        said = ""
+        shown = ""
         while not self._over.wait(PATIENCE):
-            if (doing := self._doing) != said:
-                said = doing
+            if (doing := self._doing) != shown:
+                shown = doing
                 with contextlib.suppress(OSError):  # nobody reads it
                     print(f"tensorwire: {doing} ...", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensorwire.bench.actors.ends import Summands, Sums
+from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.compare import Workload, fitting
 from tensorwire.bench.edges import KIB, workloads
 from tensorwire.bench.limits import Limits

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tensorwire.bench.actors.values import Expected, check_gradient, put, put_start
+from tensorwire.bench.actors.expected_values import Expected, check_gradient, put, put_start
 from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Contender, ProgramFailed, Stage
 from tests.sandbox import nothing_kept

@@ -14,7 +14,7 @@ MISTAKES = [
     (["edge", "--peers", "pigeons"], "'pigeons' is not one of grpc, torch-rpc, gloo"),
     (["graph", "--modes", "carrier"], "'carrier' is not one of zerocopy, copy, rpc"),
     (["graph", "--modes", ","], "no mode: one or more of zerocopy, copy, rpc"),
-    (["graph", "--hosts", "1"], "1 is not in the range 2<=x<=8"),
+    (["graph", "--workers", "1"], "1 is not in the range 2<=x<=8"),
     (["graph", "--device", "verbs"], "'verbs' is not one of shm, tcp"),
     (["graph", "--report", "steps.txt"], "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
     (["train", "--report", "/nowhere/steps.png"], "--report /nowhere/steps.png: there is no folder /nowhere"),

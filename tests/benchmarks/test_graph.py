@@ -15,7 +15,7 @@ from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError
-from tensorwire.trace.parts import Record as Trace
+from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, costs, peers
 from tests.sandbox import Sandbox
 
@@ -53,7 +53,7 @@ def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
         assert record["details"]["overhead"] == record["seconds"] / alone["seconds"] - 1
         check_parts(record["details"])
     assert chart.read_bytes().startswith(b"\x89PNG")
-    assert "worker:0 has " in result.out
+    assert "worker 0 has " in result.out
     assert ", ".join(peers(records)) in result.out  # whose losses are the same
 
 
@@ -70,7 +70,7 @@ def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
+def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_worker() -> None:
     with Workers(Variant("copy", "copy", "shm", actor=graphs.ACTOR), Setup("fcn5", 2, 0, TINY)) as job:
         job.run(1, 2)
         trace = job.finish()
@@ -87,8 +87,8 @@ def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_host() -> None:
     assert copied == [2, 2, 2]  # the copy into the outbox, and sending it
 
 
-def pushes_of(record: Trace, run: int) -> list[str]:
-    """What a host pushed in that run of its forward graph."""
+def pushes_of(record: ProcessTrace, run: int) -> list[str]:
+    """What a worker pushed in that run of its forward graph."""
     return [s.what for s in record.spans if s.name == "push" and s.step == run and "(forward)" in s.what]
 
 
@@ -101,7 +101,7 @@ def test_layers_are_divided_by_what_they_cost() -> None:
     assert divide([1, 1, 1, 1], 2, before=2) == [0, 1, 1, 1]
     assert divide([1, 1, 1, 1], 2, behind=4) == [0, 0, 0, 0]
     assert divide([2, 1, 1, 2, 0], 3) == [0, 1, 1, 2, 2]
-    assert divide([0, 9], 2) == [0, 1]  # as many layers as hosts
+    assert divide([0, 9], 2) == [0, 1]  # as many layers as workers
 
 
 def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -110,28 +110,28 @@ def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", graphs.MODELS)
-def test_a_cut_gives_every_host_parameters(name: str) -> None:
+def test_a_cut_gives_every_worker_parameters(name: str) -> None:
     if name in huggingface.MODELS:
         pytest.importorskip("transformers")
     model, batch = built(name)
     found = cut(name, model, batch, 2)
     modules = dict(model.named_modules())
-    assert {"", *found.hosts} <= set(modules)
+    assert {"", *found.workers} <= set(modules)
     assert model.training
-    owners: dict[str, int] = {}
+    owners: dict[int, int] = {}
     for path, parameter in model.named_parameters():
         at = path.rpartition(".")[0]
-        while at not in found.hosts:
+        while at not in found.workers:
             at = at.rpartition(".")[0]
-        owners[found.hosts[at]] = owners.get(found.hosts[at], 0) + parameter.numel()
-    assert sorted(owners) == ["worker:0", "worker:1"]
-    assert found.text.startswith("worker:0 has ")
+        owners[found.workers[at]] = owners.get(found.workers[at], 0) + parameter.numel()
+    assert sorted(owners) == [0, 1]
+    assert found.text.startswith("worker 0 has ")
     assert found.text.count("the rest") == 1
 
 
-def test_too_many_hosts_for_the_layers() -> None:
+def test_too_many_workers_for_the_layers() -> None:
     model, batch = built("lstm")
-    with pytest.raises(ArgumentError, match="lstm has 2 layers to divide, too few for 3 hosts"):
+    with pytest.raises(ArgumentError, match="lstm has 2 layers to divide, too few for 3 workers"):
         cut("lstm", model, batch, 3)
 
 
@@ -159,7 +159,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, missing: str, workload: str, **mad
     contests: list[str] = []
     monkeypatch.setattr(graphs, "contest", lambda name, device, *, modes, **_: contests.extend(modes) or [])
     skipped: list[str] = []
-    options = {"hosts": 2, "modes": graphs.MODES, **made}
+    options = {"workers": 2, "modes": graphs.MODES, **made}
     graphs.measure([workload], ["shm"], options, [], Notes(skipped.append, skipped.append))
     return skipped, contests
 
@@ -169,7 +169,7 @@ def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.Monke
     assert measured(monkeypatch, "grpc", "fcn5") == (rpc, ["zerocopy", "copy"])
     bert = ["skipped: bert needs transformers: pip install transformers"]
     assert measured(monkeypatch, "transformers", "bert") == (bert, [])
-    assert measured(monkeypatch, "", "lstm", hosts=3) == (["skipped: lstm can be cut over 2 hosts"], [])
+    assert measured(monkeypatch, "", "lstm", workers=3) == (["skipped: lstm can be cut over 2 workers"], [])
 
 
 def outcome(*losses: float) -> graphs.Outcome:
@@ -206,7 +206,7 @@ def test_verdicts() -> None:
     assert judged(aimed=True, copies=1.0)[1] is False
 
 
-def test_hosts_that_disagree_fail() -> None:
+def test_workers_that_disagree_fail() -> None:
     answers = [{"seconds": 1.0, "loss": loss, **dict.fromkeys(graphs.COUNTS, 0.0)} for loss in (1.0, 2.0)]
-    with pytest.raises(ProgramFailed, match="hosts have different losses"):
+    with pytest.raises(ProgramFailed, match="workers have different losses"):
         graphs.Outcome().add(answers, graphs.Course(1, 1))

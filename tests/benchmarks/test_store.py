@@ -11,7 +11,7 @@ from benchmarks.stores import workloads
 from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Stage
 from tensorwire.bench.show import Notes
-from tensorwire.bench.stores import Job
+from tensorwire.bench.stores import StoreJob
 from tests.sandbox import nothing_kept
 
 QUIET = Notes(lambda text: None, lambda text: None)
@@ -21,7 +21,7 @@ QUIET = Notes(lambda text: None, lambda text: None)
 def test_the_same_values_as_grpc() -> None:
     if importlib.util.find_spec("grpc") is None:
         pytest.skip("needs grpcio, of which this process is to have no thread")
-    job = Job(TINY, workers=2, servers=2)
+    job = StoreJob(TINY, workers=2, servers=2)
     (workload,) = [w for w in workloads(job, ["tcp"], Libraries(None, QUIET)) if w.mode == "step-copied"]
     values = {}
     for contender in workload.contenders:

@@ -20,7 +20,7 @@ from tensorwire.bench.models import MODELS
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
 from tensorwire.errors import Unsupported
-from tensorwire.trace.parts import Record as Trace
+from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, peers
 from tests.sandbox import Sandbox
 
@@ -125,7 +125,7 @@ def test_steps_between_rounds_are_not_told() -> None:
 
     # Three steps of 10 s; before the second round, a pause of 1000 s.
     spans = steps((0, 8), (10, 18), (20, 1028), (1030, 1038))
-    worker = Trace("worker-0", {"timed": [[10.0, 20.0], [1030.0, 1040.0]]}, {}, spans)
+    worker = ProcessTrace("worker-0", {"timed": [[10.0, 20.0], [1030.0, 1040.0]]}, {}, spans)
     told = training.parts({"worker-0": worker})
     assert (told["step"], told["compute"], told["exposed"]) == (10.0, 8.0, 2.0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench import programs
-from tensorwire.bench.programs import Program, ProgramFailed, hear_all
+from tensorwire.bench.programs import Program, ProgramFailed, receive_all
 from tests.sandbox import nothing_kept
 
 # Python runs this before the program; the victim is found by the words of its command line.
@@ -35,7 +35,7 @@ def clean() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "words", "victim"),
     [
-        ("store", "tensorwire.launch.server", "server 1"),
+        ("store", "tensorwire.launch.server_process", "server 1"),
         ("store", "actors.train store fcn5 64 1 2", "worker 1"),
         ("ddp", "actors.train ddp fcn5 64 1 2", "worker 1"),
     ],
@@ -62,12 +62,12 @@ def test_a_server_that_left_with_its_job_is_not_the_cause(monkeypatch: pytest.Mo
         left = server.left
 
         def seen() -> bool:
-            worker.say("now")  # whose end comes second
+            worker.send("now")  # whose end comes second
             return left()
 
         monkeypatch.setattr(server, "left", seen)
         with pytest.raises(ProgramFailed, match=r"^worker 0 ended: ValueError: the cause$"):
-            hear_all([worker], silent=[server])
+            receive_all([worker], silent=[server])
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_a_server_that_failed_is(status: str, told: str) -> None:
     with ExitStack() as stack:
         server, worker = start(stack, "server 0", ENDS.format(status=status)), start(stack, "worker 0", "input()")
         with pytest.raises(ProgramFailed, match=f"^server 0 {told}$"):
-            hear_all([worker], silent=[server])
+            receive_all([worker], silent=[server])

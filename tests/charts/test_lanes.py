@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tensorwire.charts.lanes import Box, Message, Panel, _fitting, _Picture, plot_lanes
+from tensorwire.charts.lanes import Box, LaneMessage, Panel, _fitting, _Picture, plot_lanes
 from tensorwire.errors import ArgumentError
 
 KINDS = ("first kind", "second kind", "third kind", "fourth kind")
 
 
-def message(row: int, source: str, targets: str, kind: int = 0, text: str = "x: 4 B") -> Message:
-    return Message(row, source, tuple(targets), KINDS[kind], text)
+def message(row: int, source: str, targets: str, kind: int = 0, text: str = "x: 4 B") -> LaneMessage:
+    return LaneMessage(row, source, tuple(targets), KINDS[kind], text)
 
 
 def conversation(lanes: str = "abcd") -> Panel:

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-import tensorwire.doctor.memory as memory
+import tensorwire.doctor.memory_limits as memory
 from tensorwire.doctor import Finding
-from tensorwire.doctor.verbs import verbs
+from tensorwire.doctor.rdma import verbs
 from tests.device.verbs.fakes import Sysfs
 from tests.device.verbs.fakes import library as library
 from tests.device.verbs.fakes import sysfs as sysfs

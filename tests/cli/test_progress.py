@@ -113,9 +113,9 @@ def test_a_line_for_each_step_that_lasts(monkeypatch: pytest.MonkeyPatch, capfd:
         while line not in said:
             said += capfd.readouterr().err
 
-    with progress("the first") as tell:
+    with progress("the first") as report:
         until("tensorwire: the first ...\n")
-        tell("the second")
+        report("the second")
         until("tensorwire: the second ...\n")
     assert said + capfd.readouterr().err == "tensorwire: the first ...\ntensorwire: the second ...\n"
 

@@ -14,7 +14,7 @@ import pytest
 from tensorwire.cli import main
 from tensorwire.observe.spans import Clock, Span
 from tensorwire.trace.chrome import write_chrome
-from tensorwire.trace.parts import Record
+from tensorwire.trace.parts import ProcessTrace
 from tests.trace.traces import job, record
 
 trace = importlib.import_module("tensorwire.cli.trace")  # the package has a command of that name
@@ -70,7 +70,7 @@ def test_files_of_several_machines_are_one_job(
 ) -> None:
     """Each launcher wrote its own; that of the second machine was 500 seconds ahead."""
     whole = job()
-    away = Record(
+    away = ProcessTrace(
         "worker-1",
         {},
         {},

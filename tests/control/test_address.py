@@ -51,17 +51,17 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
     client.close()
     assert len(names) > 3
     (told,) = (record.getMessage() for record in caplog.records)  # once
-    assert told.startswith(f"cannot find the coordinator's host {NAME!r} yet (")
+    assert told.startswith(f"cannot find the coordinator's machine {NAME!r} yet (")
     assert told.endswith("waiting up to 600 s for it")
 
 
 def test_without_patience_the_error_says_the_name(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
     for wait in (lambda: connect(f"{NAME}:1", 0.0), lambda: await_name(NAME, 0.0)):
-        with pytest.raises(PeerLost, match=f"cannot find the coordinator's host {NAME!r}: "):
+        with pytest.raises(PeerLost, match=f"cannot find the coordinator's machine {NAME!r}: "):
             wait()
     assert (names, caplog.records) == ([NAME, NAME], [])
 
 
 def test_what_cannot_be_a_name_is_not_waited_for() -> None:
-    with pytest.raises(ArgumentError, match=r"'a\.\.b' is not the name of a host"):
+    with pytest.raises(ArgumentError, match=r"'a\.\.b' is not the name of a machine"):
         connect("a..b:1", 600.0)

@@ -22,7 +22,7 @@ MESSAGES: list[frames.Message] = [
     frames.Barrier(3, "b", 2, 60),
     frames.Compare(4, "plan", b"d", "text", 2, 60.0),
     frames.Gather(7, "collective 1", "job.barrier()", b"value", 2, 60.0),
-    frames.Clock(6),
+    frames.ClockReading(6),
     frames.Answer(5, b"value"),
     frames.Fail(Cause("worker 0", "raised ValueError: x", "Traceback ...", 0.5)),
     frames.Left("worker", 1, -9),

@@ -59,10 +59,10 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     with contextlib.closing(Jobs()) as jobs, contextlib.ExitStack() as stack:
         coordinator = jobs.coordinator(workers=3)
 
-        def made(index: int, device: str = "auto", host: str = "0.0.0.0") -> Member:
+        def made(index: int, device: str = "auto", interface: str = "0.0.0.0") -> Member:
             where = msgspec.structs.replace(whereabouts(), boot=f"machine {index}")
             monkeypatch.setattr(member, "whereabouts", lambda: where)
-            joined = Member(coordinator.address, SECRET, "worker", index, device=device, host=host)
+            joined = Member(coordinator.address, SECRET, "worker", index, device=device, interface=interface)
             stack.callback(joined.close)
             return joined
 
@@ -115,11 +115,11 @@ def test_nothing_is_opened_without_an_active_port(join: Join, monkeypatch: pytes
     assert "not verbs: no active RDMA port" in one.routes["worker 1"].why
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
-def test_nothing_is_opened_where_nobody_could_come(join: Join, host: str) -> None:
-    assert set(join(0, host=host).devices) == {"shm", "tcp"}
+@pytest.mark.parametrize("interface", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_nothing_is_opened_where_nobody_could_come(join: Join, interface: str) -> None:
+    assert set(join(0, interface=interface).devices) == {"shm", "tcp"}
     assert StandIn.made == 0
-    assert "verbs" in join(1, "verbs", host).devices  # but by name it is
+    assert "verbs" in join(1, "verbs", interface).devices  # but by name it is
 
 
 def test_verbs_by_name_is_all_there_is(join: Join) -> None:

@@ -188,7 +188,7 @@ def test_a_failure_of_any_size_is_told(jobs: Jobs) -> None:
 def test_nobody_listens() -> None:
     with pytest.raises(PeerLost, match=r"no coordinator answers at 127.0.0.1:1 \(Connection refused\)"):
         Client("127.0.0.1:1", SECRET, "worker", 0)
-    with pytest.raises(PeerLost, match="cannot find the coordinator's host"):
+    with pytest.raises(PeerLost, match="cannot find the coordinator's machine"):
         Client("no.such.host.invalid:1", SECRET, "worker", 0)
 
 

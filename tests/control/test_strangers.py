@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tensorwire.control import Client, doorman, frames
+from tensorwire.control import Client, authentication, frames
 from tensorwire.control.names import PURPOSE
 from tensorwire.device import handshake
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError
@@ -95,7 +95,7 @@ def test_nothing_is_parsed_before_authentication(jobs: Jobs, monkeypatch: pytest
 
 
 def test_half_open_connections_time_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(authentication, "GREETING_SECONDS", 0.2)
     coordinator = jobs.coordinator()
     with wire.connection(coordinator) as silent, wire.connection(coordinator) as slow:
         slow.sendall(b"TW")
@@ -112,10 +112,10 @@ def test_who_has_the_secret_and_never_joins_times_out(jobs: Jobs, monkeypatch: p
 
 def test_a_flood_of_strangers_does_not_keep_members_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent connections than are greeted at a time: the oldest have to go, members come in."""
-    monkeypatch.setattr(doorman, "MOST_STRANGERS", 20)
+    monkeypatch.setattr(authentication, "MOST_STRANGERS", 20)
     coordinator = jobs.coordinator(workers=1)
     host, _, port = coordinator.address.rpartition(":")
-    flood = [socket.create_connection((host, int(port))) for _ in range(doorman.MOST_STRANGERS * 3)]
+    flood = [socket.create_connection((host, int(port))) for _ in range(authentication.MOST_STRANGERS * 3)]
     try:
         for number, sock in enumerate(flood):
             if number % 2:
@@ -160,7 +160,7 @@ def test_a_port_of_another_service_is_told_apart() -> None:
 
 def test_whoever_has_greeted_stays(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member may be slow between two words; those that say nothing have to go before it."""
-    monkeypatch.setattr(doorman, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(authentication, "MOST_STRANGERS", 8)
     coordinator = jobs.coordinator(workers=1)
     with wire.connection(coordinator) as honest, contextlib.ExitStack() as stack:
         nonce = os.urandom(handshake.NONCE)

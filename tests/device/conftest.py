@@ -10,15 +10,15 @@ from tensorwire.testing.fixtures import in_thread as in_thread
 from tensorwire.testing.fixtures import nothing_left as nothing_left
 from tensorwire.testing.fixtures import pair as pair
 from tensorwire.testing.fixtures import warm as warm
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
-DEVICES = [Spec(f"tensorwire.device:{name}") for name in ("LoopbackDevice", "ShmDevice", "TcpDevice")]
+DEVICES = [DeviceSpec(f"tensorwire.device:{name}") for name in ("LoopbackDevice", "ShmDevice", "TcpDevice")]
 
 
 @pytest.fixture(params=DEVICES, ids=[spec.label for spec in DEVICES])
-def spec(request: pytest.FixtureRequest) -> Spec:
+def spec(request: pytest.FixtureRequest) -> DeviceSpec:
     """Each of them."""
-    named: Spec = request.param
+    named: DeviceSpec = request.param
     return named
 
 

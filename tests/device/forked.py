@@ -23,12 +23,12 @@ BEAT, LOST_AFTER = 0.05, patient(1.0)
 NEVER = 1000.0  # as `lost_after`: silence ends nothing, only a death or a hang-up does
 
 
-def quick(kind: str, heartbeat: float = BEAT, lost_after: float = LOST_AFTER, host: str = "127.0.0.1") -> Device:
+def quick(kind: str, heartbeat: float = BEAT, lost_after: float = LOST_AFTER, interface: str = "127.0.0.1") -> Device:
     """A device that soon takes a silent peer for lost."""
     if kind == "shm":
         return ShmDevice(heartbeat, lost_after)
     if kind == "tcp":
-        return TcpDevice(host, heartbeat=heartbeat, lost_after=lost_after)
+        return TcpDevice(interface, heartbeat=heartbeat, lost_after=lost_after)
     return LoopbackDevice()
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from wire import check_works, raw_connection, send_and_end, until_end
 
 from tensorwire.device import ShmDevice, TcpDevice, handshake
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import AuthenticationError, PeerLost, ProtocolError, TensorwireError
 from tensorwire.testing.fixtures import SEEDED, InThread, Pair
 from tensorwire.testing.patterns import SECONDS
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 SECRET = b"s" * 32
 
@@ -128,11 +128,11 @@ def test_a_drip_of_bytes_does_not_hold_the_acceptor() -> None:
             handshake.accept(b, SECRET)
 
 
-def test_a_wrong_token_is_refused(far_spec: Spec) -> None:
+def test_a_wrong_token_is_refused(far_spec: DeviceSpec) -> None:
     with far_spec.make() as device, far_spec.make() as other:
         if isinstance(device, TcpDevice):
-            host = msgspec.structs.replace(device._address, token=b"x" * 32)
-            address = msgspec.msgpack.encode(host)
+            changed = msgspec.structs.replace(device._address, token=b"x" * 32)
+            address = msgspec.msgpack.encode(changed)
         else:
             assert isinstance(device, ShmDevice)
             address = device.address[:16] + b"x" * 32
@@ -164,6 +164,6 @@ def test_strangers_disturb_nobody(pair: Pair) -> None:
 
 def test_an_acceptor_that_says_nothing_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         with pytest.raises(PeerLost):
             device.connect(address, timeout=0.1)

@@ -1,4 +1,4 @@
-"""Two hosts and a cable: network namespaces and a veth pair. A cut cable and a host that is gone without a word."""
+"""Two machines and a cable: network namespaces and a veth pair. A cut cable and a machine that vanishes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cable:
         ip("-n", self.names[0], "link", "set", "cable", "down")
 
     def vanish(self, side: int) -> None:
-        """That host answers nothing any more, and nothing it sends gets out."""
+        """That machine answers nothing any more, and nothing it sends gets out."""
         ip("-n", self.names[side], "addr", "flush", "dev", "cable")
 
 
@@ -76,10 +76,10 @@ def told(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def host(cable: Cable, side: int, pipe: socket.socket) -> None:
+def machine(cable: Cable, side: int, pipe: socket.socket) -> None:
     """A device on that side, a channel to the other one, waits on both; tells how they ended."""
     cable.enter(side)
-    device = quick("tcp", host=ADDRESSES[side])
+    device = quick("tcp", interface=ADDRESSES[side])
     region = device.allocate(BIG, reserve=False)
     send(pipe, (device.address, region.remote().pack()))
     address, packed = receive(pipe)
@@ -105,7 +105,7 @@ def waits(channel: Channel, region: Region, remote: RemoteRegion) -> list[Callab
 @pytest.mark.parametrize("how", ["cut", "vanished"])
 def test_a_silent_link_is_a_loss(cable: Cable, how: str) -> None:
     """``cut``: both live on, and both are told. ``vanished``: half open; one was killed, and no word of it got out."""
-    with Forked(lambda pipe: host(cable, 0, pipe)) as here, Forked(lambda pipe: host(cable, 1, pipe)) as there:
+    with Forked(lambda pipe: machine(cable, 0, pipe)) as here, Forked(lambda pipe: machine(cable, 1, pipe)) as there:
         cards = receive(here.pipe), receive(there.pipe)
         send(here.pipe, cards[1])
         send(there.pipe, cards[0])
@@ -116,10 +116,10 @@ def test_a_silent_link_is_a_loss(cable: Cable, how: str) -> None:
         else:
             cable.vanish(1)
             there.kill()
-        hosts = [here, there] if how == "cut" else [here]
-        for each in hosts:
+        machines = [here, there] if how == "cut" else [here]
+        for each in machines:
             send(each.pipe, "cut")
-        for each, name in zip(hosts, names, strict=False):
+        for each, name in zip(machines, names, strict=False):
             reasons = receive(each.pipe)
             assert len(reasons) == 3
             for reason in reasons:

@@ -40,11 +40,11 @@ from wire import (
 )
 
 from tensorwire.device import TcpDevice
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import PeerLost, RemoteAccessError
 from tensorwire.testing.fixtures import SEEDED, Pair
 from tensorwire.testing.patterns import SECONDS, array, pattern, resident
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 BOTH, READS = 0x1122334455667788, 0x8877665544332211  # keys that the corpus knows
 ROOM = 512
@@ -52,8 +52,8 @@ CLOSED = 0x5555
 
 
 @pytest.fixture
-def spec() -> Spec:
-    return Spec("tensorwire.device:TcpDevice")
+def spec() -> DeviceSpec:
+    return DeviceSpec("tensorwire.device:TcpDevice")
 
 
 class Victim:
@@ -275,7 +275,7 @@ class Asker:
         assert isinstance(pair.initiator, TcpDevice)
         self.pair, self.device = pair, pair.initiator
         self.listener = listener
-        self.address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        self.address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         self.mine = self.device.allocate(64)
 
     def check(self, stream: bytes) -> None:

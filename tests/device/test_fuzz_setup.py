@@ -20,7 +20,7 @@ from wire import authenticated, check_works, corpus, played, raw_connection, sen
 
 from tensorwire._native import Memory
 from tensorwire.device import LoopbackDevice, RemoteRegion, ShmDevice, TcpDevice, handshake
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import (
     ArgumentError,
     AuthenticationError,
@@ -31,7 +31,7 @@ from tensorwire.errors import (
 )
 from tensorwire.testing.fixtures import SEEDED, Pair
 from tensorwire.testing.patterns import SECONDS, array, pattern
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 SECRET = b"s" * 32
 BOTH, READS, CLOSED = 0x1122334455667788, 0x8877665544332211, 0x5555
@@ -69,13 +69,13 @@ def test_any_bytes_as_an_address(kind: type[TcpDevice]) -> None:
             lambda change: good[: change[0]] + bytes([good[change[0]] ^ change[1]]) + good[change[0] + 1 :]
         )
         shorter = st.integers(0, len(good) - 1).map(lambda end: good[:end])
-        # A damaged host might name a real machine: those are left alone.
-        hosts = range(1, 2 + len(msgspec.msgpack.decode(good)[0])) if kind is TcpDevice else range(0)
+        # A damaged interface might be the address of a real machine: those are left alone.
+        interface = range(1, 2 + len(msgspec.msgpack.decode(good)[0])) if kind is TcpDevice else range(0)
 
         @settings(SEEDED, max_examples=120)
         @given(st.one_of(st.binary(max_size=100), damaged, shorter))
         def check(address: bytes) -> None:
-            if any(address[at : at + 1] != good[at : at + 1] for at in hosts) and address[:1] == good[:1]:
+            if any(address[at : at + 1] != good[at : at + 1] for at in interface) and address[:1] == good[:1]:
                 return
             with pytest.raises(REFUSED):
                 device.connect(address, timeout=1.0)
@@ -92,7 +92,7 @@ def test_any_port_and_token(port: int, token: bytes) -> None:
     if 0 < port < 65536:
         port += 65536
     with TcpDevice() as device, pytest.raises(REFUSED):
-        device.connect(msgspec.msgpack.encode(Address("127.0.0.1", port, token)), timeout=1.0)
+        device.connect(msgspec.msgpack.encode(TcpAddress("127.0.0.1", port, token)), timeout=1.0)
 
 
 # ---- capabilities
@@ -144,7 +144,7 @@ def test_any_capability_without_a_key_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", corpus("greetings"))
-def test_the_corpus_of_greetings(far_spec: Spec, name: str) -> None:
+def test_the_corpus_of_greetings(far_spec: DeviceSpec, name: str) -> None:
     with far_spec.make() as target, far_spec.make() as initiator, initiator.connect(target.address) as channel:
         with raw_connection(target) as sock:
             send_and_end(sock, corpus("greetings")[name])
@@ -211,7 +211,7 @@ def test_a_handshake_with_any_byte_changed_admits_nobody() -> None:
             assert isinstance(acceptor, TensorwireError) or at == HANDSHAKE - 1
 
 
-def test_a_recorded_handshake_admits_nobody_again(far_spec: Spec) -> None:
+def test_a_recorded_handshake_admits_nobody_again(far_spec: DeviceSpec) -> None:
     """Of either side: nonces are fresh."""
     with far_spec.make() as target:
         assert isinstance(target, (TcpDevice, ShmDevice))
@@ -242,7 +242,7 @@ def test_a_recorded_handshake_admits_nobody_again(far_spec: Spec) -> None:
 @pytest.fixture
 def shm() -> Iterator[tuple[ShmDevice, Pair]]:
     """A device with regions under known keys, and a good channel to it."""
-    spec = Spec("tensorwire.device:ShmDevice")
+    spec = DeviceSpec("tensorwire.device:ShmDevice")
     with ShmDevice() as target, ShmDevice() as initiator, initiator.connect(target.address) as channel:
         for key, access in ((BOTH, "write"), (READS, "read"), (CLOSED, "write")):
             region = target.allocate(4096)

@@ -19,8 +19,8 @@ def test_one_that_was_posted_too_late_is_run_by_its_poster() -> None:
         told: list[int] = []
         token = callbacks.add(lambda told=told: told.append(1))  # type: ignore[misc]
         callbacks.notices.post(token)
-        callbacks.rescue(token)
-        callbacks.rescue(token)
+        callbacks.run_orphan(token)
+        callbacks.run_orphan(token)
         assert told == [1]
         for thread in threading.enumerate():
             if thread.name == "tensorwire-callbacks":

@@ -13,7 +13,7 @@ import pytest
 
 from tensorwire._native import PAGE, Memory, put, put_signal
 from tensorwire.testing.patterns import array
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 
@@ -138,9 +138,9 @@ def test_wrapped_memory_lives_as_long_as_its_user() -> None:
 
 LIMITED = """
 import resource
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 from tensorwire.errors import OutOfMemory
-device = Spec({spec!r}).make()
+device = DeviceSpec({spec!r}).make()
 small = device.allocate(4096)
 resource.setrlimit(resource.{limit}, ({value}, {value}))
 try:
@@ -154,7 +154,7 @@ device.close()
 
 
 @pytest.mark.parametrize(("limit", "value"), [("RLIMIT_AS", 1 << 30), ("RLIMIT_FSIZE", 1 << 20), ("RLIMIT_NOFILE", 3)])
-def test_limits_of_the_process_are_out_of_memory_and_no_signal(spec: Spec, limit: str, value: int) -> None:
+def test_limits_of_the_process_are_out_of_memory_and_no_signal(spec: DeviceSpec, limit: str, value: int) -> None:
     script = LIMITED.format(spec=spec.text, limit=limit, value=value)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

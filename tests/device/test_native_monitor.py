@@ -1,4 +1,4 @@
-"""Lives, the monitor that ends them, and the pulse that shows one's own."""
+"""Lives, the monitor that ends them, and the heartbeat that shows one's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tensorwire._native import Life, Memory, Monitor, Pulse
+from tensorwire._native import Heartbeat, Life, Memory, Monitor
 from tensorwire.testing.fixtures import InThread
 from tensorwire.testing.patterns import SECONDS, until_asleep
 
@@ -118,20 +118,20 @@ def read_all(sock: socket.socket) -> bytes:
 def test_beats_and_frames_never_interleave(in_thread: InThread) -> None:
     ours, theirs = socket.socketpair()
     beat, frames, rounds = b"B" * 7, 4, 50
-    pulse = Pulse(ours.fileno(), beat, 1e-4)
+    heartbeat = Heartbeat(ours.fileno(), beat, 1e-4)
     results: list[int] = []
 
     def send(i: int) -> None:
         for _ in range(rounds):
-            results.append(pulse.send(bytes([i]) * 30_000, SECONDS))
+            results.append(heartbeat.send(bytes([i]) * 30_000, SECONDS))
 
     senders = [in_thread(lambda i=i: send(i)) for i in range(frames)]
 
     def finish() -> None:
         for sender in senders:
             sender.join()
-        pulse.close()
-        pulse.close()
+        heartbeat.close()
+        heartbeat.close()
         ours.close()
 
     in_thread(finish)
@@ -151,31 +151,31 @@ def test_beats_and_frames_never_interleave(in_thread: InThread) -> None:
 
 def test_beats_come_by_themselves() -> None:
     ours, theirs = socket.socketpair()
-    pulse = Pulse(ours.fileno(), b"beat", 1e-3)
+    heartbeat = Heartbeat(ours.fileno(), b"beat", 1e-3)
     assert theirs.recv(12, socket.MSG_WAITALL) == b"beat" * 3
-    pulse.close()
+    heartbeat.close()
     ours.close()
     theirs.close()
 
 
 def test_a_dead_socket_is_an_errno() -> None:
     ours, theirs = socket.socketpair()
-    pulse = Pulse(ours.fileno(), b"beat", 3600.0)
-    assert pulse.send(b"frame", SECONDS) == 0
+    heartbeat = Heartbeat(ours.fileno(), b"beat", 3600.0)
+    assert heartbeat.send(b"frame", SECONDS) == 0
     theirs.close()
-    assert pulse.send(b"frame", SECONDS) in (errno.EPIPE, errno.ECONNRESET)
-    assert pulse.send(b"frame", SECONDS) == errno.EPIPE
-    pulse.close()
+    assert heartbeat.send(b"frame", SECONDS) in (errno.EPIPE, errno.ECONNRESET)
+    assert heartbeat.send(b"frame", SECONDS) == errno.EPIPE
+    heartbeat.close()
     ours.close()
 
 
 def test_a_frame_that_cannot_be_sent_in_time_ends_the_connection() -> None:
     ours, theirs = socket.socketpair()
-    pulse = Pulse(ours.fileno(), b"beat", 3600.0)
-    assert pulse.send(bytes(64 << 20), 0.01) == errno.ETIMEDOUT
-    assert pulse.send(b"frame", SECONDS) == errno.EPIPE  # half a frame was sent: nothing may follow
+    heartbeat = Heartbeat(ours.fileno(), b"beat", 3600.0)
+    assert heartbeat.send(bytes(64 << 20), 0.01) == errno.ETIMEDOUT
+    assert heartbeat.send(b"frame", SECONDS) == errno.EPIPE  # half a frame was sent: nothing may follow
     data = read_all(theirs)
     assert 0 < len(data) < 64 << 20
-    pulse.close()
+    heartbeat.close()
     ours.close()
     theirs.close()

@@ -14,11 +14,11 @@ import pytest
 from wire import check_works, raw_connection, until_end
 
 from tensorwire.device import Device, ShmDevice, TcpDevice, acceptor, handshake
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import PeerLost
 from tensorwire.testing.fixtures import InThread, Pair
 from tensorwire.testing.patterns import SECONDS
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 MOST = 8
 
@@ -43,7 +43,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_strangers_take_a_bounded_number_of_threads_and_descriptors(far_spec: Spec) -> None:
+def test_strangers_take_a_bounded_number_of_threads_and_descriptors(far_spec: DeviceSpec) -> None:
     with far_spec.make() as target, far_spec.make() as initiator:
         threads, before = greeters(), descriptors()
         with flood(target, 5 * MOST) as strangers:
@@ -55,7 +55,7 @@ def test_strangers_take_a_bounded_number_of_threads_and_descriptors(far_spec: Sp
                 check_works(Pair(far_spec, initiator, target, channel))
 
 
-def test_whoever_has_spoken_stays(far_spec: Spec) -> None:
+def test_whoever_has_spoken_stays(far_spec: DeviceSpec) -> None:
     """An honest peer may be slow between two words; those that say nothing have to go before it."""
     with far_spec.make() as target:
         assert isinstance(target, (TcpDevice, ShmDevice))
@@ -71,7 +71,7 @@ def test_whoever_has_spoken_stays(far_spec: Spec) -> None:
                 assert handshake.receive_exactly(honest, 1) == b"\x01"
 
 
-def test_the_oldest_goes_where_all_have_spoken(far_spec: Spec) -> None:
+def test_the_oldest_goes_where_all_have_spoken(far_spec: DeviceSpec) -> None:
     with far_spec.make() as target, flood(target, MOST) as strangers:
         for sock in strangers:
             sock.sendall(b"TW")
@@ -79,7 +79,7 @@ def test_the_oldest_goes_where_all_have_spoken(far_spec: Spec) -> None:
             until_end(strangers[0])
 
 
-def test_whoever_knows_the_token_is_no_stranger(far_spec: Spec) -> None:
+def test_whoever_knows_the_token_is_no_stranger(far_spec: DeviceSpec) -> None:
     with contextlib.ExitStack() as stack:
         target, initiator = stack.enter_context(far_spec.make()), stack.enter_context(far_spec.make())
         channels = [stack.enter_context(initiator.connect(target.address, SECONDS)) for _ in range(2 * MOST)]
@@ -89,7 +89,7 @@ def test_whoever_knows_the_token_is_no_stranger(far_spec: Spec) -> None:
             assert not any(channel.lost for channel in channels)
 
 
-def test_honest_peers_come_through_a_flood(far_spec: Spec, in_thread: InThread) -> None:
+def test_honest_peers_come_through_a_flood(far_spec: DeviceSpec, in_thread: InThread) -> None:
     """Two loops connect without a pause, and hold on to what they have."""
     with far_spec.make() as target, far_spec.make() as initiator, contextlib.ExitStack() as stack:
         over = threading.Event()
@@ -131,7 +131,9 @@ def test_whoever_is_turned_away_comes_again(times: int, in_thread: InThread, mon
                 handshake.accept(sock, token)
 
         thread = in_thread(turn_away)
-        device.connect(msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], token)), SECONDS).close()
+        device.connect(
+            msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], token)), SECONDS
+        ).close()
         thread.join()
 
 
@@ -145,6 +147,8 @@ def test_whoever_is_always_turned_away_gives_up(in_thread: InThread, monkeypatch
 
         thread = in_thread(turn_away)
         with pytest.raises(PeerLost) as caught:
-            device.connect(msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t" * 32)), SECONDS)
+            device.connect(
+                msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t" * 32)), SECONDS
+            )
         assert type(caught.value) is PeerLost
         thread.join()

@@ -33,16 +33,16 @@ from wire import (
 
 from tensorwire.device import Channel, Region, TcpDevice, handshake
 from tensorwire.device import tcp as tcp_module
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
 from tensorwire.testing.fixtures import SEEDED, InThread, Pair
 from tensorwire.testing.patterns import SECONDS, array, pattern
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
 @pytest.fixture
-def spec() -> Spec:
-    return Spec("tensorwire.device:TcpDevice")
+def spec() -> DeviceSpec:
+    return DeviceSpec("tensorwire.device:TcpDevice")
 
 
 def target(pair: Pair) -> TcpDevice:
@@ -187,7 +187,7 @@ def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
 def hostile() -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
     """A device, its channel, and the other end of it, which the test plays by hand."""
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         with played(device, listener, address, b"t") as (channel, sock):
             yield device, channel, sock
 

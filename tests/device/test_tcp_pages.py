@@ -19,7 +19,7 @@ from forked import Forked, receive, send
 from wire import WRITE, frame, played
 
 from tensorwire.device import Channel, Region, RemoteRegion, TcpDevice, handshake
-from tensorwire.device.tcp import Address
+from tensorwire.device.tcp import TcpAddress
 from tensorwire.errors import PeerLost
 from tensorwire.testing.fixtures import InThread
 from tensorwire.testing.patterns import HEAD, SECONDS, array, pattern
@@ -102,9 +102,9 @@ def test_a_payload_read_after_a_reset_is_not_signalled(reset: bool) -> None:
     """The target is stopped, a whole payload in its queue; it may have changed there once the sender has given up."""
     with Forked(serve) as peer:
         packed_address, packed = receive(peer.pipe)
-        address = msgspec.msgpack.decode(packed_address, type=Address)
+        address = msgspec.msgpack.decode(packed_address, type=TcpAddress)
         key = RemoteRegion.unpack(packed).key
-        with socket.create_connection((address.host, address.port), SECONDS) as sock:
+        with socket.create_connection((address.interface, address.port), SECONDS) as sock:
             handshake.initiate(sock, address.token, b"tcp")
             sock.sendall(frame(WRITE, 1, key=key, offset=HEAD, length=8) + bytes(8))
             handshake.receive_exactly(sock, 64)
@@ -122,7 +122,7 @@ def test_a_payload_read_after_a_reset_is_not_signalled(reset: bool) -> None:
 def test_who_ends_a_channel_takes_back_what_it_lent(how: str, lent: str) -> None:
     """The other end, played by hand, reads nothing until then."""
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         with played(device, listener, address, b"t") as (channel, sock):
             memory, remote = device.allocate(64 << 20), RemoteRegion("tcp", 1, 64 << 20, "write")
             private = device.register(bytearray(64 << 20))  # its pages are nobody's to lend
@@ -155,7 +155,7 @@ def sockets() -> int:
 def test_either_of_two_who_close_has_taken_it_back(in_thread: InThread) -> None:
     """Whose close() returned may reuse the memory at once, though it was the other's that did the work."""
     with socket.create_server(("127.0.0.1", 0)) as listener, TcpDevice() as device:
-        address = msgspec.msgpack.encode(Address("127.0.0.1", listener.getsockname()[1], b"t"))
+        address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         memory, remote = device.allocate(4 << 20), RemoteRegion("tcp", 1, 4 << 20, "write")
         for _ in range(50):
             with played(device, listener, address, b"t") as (channel, _):

@@ -39,7 +39,7 @@ def frame(
 def raw_connection(device: Device) -> socket.socket:
     """A connection to the device's listener that has said nothing yet."""
     if isinstance(device, TcpDevice):
-        return socket.create_connection((device._address.host, device._address.port), SECONDS)
+        return socket.create_connection((device._address.interface, device._address.port), SECONDS)
     assert isinstance(device, ShmDevice)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(SECONDS)

@@ -95,10 +95,10 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("two_hosts", "shm"), pytest.param("experts", "tcp", marks=pytest.mark.slow)]
+    ("name", "device"), [("two_workers", "shm"), pytest.param("experts", "tcp", marks=pytest.mark.slow)]
 )
 @pytest.mark.usefixtures("allocator_built")
-def test_models_over_two_hosts_learn(name: str, device: str, tmp_path: Path) -> None:
+def test_models_over_two_workers_learn(name: str, device: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / f"{name}.py")
     command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "0", "--device", device]
     said = NAMES.sub("", run([*command, "--", sys.executable, example], tmp_path))

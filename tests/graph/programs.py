@@ -31,22 +31,22 @@ def mix(salt: int, length: int, values: list[Any]) -> Array:
 class Program:
     """``run[name](operands)`` computes a node; ``given`` is there before."""
 
-    hosts: tuple[str, ...]
+    workers: tuple[str, ...]
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     run: dict[str, Callable[[list[Any]], Any]] = field(default_factory=dict)
     given: dict[str, Array] = field(default_factory=dict)
 
     def graph(self) -> Graph:
-        return Graph("random", self.hosts, tuple(self.nodes), tuple(self.outputs))
+        return Graph("random", self.workers, tuple(self.nodes), tuple(self.outputs))
 
 
 class Writer:
     """Writes a random program. ``live``: what may still be used; a tensor with its spec, a number with None."""
 
-    def __init__(self, rng: random.Random, hosts: int, size: int) -> None:
+    def __init__(self, rng: random.Random, workers: int, size: int) -> None:
         self.rng = rng
-        self.program = Program(tuple("abcd"[:hosts]))
+        self.program = Program(tuple("abcd"[:workers]))
         self.live: dict[str, TensorSpec | None] = {}
         self.roots: dict[str, str] = {}
         for _ in range(rng.randint(1, 4)):
@@ -57,13 +57,13 @@ class Writer:
         while len(self.program.nodes) < size:
             rng.choice(steps)()
         for name in rng.sample(sorted(self.live), min(len(self.live), 3)):
-            to = tuple(host for host in self.program.hosts if rng.random() < 0.5)
+            to = tuple(worker for worker in self.program.workers if rng.random() < 0.5)
             self.program.outputs.append(Output(name, to, rng.random() < 0.3))
 
     def _add(self, op: str, inputs: list[str], spec: TensorSpec | None, run: Any, **more: Any) -> str:
         name = f"{op}{len(self.program.nodes)}"
-        host = self.rng.choice((None, *self.program.hosts))
-        more = {"host": host if more.get("kind", CALL) == CALL else None, **more}
+        worker = self.rng.choice((None, *self.program.workers))
+        more = {"worker": worker if more.get("kind", CALL) == CALL else None, **more}
         self.program.nodes.append(Node(name, op, tuple(dict.fromkeys(inputs)), spec=spec, **more))
         if run is not None:
             self.program.run[name] = run
@@ -74,10 +74,10 @@ class Writer:
         return name
 
     def _give(self) -> None:
-        hosts, length = self.program.hosts, self._length()
+        workers, length = self.program.workers, self._length()
         kind = self.rng.choice((INPUT, PARAMETER, SAVED))
-        some = tuple(host for host in hosts if self.rng.random() < 0.5) or (self.rng.choice(hosts),)
-        present = {INPUT: None, PARAMETER: (self.rng.choice(hosts),), SAVED: some}[kind]
+        some = tuple(worker for worker in workers if self.rng.random() < 0.5) or (self.rng.choice(workers),)
+        present = {INPUT: None, PARAMETER: (self.rng.choice(workers),), SAVED: some}[kind]
         name = self._add(kind, [], TensorSpec((length,), "int64"), None, kind=kind, present=present)
         self.program.given[name] = mix(len(name) + len(self.program.nodes), length, [])
 

@@ -1,4 +1,5 @@
-"""All hosts of a plan at once, in any order: each runs its own nodes, over real bytes in the slots that the plan says.
+"""All workers of a plan at once, in any order: each runs its own nodes, over real bytes in the slots that the plan
+says.
 
 It knows nothing of the passes: it does what the plan says, and compares every value that a node reads with what that
 node read in one process.
@@ -43,14 +44,14 @@ class OneProcess:
         self.end = values
 
 
-class Host:
-    """One host: its memory, and what it does next."""
+class Worker:
+    """One worker: its memory, and what it does next."""
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.all, self.name = simulation, name
         plan = simulation.analysis.plan
         self.outbox = np.full(dict(plan.outbox)[name], 0xAA, np.uint8)
-        self.inboxes = {host: np.full(size, 0xAA, np.uint8) for host, size in plan.outbox}
+        self.inboxes = {worker: np.full(size, 0xAA, np.uint8) for worker, size in plan.outbox}
         self.arrived: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.births: dict[str, dict[int, Edge]] = defaultdict(dict)
@@ -108,7 +109,7 @@ class Host:
         value, at = self.values[edge.name], edge.slot
         if edge.lent:
             for target in edge.targets:
-                self.all.hosts[target].arrived[edge.name] = value  # where it is mapped: it must not change meanwhile
+                self.all.workers[target].arrived[edge.name] = value  # where it is mapped: it must not change meanwhile
             return
         assert at is not None
         if edge.kind == DYNAMIC:
@@ -128,7 +129,7 @@ class Host:
             self.outbox[at + header : at + header + values.nbytes].view(np.int64)[:] = values
             span = (at, at + header + values.nbytes)
         for target in edge.targets:
-            self.all.transfer(self, self.all.hosts[target], edge, span)
+            self.all.transfer(self, self.all.workers[target], edge, span)
 
     def _send_headers(self, edge: Edge, at: int, value: Any) -> None:
         """Of a tensor of any size only headers are in the outbox: each leads to the tensor."""
@@ -136,7 +137,7 @@ class Host:
             header = at + HEADER * number
             self.outbox[header : header + WORD].view(np.int64)[0] = len(self.all.payloads)
             self.all.payloads.append(value.copy())
-            self.all.transfer(self, self.all.hosts[target], edge, (header, header + HEADER))
+            self.all.transfer(self, self.all.workers[target], edge, (header, header + HEADER))
 
     def _shown(self, memory: Any, edge: Edge, at: int, length: int) -> Any:
         assert edge.spec is not None
@@ -178,14 +179,14 @@ class Simulation:
         self.reads = dict(analysis.plan.reads)
         self.flying: dict[tuple[str, str], list[tuple[Edge, tuple[int, int]]]] = defaultdict(list)
         self.payloads: list[Any] = []  # of dynamic edges; a header says which
-        self.hosts = {name: Host(self, name) for name in graph.hosts}
+        self.workers = {name: Worker(self, name) for name in graph.workers}
 
-    def given(self, node: Node, host: str) -> Any:
-        """What ``host`` has of an input: right only if the plan says that it reads it."""
+    def given(self, node: Node, worker: str) -> Any:
+        """What ``worker`` has of an input: right only if the plan says that it reads it."""
         value = self.program.given[node.name].copy()
-        return value if host in self.reads.get(node.name, (host,)) else value * 0 - 1
+        return value if worker in self.reads.get(node.name, (worker,)) else value * 0 - 1
 
-    def transfer(self, source: Host, target: Host, edge: Edge, span: tuple[int, int]) -> None:
+    def transfer(self, source: Worker, target: Worker, edge: Edge, span: tuple[int, int]) -> None:
         """Signals what is mapped; else the bytes leave at any time from now on."""
         if (source.name, target.name) in self.maps:
             target.arrived[edge.name] = source.outbox
@@ -195,13 +196,13 @@ class Simulation:
     def land(self, source: str, target: str) -> None:
         """The oldest write between them arrives."""
         edge, (begin, end) = self.flying[source, target].pop(0)
-        inbox = self.hosts[target].inboxes[source]
-        inbox[begin:end] = self.hosts[source].outbox[begin:end]
-        self.hosts[target].arrived[edge.name] = inbox
+        inbox = self.workers[target].inboxes[source]
+        inbox[begin:end] = self.workers[source].outbox[begin:end]
+        self.workers[target].arrived[edge.name] = inbox
 
     def run(self, rng: random.Random) -> None:
         """Somebody goes on as far as he can or for a while, then somebody else."""
-        running = {name: host.steps() for name, host in self.hosts.items()}
+        running = {name: worker.steps() for name, worker in self.workers.items()}
         while running:
             who = rng.sample(sorted(running), len(running))
             if not sum(self._advance(running, name, rng) for name in who):
@@ -226,10 +227,10 @@ class Simulation:
         assert np.array_equal(value, expected), f"{what} is {value}, in one process {expected}"
 
     def _check_end(self) -> None:
-        for name, hosts in self.analysis.plan.gets:
-            for host in hosts:
-                self.check(f"{name} on {host} in the end", self.hosts[host].values[name], self.one.end[name])
-        for name, hosts in self.analysis.plan.reads:
-            for host in hosts:
-                if name in self.hosts[host].values:
-                    self.check(f"{name} on {host} in the end", self.hosts[host].values[name], self.one.end[name])
+        for name, workers in self.analysis.plan.gets:
+            for worker in workers:
+                self.check(f"{name} on {worker} in the end", self.workers[worker].values[name], self.one.end[name])
+        for name, workers in self.analysis.plan.reads:
+            for worker in workers:
+                if name in self.workers[worker].values:
+                    self.check(f"{name} on {worker} in the end", self.workers[worker].values[name], self.one.end[name])

@@ -1,8 +1,8 @@
-"""Every node gets a home."""
+"""Every node is assigned to a worker."""
 
 from __future__ import annotations
 
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tests.graph.sketch import Sketch
 
 
@@ -10,7 +10,7 @@ def test_where_the_user_put_it() -> None:
     s = Sketch()
     s.op("x", on="a")
     s.op("y", "x", on="b")
-    assert homes(s.graph()) == {"x": "a", "y": "b"}
+    assert assign(s.graph()) == {"x": "a", "y": "b"}
 
 
 def test_else_where_its_last_operand_is() -> None:
@@ -18,7 +18,7 @@ def test_else_where_its_last_operand_is() -> None:
     s.op("x", on="a")
     s.op("y", on="b")
     s.op("z", "x", "y")
-    assert homes(s.graph())["z"] == "b"
+    assert assign(s.graph())["z"] == "b"
 
 
 def test_else_where_a_parameter_lies_that_it_uses() -> None:
@@ -26,7 +26,7 @@ def test_else_where_a_parameter_lies_that_it_uses() -> None:
     s.input("x")
     s.parameter("w", on="b")
     s.op("y", "x", "w")
-    assert homes(s.graph())["y"] == "b"
+    assert assign(s.graph())["y"] == "b"
 
 
 def test_else_where_its_first_user_is_and_that_goes_on_backwards() -> None:
@@ -36,26 +36,26 @@ def test_else_where_its_first_user_is_and_that_goes_on_backwards() -> None:
     s.op("second", "first")
     s.op("third", "second", on="b")
     s.op("last", "second", on="a")
-    found = homes(s.graph())
+    found = assign(s.graph())
     assert (found["first"], found["second"]) == ("b", "b")
 
 
 def test_else_the_default() -> None:
     s = Sketch()
     s.op("x")
-    assert homes(s.graph(), "b") == {"x": "b"}
-    assert homes(s.graph()) == {"x": "a"}
+    assert assign(s.graph(), "b") == {"x": "b"}
+    assert assign(s.graph()) == {"x": "a"}
 
 
 def test_items_live_with_their_operator() -> None:
     s = Sketch()
     s.several("pair", on="b")
-    s.item("left", "pair", host="a")
+    s.item("left", "pair", worker="a")
     s.several("late")
     s.item("right", "late")
     s.op("user", "right", on="b")
     s.item("inner", "left")
-    found = homes(s.graph())
+    found = assign(s.graph())
     assert {found[name] for name in ("left", "late", "right", "inner")} == {"b"}
 
 
@@ -64,7 +64,7 @@ def test_an_item_of_what_is_given() -> None:
     s.input("pair", shape=None)
     s.item("left", "pair")
     s.op("user", "left", on="b")
-    assert homes(s.graph())["left"] == "b"
+    assert assign(s.graph())["left"] == "b"
 
 
 def test_a_write_runs_where_the_memory_is_whatever_was_said() -> None:
@@ -76,7 +76,7 @@ def test_a_write_runs_where_the_memory_is_whatever_was_said() -> None:
     s.write("fill", "part", "new", on="a")
     s.op("made", on="b")
     s.write("relu", "made", on="a")
-    found = homes(s.graph())
+    found = assign(s.graph())
     assert (found["copy"], found["fill"], found["relu"]) == ("b", "b", "b")
 
 
@@ -85,7 +85,7 @@ def test_a_write_to_what_is_everywhere_runs_where_the_user_put_it() -> None:
     s.input("cache")
     s.op("new", on="a")
     s.write("copy", "cache", "new", on="b")
-    assert homes(s.graph())["copy"] == "b"
+    assert assign(s.graph())["copy"] == "b"
 
 
 def test_a_write_to_what_has_no_home_yet_draws_it_there() -> None:
@@ -93,4 +93,4 @@ def test_a_write_to_what_has_no_home_yet_draws_it_there() -> None:
     s.op("made")
     s.view("part", "made")
     s.write("fill", "part", on="b")
-    assert set(homes(s.graph()).values()) == {"b"}
+    assert set(assign(s.graph()).values()) == {"b"}

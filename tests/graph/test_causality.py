@@ -1,20 +1,20 @@
-"""What each host can know of the others."""
+"""What each worker can know of the others."""
 
 from __future__ import annotations
 
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.causality import walk
 from tensorwire.graph.passes.crossing import crossings
 from tests.graph.sketch import Sketch
 
 
 def known(s: Sketch, at: str, by: str) -> dict[str, str]:
-    """How far ``by`` knows each host to be when node ``at`` is to run: the name of the last node it knows done."""
+    """How far ``by`` knows each worker to be when node ``at`` is to run: the name of the last node it knows done."""
     graph = s.graph()
-    crossing = crossings(graph, homes(graph))
+    crossing = crossings(graph, assign(graph))
     for place, knows in walk(graph, crossing):
         if graph.nodes[place].name == at:
-            return {host: graph.nodes[last].name if last >= 0 else "" for host, last in knows[by].items()}
+            return {worker: graph.nodes[last].name if last >= 0 else "" for worker, last in knows[by].items()}
     raise AssertionError(at)
 
 
@@ -44,7 +44,7 @@ def test_it_tells_nothing_before_it_is_used() -> None:
     assert known(s, "other", "a")["b"] == ""
 
 
-def test_a_third_host_passes_on_what_it_knows() -> None:
+def test_a_third_worker_passes_on_what_it_knows() -> None:
     s = Sketch("abc")
     s.op("x", on="a")
     s.op("y", "x", on="b")

@@ -10,7 +10,7 @@ from tests.graph.sketch import Sketch
 
 
 def of(sketch: Sketch) -> dict[str, Copies]:
-    return {one.host: one for one in analyze(sketch.graph()).plan.copies}
+    return {one.worker: one for one in analyze(sketch.graph()).plan.copies}
 
 
 def test_what_is_born_lent_or_by_value_is_not_copied() -> None:

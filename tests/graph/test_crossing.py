@@ -1,4 +1,4 @@
-"""Which values cross to which hosts."""
+"""Which values cross to which workers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from tensorwire.errors import ArgumentError
 from tensorwire.graph import Output, analyze
 from tensorwire.graph.kinds import BOUNDED, SMALL
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.crossing import Crossings, crossings
 from tests.graph.sketch import Sketch
 
 
 def cross(s: Sketch) -> Crossings:
     graph = s.graph()
-    return crossings(graph, homes(graph))
+    return crossings(graph, assign(graph))
 
 
-def hosts(names: str) -> frozenset[str]:
+def workers(names: str) -> frozenset[str]:
     return frozenset(names)
 
 
@@ -29,10 +29,10 @@ def test_what_stays_does_not_cross() -> None:
     s.op("z2", "z", on="b")
     found = cross(s)
     assert found.sent == {}
-    assert (found.runs["y"], found.holds["z2"]) == (hosts("a"), hosts("b"))
+    assert (found.runs["y"], found.holds["z2"]) == (workers("a"), workers("b"))
 
 
-def test_a_tensor_crosses_to_a_host_once() -> None:
+def test_a_tensor_crosses_to_a_worker_once() -> None:
     s = Sketch("abc")
     s.op("x", on="a")
     s.op("y", "x", on="b")
@@ -41,10 +41,10 @@ def test_a_tensor_crosses_to_a_host_once() -> None:
     s.op("v", "x", on="c")
     found = cross(s)
     assert found.sent == {"x": ("a", ("b", "c"))}
-    assert found.holds["x"] == hosts("abc")
+    assert found.holds["x"] == workers("abc")
 
 
-def test_what_is_given_on_one_host_crosses() -> None:
+def test_what_is_given_on_one_worker_crosses() -> None:
     s = Sketch()
     s.parameter("w", on="b")
     s.op("y", "w", on="a")
@@ -59,7 +59,7 @@ def test_an_output_crosses_to_who_wants_it() -> None:
     s.out("x")
     found = cross(s)
     assert found.sent == {"x": ("a", ("b",)), "y": ("b", ("a", "c"))}
-    assert found.holds["y"] == hosts("abc")
+    assert found.holds["y"] == workers("abc")
 
 
 def test_sent_and_returned() -> None:
@@ -98,20 +98,20 @@ def test_cheap_nodes_on_inputs_are_replicated() -> None:
     s.op("y", "wider", "x", on="b")
     found = cross(s)
     assert set(found.sent) == {"x"}
-    assert found.runs["mask"] == found.runs["wider"] == hosts("ab")
+    assert found.runs["mask"] == found.runs["wider"] == workers("ab")
 
 
 def test_a_cheap_node_that_nobody_wants_does_not_run() -> None:
     s = Sketch()
     s.input("text")
     s.op("mask", "text", cheap=True)
-    assert cross(s).runs["mask"] == hosts("")
+    assert cross(s).runs["mask"] == workers("")
 
 
-@pytest.mark.parametrize("why", ["random", "dear", "of what one host has", "of what was computed", "written"])
+@pytest.mark.parametrize("why", ["random", "dear", "of what one worker has", "of what was computed", "written"])
 def test_others_are_sent(why: str) -> None:
     s = Sketch()
-    base = s.parameter("w", on="a") if why == "of what one host has" else s.input("text")
+    base = s.parameter("w", on="a") if why == "of what one worker has" else s.input("text")
     if why == "of what was computed":
         base = s.op("h", base, on="a")
     s.op("mask", base, on="a", cheap=why != "dear", random=why == "random")
@@ -119,7 +119,7 @@ def test_others_are_sent(why: str) -> None:
     s.op("x", last, on="a")
     s.op("y", last, on="b")
     found = cross(s)
-    assert (set(found.sent), found.runs["mask"]) == ({last}, hosts("a"))
+    assert (set(found.sent), found.runs["mask"]) == ({last}, workers("a"))
 
 
 def test_what_is_kept_is_kept_where_it_is_used_else_at_home() -> None:
@@ -131,10 +131,10 @@ def test_what_is_kept_is_kept_where_it_is_used_else_at_home() -> None:
     s.out("used")
     s.out("unused")
     found = cross(s)
-    assert (found.runs["used"], found.runs["unused"]) == (hosts("b"), hosts("a"))
+    assert (found.runs["used"], found.runs["unused"]) == (workers("b"), workers("a"))
 
 
-def test_cheap_nodes_on_a_parameter_of_all_hosts_are_replicated() -> None:
+def test_cheap_nodes_on_a_parameter_of_all_workers_are_replicated() -> None:
     s = Sketch()
     s.parameter("table", on="ab")
     s.op("scaled", "table", on="a", cheap=True)
@@ -154,7 +154,7 @@ def test_a_view_follows_its_base() -> None:
     s.op("z", "x", on="b")
     found = cross(s)
     assert found.sent == {"x": ("a", ("b",))}
-    assert found.runs["t"] == found.runs["u"] == hosts("b")  # nobody needs it on a
+    assert found.runs["t"] == found.runs["u"] == workers("b")  # nobody needs it on a
 
 
 def test_a_narrow_view_crosses_by_itself() -> None:
@@ -173,7 +173,7 @@ def test_a_narrow_view_is_made_where_its_base_is() -> None:
     assert cross(s).sent == {"row": ("a", ("b",))}
 
 
-def test_several_narrow_views_to_one_host_are_their_base() -> None:
+def test_several_narrow_views_to_one_worker_are_their_base() -> None:
     s = Sketch("abc")
     s.op("x", on="a")
     for i in range(3):
@@ -219,7 +219,7 @@ def test_tuples_never_cross_but_their_items_do() -> None:
     s.op("y", "right", on="b")
     found = cross(s)
     assert found.sent == {"right": ("a", ("b",))}
-    assert found.runs["pair"] == found.runs["left"] == hosts("a")
+    assert found.runs["pair"] == found.runs["left"] == workers("a")
 
 
 def test_a_split_is_made_where_its_items_are_used() -> None:
@@ -231,7 +231,7 @@ def test_a_split_is_made_where_its_items_are_used() -> None:
     s.op("y", "part0", "part1", on="b")
     found = cross(s)
     assert found.sent == {"x": ("a", ("b",))}
-    assert found.runs["split"] == found.runs["part0"] == hosts("b")
+    assert found.runs["split"] == found.runs["part0"] == workers("b")
 
 
 def test_an_item_does_not_go_where_its_operator_does_not() -> None:
@@ -250,7 +250,7 @@ def test_items_of_a_replicated_operator_are_replicated() -> None:
     s.item("left", "pair")
     s.op("y", "left", on="b")
     found = cross(s)
-    assert (found.sent, found.runs["pair"]) == ({}, hosts("b"))
+    assert (found.sent, found.runs["pair"]) == ({}, workers("b"))
 
 
 # ---- written in place
@@ -262,10 +262,10 @@ def test_a_write_runs_even_if_nobody_wants_what_it_gives() -> None:
     s.op("new", on="a")
     s.write("copy", "mean", "new", on="a")
     found = cross(s)
-    assert (found.runs["copy"], found.sent) == (hosts("b"), {"new": ("a", ("b",))})
+    assert (found.runs["copy"], found.sent) == (workers("b"), {"new": ("a", ("b",))})
 
 
-def test_what_all_hosts_have_is_changed_on_all_that_read_it() -> None:
+def test_what_all_workers_have_is_changed_on_all_that_read_it() -> None:
     s = Sketch("abc")
     s.input("state")
     s.view("part", "state", on="a")
@@ -273,7 +273,7 @@ def test_what_all_hosts_have_is_changed_on_all_that_read_it() -> None:
     s.op("y", "state", "x", on="b")
     s.write("copy", "state", "y", on="b")
     found = cross(s)
-    assert found.runs["copy"] == hosts("ab")
+    assert found.runs["copy"] == workers("ab")
     assert found.sent == {"x": ("a", ("b",)), "y": ("b", ("a",))}
 
 
@@ -287,7 +287,7 @@ def test_what_was_changed_elsewhere_cannot_be_read_by_its_old_name() -> None:
         cross(s)
 
 
-def test_a_host_that_has_only_a_copy_of_it_cannot_change_it() -> None:
+def test_a_worker_that_has_only_a_copy_of_it_cannot_change_it() -> None:
     s = Sketch()
     s.parameter("x", on="a")
     s.parameter("w", on="b")
@@ -314,7 +314,7 @@ def test_what_crosses_only_while_it_is_small_is_held_for_sure_only_where_it_was_
     s.outputs.append(Output("y", ("a", "b", "c"), True, if_small=True))
     found = cross(s)
     assert found.sent == {"x": ("a", ("b",)), "y": ("b", ("a", "c"))}
-    assert (found.if_small, found.holds["y"]) == (hosts("y"), hosts("b"))
+    assert (found.if_small, found.holds["y"]) == (workers("y"), workers("b"))
     edge = analyze(s.graph()).plan.edges[1]
     assert (edge.name, edge.if_small, edge.kind, edge.nbytes, edge.birthplace) == ("y", True, BOUNDED, SMALL, "")
 
@@ -326,4 +326,4 @@ def test_what_crosses_anyway_goes_to_all_who_want_it() -> None:
     s.outputs.append(Output("y", ("a", "b", "c"), True, if_small=True))
     found = cross(s)
     assert found.sent == {"y": ("b", ("a", "c"))}
-    assert (found.if_small, found.holds["y"]) == (frozenset(), hosts("abc"))
+    assert (found.if_small, found.holds["y"]) == (frozenset(), workers("abc"))

@@ -48,10 +48,10 @@ def held_nowhere(s: Sketch) -> None:
         (twice, "node 'x' is there twice"),
         (early, "node 'x' uses 'y' before it is there"),
         (early_alias, "node 'x' uses 'y' before it is there"),
-        (nowhere, "node 'x' is for c; the hosts are a, b"),
+        (nowhere, "node 'x' is for c, and the job has a, b: name one of these"),
         (no_output, "there is no node 'x' to give out"),
-        (sent_nowhere, "output 'x' is for c; the hosts are a, b"),
-        (held_nowhere, "node 'x' is for c; the hosts are a, b"),
+        (sent_nowhere, "output 'x' is for c, and the job has a, b: name one of these"),
+        (held_nowhere, "node 'x' is for c, and the job has a, b: name one of these"),
     ],
 )
 def test_a_graph_that_cannot_be_is_refused(write: Callable[[Sketch], None], why: str) -> None:

@@ -66,7 +66,7 @@ def test_the_digest_is_that_of_the_text() -> None:
 
 
 def test_strides_are_in_the_text() -> None:
-    """Hosts that disagree on them would read the wrong elements."""
+    """Workers that disagree on them would read the wrong elements."""
     shown = [TensorSpec((2, 3), "int8", stride) for stride in (None, (3, 1), (1, 2))]
     assert [str(spec) for spec in shown] == ["int8[2, 3]", "int8[2, 3]", "int8[2, 3] strides [1, 2]"]
     unknown = Unknown("s0", 9)
@@ -80,7 +80,7 @@ def test_a_plan_is_frozen() -> None:
         example().edges = ()  # type: ignore[misc]
 
 
-def test_what_crosses_between_two_hosts() -> None:
+def test_what_crosses_between_two_workers() -> None:
     assert example().traffic == (
         Traffic("a", "b", 1, 256, 1, 0, 0, 0, 0),
         Traffic("a", "c", 1, 256, 0, 0, 1, 0, 0),
@@ -121,11 +121,11 @@ def test_json_holds_all_of_it() -> None:
     assert written["edges"][4]["spec"]["shape"] == [{"text": "s0", "most": 100}, 4]
     assert (written["edges"][5]["nbytes"], written["edges"][5]["slot"]) == (None, 1856)
     assert written["traffic"][3]["values"] == 1
-    assert written["inboxes"][0] == {"host": "b", "of": "a", "nbytes": 4096}
+    assert written["inboxes"][0] == {"worker": "b", "of": "a", "nbytes": 4096}
     assert [node["name"] for node in written["nodes"]] == ["h", "norm", "mean", "n", "last", "free", "end"]
     assert (written["outputs"], written["inputs"]) == (
-        [{"name": "end", "hosts": ["a", "c"]}],
-        [{"name": "x", "hosts": ["a"]}],
+        [{"name": "end", "workers": ["a", "c"]}],
+        [{"name": "x", "workers": ["a"]}],
     )
 
 

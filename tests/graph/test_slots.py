@@ -1,4 +1,4 @@
-"""Slots are used again, and never too early: whatever the order in which hosts get on."""
+"""Slots are used again, and never too early: whatever the order in which workers get on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_is_not_while_nobody_knows() -> None:
     assert (slot(s, "x"), slot(s, "next")) == (0, 256)
 
 
-def test_it_is_not_while_one_of_several_hosts_may_read() -> None:
+def test_it_is_not_while_one_of_several_workers_may_read() -> None:
     s = Sketch("abc")
     s.op("x", on="a")
     s.op("slow", "x", on="c")
@@ -53,7 +53,7 @@ def test_it_is_not_while_one_of_several_hosts_may_read() -> None:
     assert slot(s, "next") == 256
 
 
-def test_it_is_not_while_its_own_host_uses_it() -> None:
+def test_it_is_not_while_its_own_worker_uses_it() -> None:
     s = Sketch()
     s.op("x", on="a")
     s.op("answer", "x", on="b")
@@ -100,18 +100,20 @@ def test_an_outbox_is_as_long_as_its_fullest_moment_in_whole_pages() -> None:
         s.op(f"x{i}", *([f"y{i - 1}"] if i else []), on="a", shape=(1024,))
         s.op(f"y{i}", f"x{i}", on="b", shape=(1025,))
     found = plan(s)
-    ends = {host: max(e.header for e in found.edges if e.source == host and e.header is not None) for host in "ab"}
+    ends = {
+        worker: max(e.header for e in found.edges if e.source == worker and e.header is not None) for worker in "ab"
+    }
     assert ends == {"a": 4096 + 99 * HEADER, "b": 4160 + 98 * HEADER}  # behind the slots of all
-    assert found.outbox == tuple((host, -(-(end + HEADER) // 4096) * 4096) for host, end in ends.items())
+    assert found.outbox == tuple((worker, -(-(end + HEADER) // 4096) * 4096) for worker, end in ends.items())
 
 
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), hosts=st.integers(2, 4), size=st.integers(4, 80))
-def test_every_host_reads_what_one_process_reads(seed: int, hosts: int, size: int) -> None:
-    program = Writer(random.Random(seed), hosts, size).program
+@given(seed=st.integers(0, 2**32), workers=st.integers(2, 4), size=st.integers(4, 80))
+def test_every_worker_reads_what_one_process_reads(seed: int, workers: int, size: int) -> None:
+    program = Writer(random.Random(seed), workers, size).program
     graph = program.graph()
     analysis = analyze(graph)
-    pairs = list(itertools.permutations(graph.hosts, 2))
+    pairs = list(itertools.permutations(graph.workers, 2))
     for schedule, mapped in enumerate((0.0, 1.0, 0.5, 0.5)):
         rng = random.Random(seed + schedule)
         maps = {pair for pair in pairs if rng.random() < mapped}

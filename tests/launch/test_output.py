@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from tensorwire.launch import output
-from tensorwire.launch.lines import Lines
+from tensorwire.launch.output_lines import OutputLines
 from tests.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
 
 
-def stream() -> Lines:
-    return Lines(b"w | ")
+def stream() -> OutputLines:
+    return OutputLines(b"w | ")
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_a_dumb_terminal_has_lines_only(sandbox: Sandbox) -> None:
 
 def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with nothing_kept():
-        made = output.Output(["worker 0"])
+        made = output.ProcessOutput(["worker 0"])
         out, err = made.open("worker 0")
         assert out is not None
         assert err is not None
         os.write(out, b"one\ntw")
         os.write(err, b"wrong\n")
-        made.say("said")
+        made.print_line("said")
         os.close(out)
         os.close(err)
         made.close()
@@ -266,12 +266,12 @@ def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_
 def test_whatever_goes_wrong_no_process_waits_for_a_reader(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(lines: Lines, data: bytes) -> bytes:
+    def fail(lines: OutputLines, data: bytes) -> bytes:
         raise ValueError("out of order")
 
-    monkeypatch.setattr(Lines, "take", fail)
+    monkeypatch.setattr(OutputLines, "take", fail)
     with nothing_kept():
-        made = output.Output(["worker 0"])
+        made = output.ProcessOutput(["worker 0"])
         out, err = made.open("worker 0")
         assert out is not None
         assert err is not None

@@ -12,7 +12,7 @@ from tensorwire.launch.place import (
     grace_seconds,
     heartbeat,
     is_loopback,
-    listening_host,
+    listening_interface,
     server_threads,
     worker_environment,
 )
@@ -134,17 +134,17 @@ def test_integers_of_numpy_are_whole_numbers() -> None:
 def test_what_is_on_this_machine() -> None:
     for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.9.1:1"):
         assert is_loopback(address)
-        assert listening_host(address, {}) == "127.0.0.1"
+        assert listening_interface(address, {}) == "127.0.0.1"
     for address in ("10.0.0.1:1", "node7:1", "[fe80::1]:1"):
         assert not is_loopback(address)
 
 
 def test_the_interface_to_listen_on() -> None:
-    assert listening_host("10.0.0.1:1", {"TENSORWIRE_IFACE": "lo"}) == "127.0.0.1"
+    assert listening_interface("10.0.0.1:1", {"TENSORWIRE_IFACE": "lo"}) == "127.0.0.1"
     with pytest.raises(ArgumentError, match="no interface 'nosuch0'"):
-        listening_host("10.0.0.1:1", {"TENSORWIRE_IFACE": "nosuch0"})
+        listening_interface("10.0.0.1:1", {"TENSORWIRE_IFACE": "nosuch0"})
     with pytest.raises(ArgumentError, match="no route to the rendezvous"):
-        listening_host("no.such.host.invalid:1", {})
+        listening_interface("no.such.host.invalid:1", {})
 
 
 def test_times() -> None:

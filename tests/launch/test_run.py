@@ -221,7 +221,7 @@ def test_a_worker_that_computes_on_is_ended_and_its_output_is_kept(sandbox: Sand
 def test_a_killed_process_ends_the_job_by_name(sandbox: Sandbox, victim: str) -> None:
     program = sandbox.run(sandbox.script(f"job.barrier(); print('ready')\n{WAITS}"))
     program.expect("ready")
-    pid = program.number("pid-1") if victim == "worker" else sandbox.find("tensorwire.launch.server")
+    pid = program.number("pid-1") if victim == "worker" else sandbox.find("tensorwire.launch.server_process")
     os.kill(pid, signal.SIGKILL)
     result = program.finish()
     name = "worker 1" if victim == "worker" else "server 0"

@@ -1,4 +1,4 @@
-"""The job's secret: in a file for several hosts, handed out for one."""
+"""The job's secret: in a file for several machines, handed out for one."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ def test_an_interrupt_while_waiting_for_node_0(sandbox: Sandbox) -> None:
     secret.chmod(0o600)
     where = f"127.0.0.1:{free_port()}"
     code = (
-        "import signal, sys; from tensorwire.launch import run\n"
+        "import signal, sys; from tensorwire.launch import launcher\n"
         "def connect(*_, **__): print('waiting', flush=True); signal.pause()\n"
-        "run.Client = connect\n"
-        f"sys.exit(run.Run(run.RunOptions(['true'], rendezvous='{where}', nodes=2, node=1))())"
+        "launcher.Client = connect\n"
+        f"sys.exit(launcher.Launcher(launcher.RunOptions(['true'], rendezvous='{where}', nodes=2, node=1))())"
     )
     program = sandbox.start(sys.executable, "-c", code, TENSORWIRE_SECRET_FILE=str(secret))
     program.expect("waiting")
@@ -215,7 +215,7 @@ def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
     script = sandbox.script(body)
     program = sandbox.run(script, "--device", device, **SHORT)
     program.expect("ready 0", "ready 1")
-    server = sandbox.find("tensorwire.launch.server")
+    server = sandbox.find("tensorwire.launch.server_process")
     pids = [program.process.pid, server, *(program.number(f"pid-{rank}") for rank in (0, 1))]
     program.signal(signal.SIGTSTP)
     while not all(is_stopped(pid) for pid in pids):

@@ -65,7 +65,7 @@ job = tw.init(servers=1)
     sandbox.nothing_left()
 
 
-def test_the_other_ranks_may_start_first_on_several_hosts(sandbox: Sandbox) -> None:
+def test_the_other_ranks_may_start_first_on_several_machines(sandbox: Sandbox) -> None:
     """Rank 1 has the secret and waits for rank 0's coordinator; its server, which does not wait, is not there yet."""
     body = f"""
 import tensorwire as tw
@@ -84,7 +84,7 @@ job = tw.init()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "0x7f.0.0.1", "MASTER_PORT": str(free_port())}
     one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=str(secret), **place)
     one.expect("waits")
-    assert not any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    assert not any("tensorwire.launch.server_process" in command for command in sandbox.processes().values())
     zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=str(secret), **place)
     works(finish([zero, one]))
     sandbox.nothing_left()
@@ -238,7 +238,7 @@ def test_a_rank_that_ends_early_does_not_take_its_server_along(sandbox: Sandbox)
     common = {"WORLD_SIZE": "2", "MASTER_PORT": port, "GATE": str(gate)}
     zero, one = (sandbox.python(script, RANK=str(r), **common) for r in (0, 1))
     zero.expect("waits")
-    assert any("tensorwire.launch.server" in command for command in sandbox.processes().values())
+    assert any("tensorwire.launch.server_process" in command for command in sandbox.processes().values())
     while one.process.poll() is None:
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", gate)).close()
@@ -258,10 +258,10 @@ def test_a_busy_rendezvous_port_is_one_line(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-def test_several_hosts_need_a_secret_file(sandbox: Sandbox) -> None:
+def test_several_machines_need_a_secret_file(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script(""), RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1").finish()
     assert result.status == 1
-    assert "tensorwire.errors.ArgumentError: a job on several hosts needs a secret they share" in result.err
+    assert "tensorwire.errors.ArgumentError: a job on several machines needs a secret they share" in result.err
     sandbox.nothing_left()
 
 

@@ -37,7 +37,7 @@ def test_a_worker_that_finishes_early_is_named_with_its_step(sandbox: Sandbox) -
 def test_a_server_killed_in_the_middle_of_training(sandbox: Sandbox) -> None:
     program = sandbox.run(sandbox.script(TRAINS + "steps(2)\nprint('trains', job.rank)\nsteps(10**9)"))
     program.expect("trains 0", "trains 1")
-    os.kill(sandbox.find("tensorwire.launch.server"), signal.SIGKILL)
+    os.kill(sandbox.find("tensorwire.launch.server_process"), signal.SIGKILL)
     result = program.finish()
     assert (result.status, result.one_line()) == (137, "tensorwire: server 0 was killed by SIGKILL")
     sandbox.nothing_left()

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "copy.h"
-#include "deathwatch.h"
+#include "death_notifier.h"
 #include "engine.h"
 #include "monitor.h"
 #include "notices.h"
@@ -96,7 +96,7 @@ void one_region(bool racy) {
     producer.join();
 }
 
-// Many threads ring one door while others come and go.
+// Many threads ring one futex while others come and go.
 void one_door() {
     constexpr u64 threads = 3, each = 2000;
     auto span = region(64);
@@ -311,7 +311,7 @@ void a_hang_up() {
 // Two devices watch each other's words, more of them than the kernel waits for at once, while channels come and go.
 void words_of_life() {
     constexpr int channels = 150;
-    auto one = std::make_unique<Deathwatch>(0.001, patience), other = std::make_unique<Deathwatch>(0.001, patience);
+    auto one = std::make_unique<DeathNotifier>(0.001, patience), other = std::make_unique<DeathNotifier>(0.001, patience);
     std::vector<std::shared_ptr<Life>> lives;
     std::vector<u32> left, right;
     std::vector<int> sockets;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.scalars import MOST_NAMES, Said, Scalars
+from tensorwire.observe.scalars import MOST_NAMES, Scalars, ScalarSnapshot
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def test_steps_and_samples_count_and_values_are_the_latest(scalars: Scalars) -> 
     assert scalars.report({"loss": 2.0}, step=None, total=100, samples=8) == (1, {"loss": 2.0})
     assert scalars.report({"accuracy": 1}, step=None, total=None, samples=8) == (2, {"accuracy": 1.0})
     assert scalars.report({"loss": 1.0}, step=10, total=None, samples=None) == (10, {"loss": 1.0})
-    assert scalars.snapshot() == Said(10, 100, 16, {"loss": 1.0, "accuracy": 1.0})
+    assert scalars.snapshot() == ScalarSnapshot(10, 100, 16, {"loss": 1.0, "accuracy": 1.0})
     scalars.clear()
-    assert scalars.snapshot() == Said()
+    assert scalars.snapshot() == ScalarSnapshot()
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_what_is_no_number_is_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=why):
         scalars.report(values, **{"step": None, "total": None, "samples": None, **counts})
-    assert scalars.snapshot() == Said()
+    assert scalars.snapshot() == ScalarSnapshot()

@@ -53,5 +53,5 @@ def test_a_file_says_who_where_and_when(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     assert record["spans"] == [["transfer", 2, b, b + 1, f"server 0, bucket {b}"] for b in (1, 2)]
     assert record["clock"] == {"offset": 0.0, "error": 0.0}
-    assert record["host"]
+    assert record["machine"]
     assert list(tmp_path.iterdir()) == [path]

@@ -16,8 +16,8 @@ _ports = itertools.cycle(zip(("rxa", "rxb"), ADDRESSES, strict=True))
 
 def either() -> VerbsDevice:
     """A device on rxa, the next on rxb, and so on: what two of them send each other crosses the cable."""
-    port, host = next(_ports)
-    device = VerbsDevice(port, host=host)
+    port, interface = next(_ports)
+    device = VerbsDevice(port, interface=interface)
     if _kernel() < (6, 2):
         device.capabilities = replace(device.capabilities, refuses_midway=False)
     return device
@@ -29,4 +29,4 @@ def _kernel() -> tuple[int, ...]:
 
 def own() -> VerbsDevice:
     """The one of this guest, of two."""
-    return VerbsDevice("rxe0", host=dict(zip(("vm1", "vm2"), FAR, strict=True))[os.environ[INSIDE]])
+    return VerbsDevice("rxe0", interface=dict(zip(("vm1", "vm2"), FAR, strict=True))[os.environ[INSIDE]])

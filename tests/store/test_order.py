@@ -13,26 +13,26 @@ def last_first(job: Job) -> list[float]:
     """Pushes bucket after bucket from the last to the first, each when the one before has its new version."""
     import torch
 
-    from tensorwire.store import StoreClient, TensorSpec
-    from tensorwire.store.client import agree
-    from tensorwire.store.rounds import Operation
+    from tensorwire.store import ParameterSpec, StoreClient
     from tensorwire.store.rules import tensor_over, versions
-    from tensorwire.store.wiring import StoreSpec
+    from tensorwire.store.step_header import StepOperation
+    from tensorwire.store.store_client import agree
+    from tensorwire.store.store_layout import StoreSpec
 
-    tensors = [TensorSpec(name, (1024,), "float32") for name in "abc"]
+    tensors = [ParameterSpec(name, (1024,), "float32") for name in "abc"]
     options = {**torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults, "foreach": False}
     spec = StoreSpec(versions(), tensors, "SGD", [options], [(0, "lr", -1)], 4096, False)
     name, plan = job._worker.next_store(), spec.plan(job.num_servers)
     agree(job._worker.member, name, spec, plan, job.num_workers)
     client = StoreClient(job._worker.member, name, spec, plan)
     views = {b.index: tensor_over(client.memory(b), "float32", 0, 1024) for b in client.order}
-    client.begin(Operation.ASSIGN, [1.0])
+    client.begin(StepOperation.ASSIGN, [1.0])
     for bucket in client.order:
         views[bucket.index].fill_(0.0)
         client.push(bucket)
     client.wait()
     for _ in range(3):
-        client.begin(Operation.UPDATE, [1.0])
+        client.begin(StepOperation.UPDATE, [1.0])
         for bucket in reversed(client.order):
             job.barrier()  # meanwhile the server finds nothing, and waits
             client.slot(bucket)

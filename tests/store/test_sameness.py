@@ -19,9 +19,9 @@ def slots(*last: int) -> list[memoryview]:
 def rounds(what: Sameness, count: int, gradients: list[memoryview], present: list[bytes]) -> list[bool]:
     found = []
     for _ in range(count):
-        if what.looks:
-            what.look(gradients, present)
-        found.append(what.looks and what.end_round())
+        if what.watching:
+            what.compare(gradients, present)
+        found.append(what.watching and what.end_round())
     return found
 
 
@@ -34,7 +34,7 @@ def test_the_same_gradients_are_told_once_after_three_rounds() -> None:
 def test_one_byte_of_difference_ends_the_looking(last: tuple[int, ...]) -> None:
     what = Sameness(3)
     assert rounds(what, 1, slots(*last), [b"\1"] * 3) == [False]
-    assert not what.looks
+    assert not what.watching
 
 
 def test_gradients_that_some_lack_are_different() -> None:
@@ -50,15 +50,15 @@ def test_zeros_and_no_gradients_say_nothing() -> None:
 
 
 def test_one_worker_is_not_looked_at() -> None:
-    assert not Sameness(1).looks
+    assert not Sameness(1).watching
 
 
 def test_it_is_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sameness, "_told", False)
-    Sameness(2).tell()
-    Sameness(2).tell()
+    monkeypatch.setattr(sameness, "_warned", False)
+    Sameness(2).warn()
+    Sameness(2).warn()
     assert capsys.readouterr().err.count("DistributedSampler") == 1
-    assert not Sameness(2).looks
+    assert not Sameness(2).watching
 
 
 TRAINS = """

@@ -13,8 +13,8 @@ import pytest
 
 from tensorwire.device import Channel, Device, LoopbackDevice, RemoteRegion, ShmDevice, TcpDevice
 from tensorwire.errors import DeviceError, ProtocolError, WaitTimeout
-from tensorwire.store import stream
-from tensorwire.store.stream import Entry, Item, Receiver, Sender
+from tensorwire.store import state_transfer
+from tensorwire.store.state_transfer import Entry, Item, StateReceiver, StateSender
 from tensorwire.testing.patience import patient
 
 SECONDS = patient(30.0)
@@ -37,11 +37,11 @@ def items(sizes: list[int]) -> list[Item]:
     return made
 
 
-def send(channel: Channel, door: bytes, what: list[Item]) -> threading.Thread:
+def send(channel: Channel, endpoint: bytes, what: list[Item]) -> threading.Thread:
     """In a thread, as servers do; whatever it meets is what the receiver's side is tested by."""
 
     def run() -> None:
-        with Sender(channel, door) as sender:
+        with StateSender(channel, endpoint) as sender:
             try:
                 sender.send(what)
             except DeviceError:
@@ -54,12 +54,12 @@ def send(channel: Channel, door: bytes, what: list[Item]) -> threading.Thread:
 
 @pytest.mark.parametrize("sizes", [[], [1], [5, 0, 7], [1000] * 30, [40_000, 3, 100_001, 17]])
 def test_what_is_sent_arrives(pair: tuple[Channel, Channel], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PART_BYTES", 64 << 10)
+    monkeypatch.setattr(state_transfer, "PART_BYTES", 64 << 10)
     there, back = pair
     what = items(sizes)
     found: dict[int, bytearray] = {}
-    with Receiver(back) as receiver:
-        thread = send(there, receiver.door, what)
+    with StateReceiver(back) as receiver:
+        thread = send(there, receiver.endpoint, what)
         for entry, data in receiver.receive(SECONDS):
             original, _ = what[entry.tensor]
             mine = found.setdefault(entry.tensor, bytearray())
@@ -76,10 +76,10 @@ def test_what_is_sent_arrives(pair: tuple[Channel, Channel], sizes: list[int], m
 def test_a_receiver_that_gives_up_frees_the_sender(
     pair: tuple[Channel, Channel], taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PART_BYTES", 64 << 10)
+    monkeypatch.setattr(state_transfer, "PART_BYTES", 64 << 10)
     there, back = pair
-    receiver = Receiver(back)
-    thread = send(there, receiver.door, items([100_000]))
+    receiver = StateReceiver(back)
+    thread = send(there, receiver.endpoint, items([100_000]))
     receiver._edge.receive(1, SECONDS)  # the sender now waits for its credit, or will
     for _ in zip(range(taken), receiver.receive(SECONDS), strict=False):
         pass
@@ -89,27 +89,27 @@ def test_a_receiver_that_gives_up_frees_the_sender(
 
 
 def test_a_sender_that_never_comes(pair: tuple[Channel, Channel]) -> None:
-    with Receiver(pair[1]) as receiver, pytest.raises(WaitTimeout):
+    with StateReceiver(pair[1]) as receiver, pytest.raises(WaitTimeout):
         next(receiver.receive(0.01))
 
 
 def test_memory_of_another_kind_is_refused(pair: tuple[Channel, Channel]) -> None:
     there, back = pair
     with back.device.allocate(4096) as small, pytest.raises(ProtocolError):
-        Sender(there, small.remote("write").pack())
+        StateSender(there, small.remote("write").pack())
 
 
 def part(device: Device) -> bytearray:
     """A good one."""
     with device.allocate(4096) as credit:
         entry = Entry(0, "key", "float32", (4,), True, 0, 4)
-        at = stream._HEAD.size
+        at = state_transfer._HEAD.size
         table = msgspec.msgpack.encode([(at, entry)])
-        head = stream._HEAD.pack(b"TWST", 1, True, len(table), at + 16, credit.remote("write").pack())
+        head = state_transfer._HEAD.pack(b"TWST", 1, True, len(table), at + 16, credit.remote("write").pack())
         return bytearray(head + bytes(16) + table + bytes(64))
 
 
-def change(entry: tuple[Any, ...], *, offset: int = stream._HEAD.size) -> Any:
+def change(entry: tuple[Any, ...], *, offset: int = state_transfer._HEAD.size) -> Any:
     return msgspec.msgpack.encode([(offset, entry)])
 
 
@@ -131,20 +131,20 @@ TABLES: list[bytes] = [
 def test_malformed_parts_are_refused() -> None:
     with LoopbackDevice() as device:
         good = part(device)
-        assert len(stream._unpack(memoryview(good))[2]) == 1
-        at = stream._HEAD.size + 16
+        assert len(state_transfer._unpack(memoryview(good))[2]) == 1
+        at = state_transfer._HEAD.size + 16
         for table in TABLES:
             bad = good[:at] + table + bytes(64)
             struct.pack_into("<I", bad, 8, len(table))
             with pytest.raises(ProtocolError):
-                stream._unpack(memoryview(bad))
+                state_transfer._unpack(memoryview(bad))
         for position, value in [(0, 0), (4, 9), (8, 2**31), (12, 2**40), (12, 1)]:
             bad = bytearray(good)
             struct.pack_into("<I" if position < 12 else "<Q", bad, position, value)
             with pytest.raises(ProtocolError):
-                stream._unpack(memoryview(bad))
+                state_transfer._unpack(memoryview(bad))
 
 
 def test_a_door_is_32_bytes_of_capability() -> None:
-    with LoopbackDevice() as device, device.connect(device.address) as channel, Receiver(channel) as receiver:
-        assert RemoteRegion.unpack(receiver.door).access == "write"
+    with LoopbackDevice() as device, device.connect(device.address) as channel, StateReceiver(channel) as receiver:
+        assert RemoteRegion.unpack(receiver.endpoint).access == "write"

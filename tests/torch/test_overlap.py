@@ -15,9 +15,9 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
-from tensorwire.store import pacing
-from tensorwire.store.plan import Bucket
+from tensorwire.store import send_window
 from tensorwire.store.rules import with_implementation
+from tensorwire.store.sharding import Bucket
 from tensorwire.torch import overlap as overlapping
 from tests.jobs import run_job
 from tests.torch import zoo
@@ -53,7 +53,7 @@ def poison() -> None:
 def by_thread() -> None:
     """Even the smallest buckets are copied by the thread, and sent one at a time."""
     overlapping._LARGE = 0
-    pacing.AHEAD = 1
+    send_window.AHEAD = 1
 
 
 def train(job: tw.Job, names: list[str], thread: bool = False, **options: Any) -> list[dict[str, torch.Tensor]]:

@@ -133,9 +133,9 @@ def test_a_refused_construction_says_why_and_leaves_nothing_behind(device: str) 
 
 def many_names(job: tw.Job) -> list[str]:
     """More names than fit into the address book."""
-    import tensorwire.store.wiring as wiring
+    import tensorwire.store.store_layout as store_layout
 
-    wiring.MOST_ENTRY_BYTES = 10_000  # type: ignore[attr-defined]
+    store_layout.MOST_ENTRY_BYTES = 10_000  # type: ignore[attr-defined]
     long = [(f"{i}" * 300, parameter()) for i in range(50)]
     wrong = refuses(errors.ArgumentError, "shorter names", lambda: optimizer(long))
     optimizer([("a", parameter())])
@@ -191,7 +191,7 @@ def test_workers_that_did_not_meet_can_meet_again() -> None:
 
 def breaks_late(job: tw.Job) -> None:
     """Something fails after the servers have begun the store."""
-    import tensorwire.store.client as client
+    import tensorwire.store.store_client as client
 
     if job.rank == 1:
 

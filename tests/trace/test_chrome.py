@@ -64,7 +64,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
         assert sorted(found[name].spans, key=lambda s: (s.start, s.name)) == sorted(
             one.spans, key=lambda s: (s.start, s.name)
         )
-        assert (found[name].facts, found[name].counters, found[name].host) == (one.facts, one.counters, one.host)
+        assert (found[name].facts, found[name].counters, found[name].machine) == (one.facts, one.counters, one.machine)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -85,7 +85,7 @@ def test_machines_are_put_on_one_clock(tmp_path: Path) -> None:
         '{"traceEvents": []}',
         '{"traceEvents": [], "otherData": {"version": "1"}}',
         '{"traceEvents": [{"ph": "X", "pid": 1, "name": "wait", "cat": "span", "args": {"step": "x"}}], "otherData": '
-        '{"tensorwire": 1, "origin": 0, "processes": [{"name": "worker-0", "pid": 1, "host": "", "clock": {}, '
+        '{"tensorwire": 1, "origin": 0, "processes": [{"name": "worker-0", "pid": 1, "machine": "", "clock": {}, '
         '"facts": {}, "counters": {}}]}}',
     ],
 )

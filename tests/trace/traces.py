@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tensorwire.observe.spans import Clock, Span
-from tensorwire.trace.parts import Record
+from tensorwire.trace.parts import ProcessTrace
 
 
-def record(process: str, spans: list[Span], clock: Clock | None = None) -> Record:
+def record(process: str, spans: list[Span], clock: Clock | None = None) -> ProcessTrace:
     """One process's trace."""
-    return Record(process, {"fact": 1}, {"bytes": 2}, spans, clock or Clock(), "host")
+    return ProcessTrace(process, {"fact": 1}, {"bytes": 2}, spans, clock or Clock(), "machine")
 
 
-def job(steps: int = 6, *, begin: float = 1000.0) -> dict[str, Record]:
+def job(steps: int = 6, *, begin: float = 1000.0) -> dict[str, ProcessTrace]:
     """Two workers and a server: steps of 10 s, of which worker 1 computes 6 and worker 0 4; transfers overlap."""
     workers: dict[str, list[Span]] = {"worker-0": [], "worker-1": []}
     server: list[Span] = []

@@ -76,7 +76,7 @@ def _lose(fault: Fault, settings: Settings) -> float:
         until_asleep(waiter.process.pid)
         start = time.monotonic()
         os.kill(victim.process.pid, fault.number)
-        return float(json.loads(waiter.hear())["seconds"]) - start
+        return float(json.loads(waiter.receive())["seconds"]) - start
 
 
 def until_asleep(pid: int) -> None:

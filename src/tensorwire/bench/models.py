@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tensorwire.store.plan import TensorSpec
+from tensorwire.store.sharding import ParameterSpec
 
 CLASSES = 10
 _KIB, _MIB = 2**10, 2**20
@@ -41,11 +41,11 @@ class Model:
     inputs: Callable[[int, torch.Generator], tuple[Tensor, ...]]
 
     @cached_property
-    def tensors(self) -> tuple[TensorSpec, ...]:
+    def tensors(self) -> tuple[ParameterSpec, ...]:
         """Its parameters, as a store sees them. Makes no memory for them."""
         with torch.device("meta"):
             named = list(self.build(1).named_parameters())
-        return tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+        return tuple(ParameterSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
 
     @property
     def nbytes(self) -> int:

@@ -134,14 +134,14 @@ class Program:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Gives it a line."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; ``hear`` tells why
+        with contextlib.suppress(OSError):  # it has ended; ``receive`` tells why
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         """Its next line."""
         end = time.monotonic() + HANG_SECONDS
         while b"\n" not in self._read:
@@ -191,7 +191,7 @@ class Program:
         return f"ended: {words[-1]}" if words else describe_exit(status)
 
 
-def hear_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) -> list[str]:
+def receive_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) -> list[str]:
     """The next line of each, in their order. Raises `ProgramFailed` as soon as one ends.
 
     ``silent`` ones have nothing to say meanwhile, unless they fail. Those that leave do so because of another one,
@@ -206,16 +206,16 @@ def hear_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) -> 
             if program in watched and program.left():
                 watched.remove(program)
                 continue
-            heard[program] = program.hear()
+            heard[program] = program.receive()
             waiting.remove(program)
     return [heard[program] for program in programs]
 
 
 def ask(programs: Sequence[Program], line: str, *, silent: Sequence[Program] = ()) -> list[Answer]:
-    """Gives all of them a line; their answers, in their order. Raises `ProgramFailed`. ``silent``: see `hear_all`."""
+    """Sends a line to all; returns their answers in order. Raises `ProgramFailed`. ``silent``: see `receive_all`."""
     for program in programs:
-        program.say(line)
-    return [json.loads(told) for told in hear_all(programs, silent=silent)]
+        program.send(line)
+    return [json.loads(told) for told in receive_all(programs, silent=silent)]
 
 
 class Group:
@@ -226,10 +226,10 @@ class Group:
         self._rounds = 0
 
     def introduce(self, told: Sequence[str], *, silent: Sequence[Program] = ()) -> None:
-        """Tells each program what it needs of the others, and waits until all are ready. ``silent``: see `hear_all`."""
+        """Sends each program what it needs of the others; waits until all are ready. ``silent``: see `receive_all`."""
         for program, line in zip(self.programs, told, strict=True):
-            program.say(line)
-        hear_all(self.programs, silent=silent)
+            program.send(line)
+        receive_all(self.programs, silent=silent)
 
     def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
         """One round; the answers in the order of the programs. Raises `ProgramFailed`."""
@@ -265,7 +265,7 @@ class Stage(Group):
                 # The target on the second core, the initiator on the first; more take turns.
                 core = cores[(len(contender.commands) - 1 - i) % len(cores)]
                 self.programs.append(Program(command, environment, cores if contender.servers else [core]))
-            lines = hear_all(self.programs)
+            lines = receive_all(self.programs)
             self.introduce([" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]])
         except BaseException:
             self.close()

@@ -21,7 +21,7 @@ _ONE_WAY = 0.95
 
 
 @dataclass(frozen=True)
-class Job:
+class StoreJob:
     """What is compared: a model, and by how many processes it is trained."""
 
     model: Model
@@ -35,12 +35,12 @@ class Job:
         return f"{self.model.title} ({self.model.nbytes / MIB:.1f} MiB), {counts}"
 
 
-def jobs(names: Sequence[str], workers: int, servers: int) -> list[Job]:
+def jobs(names: Sequence[str], workers: int, servers: int) -> list[StoreJob]:
     """One a model."""
-    return [Job(find(name), workers, servers) for name in names]
+    return [StoreJob(find(name), workers, servers) for name in names]
 
 
-def workloads(job: Job, devices: Sequence[str]) -> list[Workload]:
+def workloads(job: StoreJob, devices: Sequence[str]) -> list[Workload]:
     """Whole steps, then push and pull without update; gradients copied, then born in their slots."""
     made = []
     for device in devices:
@@ -53,7 +53,7 @@ def workloads(job: Job, devices: Sequence[str]) -> list[Workload]:
     return made
 
 
-def _ours(job: Job, rule: str, device: str) -> Contender:
+def _ours(job: StoreJob, rule: str, device: str) -> Contender:
     arguments = (job.model.name, rule, job.workers, job.servers, device, "127.0.0.1")
     servers = [actor("store", "server", i, *arguments) for i in range(job.servers)]
     workers = [actor("store", "worker", i, *arguments) for i in reversed(range(job.workers))]

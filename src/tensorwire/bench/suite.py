@@ -16,7 +16,7 @@ from tensorwire.errors import Unsupported
 from tensorwire.observe.files import check_file
 
 if TYPE_CHECKING:
-    from tensorwire.bench.stores import Job
+    from tensorwire.bench.stores import StoreJob
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def update(
     options: Options,
     settings: Settings,
     notes: show.Notes,
-    workloads: Callable[[Job, Sequence[str]], list[Workload]],
+    workloads: Callable[[StoreJob, Sequence[str]], list[Workload]],
 ) -> list[Record]:
     """Measures the ``workloads`` of stores, model by model."""
     from tensorwire.bench.stores import jobs as make_jobs

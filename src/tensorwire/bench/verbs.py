@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.far import local_host, parse
 from tensorwire.bench.programs import OURS, Contender, actor
 from tensorwire.bench.records import Target, size_text
+from tensorwire.bench.remote import local_interface, parse
 from tensorwire.bench.show import Notes
 from tensorwire.device import VerbsDevice
 
@@ -34,8 +34,8 @@ class Ends:
         """Target and initiator of one of our programs; each gets its own address as the last argument."""
         if not self.far:
             return tuple(actor(name, role, *arguments, "127.0.0.1") for role in ("target", "initiator"))
-        here = local_host(parse(self.far)[0])
-        return actor("far", "target", self.far, name, *arguments), actor(name, "initiator", *arguments, here)
+        here = local_interface(parse(self.far)[0])
+        return actor("relay", "target", self.far, name, *arguments), actor(name, "initiator", *arguments, here)
 
 
 def check() -> None:

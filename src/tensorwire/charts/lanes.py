@@ -41,7 +41,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Message:
+class LaneMessage:
     """What ``source`` sends to ``targets`` after ``row``. ``kind``: one of the picture's kinds."""
 
     row: int
@@ -58,7 +58,7 @@ class Panel:
     title: str
     lanes: Mapping[str, str]
     boxes: Sequence[Box]
-    messages: Sequence[Message]
+    messages: Sequence[LaneMessage]
 
 
 def plot_lanes(path: str | Path, title: str, panels: Sequence[Panel], *, kinds: Sequence[str], option: str) -> None:
@@ -117,7 +117,7 @@ class _Picture:
         self._at = {name: _MARGIN + self.lane * (number + 0.5) for number, name in enumerate(panel.lanes)}
         self._number = {name: number for number, name in enumerate(panel.lanes)}
         self._boxes: list[tuple[Box, float, float]] = []  # with top and height, below the panel's
-        self._messages: list[tuple[Message, float]] = []
+        self._messages: list[tuple[LaneMessage, float]] = []
         y = _TITLE + _HEADER
         for row in sorted({box.row for box in panel.boxes} | {message.row for message in panel.messages}):
             y = self._place_row(row, y)
@@ -136,9 +136,9 @@ class _Picture:
             self._messages += [(message, y) for message in messages]
         return y + _GAP + (0.1 if rows else 0.0)
 
-    def _packed(self, messages: Iterable[Message]) -> list[list[Message]]:
+    def _packed(self, messages: Iterable[LaneMessage]) -> list[list[LaneMessage]]:
         """In rows: side by side where they have no lane in common."""
-        rows: list[tuple[set[int], list[Message]]] = []
+        rows: list[tuple[set[int], list[LaneMessage]]] = []
         for message in messages:
             ends = [self._number[name] for name in (message.source, *message.targets)]
             lanes = set(range(min(ends), max(ends) + 1))
@@ -179,7 +179,7 @@ class _Picture:
             y = top + 0.06 + _LINE * (number + 0.5)
             _text(axes, x, y, _fitting(line, width - 0.1), size=8, ha="center", zorder=4)
 
-    def _draw_message(self, axes: Axes, message: Message, y: float, stroke: Mapping[str, Any]) -> None:
+    def _draw_message(self, axes: Axes, message: LaneMessage, y: float, stroke: Mapping[str, Any]) -> None:
         start, ends = self._at[message.source], [self._at[name] for name in message.targets]
         left, right = min(start, *ends), max(start, *ends)
         axes.plot([left + 0.05 * (left < start), right - 0.05 * (right > start)], [y, y], **stroke, zorder=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tensorwire.charts.figure import OUTLINE, PART_NAMES, PART_STYLES, check_picture, save_picture
 from tensorwire.errors import ArgumentError
 from tensorwire.trace.intervals import common
-from tensorwire.trace.parts import PARTS, WARM_UP_STEPS, Parts, Record, Step, steps_of_trace, typical
+from tensorwire.trace.parts import PARTS, WARM_UP_STEPS, Parts, ProcessTrace, Step, steps_of_trace, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def median_step(steps: Sequence[Step]) -> int:
     return sorted(kept, key=lambda n: statistics.fmean(seconds[n]))[len(kept) // 2]
 
 
-def plot_steps(path: str | Path, trace: Mapping[str, Record], *, of: str = "") -> None:
+def plot_steps(path: str | Path, trace: Mapping[str, ProcessTrace], *, of: str = "") -> None:
     """Draws the picture.
 
     Args:
@@ -66,7 +66,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, Record], number: int) -> None:
+def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, ProcessTrace], number: int) -> None:
     """Each process's time in one step; what is hidden is a narrow bar below compute."""
     start, stop = min(s.start for s in steps), max(s.stop for s in steps)
     labels = [f"worker {w}" for w in sorted({s.worker for s in steps})]

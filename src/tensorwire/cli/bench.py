@@ -43,7 +43,7 @@ def device(listen: str, **options: Any) -> None:
       tensorwire bench device --device verbs --listen 10.0.0.1:7000
       tensorwire bench device --device verbs --connect 10.0.0.1:7000
     """
-    from tensorwire.bench.far import listen as serve
+    from tensorwire.bench.remote import listen as serve
 
     if "verbs" in options["devices"] and options["links"]:
         raise ArgumentError("--link measures tcp")

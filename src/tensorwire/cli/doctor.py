@@ -31,10 +31,10 @@ def doctor(between: tuple[int, int] | None, peer: str | None, as_json: bool) -> 
     """
     if between is not None and between[0] == between[1]:
         raise ArgumentError("--between needs two processes")
-    with interruptible(), progress("looking at this machine") as tell:
+    with interruptible(), progress("looking at this machine") as report:
         from tensorwire.doctor import examine
 
-        sections = examine(pids=between, address=peer, tell=tell)
+        sections = examine(pids=between, address=peer, report=report)
     stops = [finding for section in sections for finding in section.findings if finding.level == "stops"]
     if as_json:
         _print_json(sections, sound=not stops)

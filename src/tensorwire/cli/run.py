@@ -85,11 +85,11 @@ def run(no_prefix: bool, trace: str | None, **options: Any) -> int:
       TENSORWIRE_LOST_AFTER  of silence, after which a process counts as lost (10)
       TENSORWIRE_GRACE       that a process may take to leave by itself after the job failed (5)
     """
-    from tensorwire.launch.run import Run, RunOptions
+    from tensorwire.launch.launcher import Launcher, RunOptions
     from tensorwire.launch.scarce import as_out_of_memory
     from tensorwire.trace.collect import TraceFile
 
     gathered = None if trace is None else TraceFile(trace)
     asked = RunOptions(prefix=not no_prefix, trace=gathered, **options)
     with as_out_of_memory():
-        return Run(asked)()
+        return Launcher(asked)()

@@ -13,7 +13,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.tables import print_table
 
 if TYPE_CHECKING:
-    from tensorwire.trace.parts import Parts, Record
+    from tensorwire.trace.parts import Parts, ProcessTrace
 
 _MOST_NAMES = 3  # of files in a title
 _COLUMNS = ("step", "compute", "update", "exposed", "idle", "hidden")
@@ -65,11 +65,11 @@ def _recorded(files: Sequence[str]) -> str:
     return f"{names}{more} · {datetime.fromtimestamp(latest):%Y-%m-%d %H:%M}"
 
 
-def _read(files: Sequence[str]) -> dict[str, Record]:
+def _read(files: Sequence[str]) -> dict[str, ProcessTrace]:
     from tensorwire.trace.chrome import read_chrome
     from tensorwire.trace.parts import read_trace
 
-    records: dict[str, Record] = {}
+    records: dict[str, ProcessTrace] = {}
     for file in files:
         found = read_trace(file) if Path(file).is_dir() else read_chrome(file)
         twice = sorted(records.keys() & found.keys())

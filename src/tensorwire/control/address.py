@@ -33,14 +33,14 @@ def await_name(host: str, patience: float) -> None:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             return
         except UnicodeError:
-            raise ArgumentError(f"{host!r} is not the name of a host") from None
+            raise ArgumentError(f"{host!r} is not the name of a machine") from None
         except socket.gaierror as error:
             why = error.strerror
         if time.monotonic() >= end:
-            raise PeerLost(f"cannot find the coordinator's host {host!r}: {why}")
+            raise PeerLost(f"cannot find the coordinator's machine {host!r}: {why}")
         if not told:  # people may have mistyped it
             _log.warning(
-                "cannot find the coordinator's host %r yet (%s): waiting up to %g s for it", host, why, patience
+                "cannot find the coordinator's machine %r yet (%s): waiting up to %g s for it", host, why, patience
             )
             told = True
         time.sleep(_ASK_AGAIN)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 import msgspec
 
 from tensorwire import errors
-from tensorwire._native import Pulse, close_on_fork, forget_fd
+from tensorwire._native import Heartbeat, close_on_fork, forget_fd
 from tensorwire.control import frames
 from tensorwire.control.address import connect
 from tensorwire.control.clock import distance
@@ -60,7 +60,7 @@ class Client:
             raise
         self._sock.settimeout(self.welcome.lost_after)
         close_on_fork(self._sock.fileno())
-        self._pulse = Pulse(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
+        self._heartbeat = Heartbeat(self._sock.fileno(), frames.encode(frames.Beat()), self.welcome.beat)
         self._thread = threading.Thread(target=self._listen, name="tensorwire-control", daemon=True)
         self._thread.start()
         self._quiet = threading.Event()
@@ -138,7 +138,7 @@ class Client:
 
     def clock(self) -> Clock:
         """How far this process's clock is from the coordinator's."""
-        return distance(lambda: self._request(frames.Clock(next(self._ids)), 60.0).value)
+        return distance(lambda: self._request(frames.ClockReading(next(self._ids)), 60.0).value)
 
     def _request(self, message: frames.Request, timeout: float) -> frames.Answer:
         data = frames.encode(message)
@@ -203,8 +203,8 @@ class Client:
         if goodbye:
             last = [] if self._reporter is None else [_stats()]
             for message in (*last, frames.Bye()):
-                self._pulse.send(frames.encode(message), 5.0)
-        self._pulse.close()
+                self._heartbeat.send(frames.encode(message), 5.0)
+        self._heartbeat.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         for thread in (self._thread, self._reporter):
@@ -218,7 +218,7 @@ class Client:
     # ---- the connection
 
     def _send(self, data: bytes) -> None:
-        error = self._pulse.send(data, self.welcome.lost_after)
+        error = self._heartbeat.send(data, self.welcome.lost_after)
         if error and not self._closed:
             self._lose(f"cannot be reached: {os.strerror(error)}")
 
@@ -253,7 +253,7 @@ class Client:
     def _report(self) -> None:
         """Tells the coordinator now and then what this process has done, because it asked for that."""
         while not (self._quiet.wait(self.welcome.stats) or self.ended.is_set()):
-            if self._pulse.send(frames.encode(_stats()), self.welcome.lost_after):
+            if self._heartbeat.send(frames.encode(_stats()), self.welcome.lost_after):
                 return  # who listens says how the connection ended
 
     def _settle(self, answer: frames.Answer) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tensorwire._native import close_on_fork, forget_fd
 from tensorwire.control import frames
+from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
 from tensorwire.control.clock import pack_time
-from tensorwire.control.doorman import GREETING_SECONDS, Doorman
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import GONE, describe_exit, member_name
 from tensorwire.control.stall import Stall
@@ -41,17 +41,17 @@ class Report:
     at: float
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(interface: str, port: int) -> socket.socket:
     """A listening socket. Raises `ArgumentError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((interface, port))
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise ArgumentError(f"the coordinator cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ArgumentError(f"the coordinator cannot listen on {interface}:{port}: {error.strerror}") from None
     return listener
 
 
@@ -69,7 +69,7 @@ class Coordinator:
         *,
         workers: int,
         servers: int,
-        host: str = "127.0.0.1",
+        interface: str = "127.0.0.1",
         port: int = 0,
         beat: float = 1.0,
         lost_after: float = 10.0,
@@ -91,10 +91,14 @@ class Coordinator:
         self._stats: dict[str, Report] = {}
         self._second_hand: Cause | None = None
         self._stall = Stall(who, beat, lost_after)
-        self._doorman = Doorman(secret)
+        self._authenticator = Authenticator(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
-        listener = listen(host, port)
-        self.address = f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
+        listener = listen(interface, port)
+        self.address = (
+            f"[{interface}]:{listener.getsockname()[1]}"
+            if ":" in interface
+            else f"{interface}:{listener.getsockname()[1]}"
+        )
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="tensorwire-coordinator", daemon=True)
@@ -185,7 +189,7 @@ class Coordinator:
         """One connection, from its first byte to its last. A stranger can end nothing but this connection."""
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            await self._doorman.admit(reader, writer)
+            await self._authenticator.admit(reader, writer)
             member = await self._join(reader, writer)
             if member is not None:
                 await self._converse(member, reader)
@@ -262,7 +266,7 @@ class Coordinator:
             return
         if isinstance(message, frames.Stats):
             self._stats[member.name] = Report(message, member.seen)
-        elif isinstance(message, frames.Clock):  # at once: how long it takes is what the member measures
+        elif isinstance(message, frames.ClockReading):  # at once: how long it takes is what the member measures
             self._send(member.writer, frames.Answer(message.id, pack_time()))
         elif isinstance(message, frames.Fail):
             self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)

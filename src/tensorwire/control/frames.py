@@ -42,7 +42,7 @@ class Join(Message, tag="join", frozen=True):
     role: Name
     index: int
     pid: int
-    host: str
+    machine: str
 
 
 class Welcome(Message, tag="welcome", frozen=True):
@@ -108,7 +108,7 @@ class Gather(Message, tag="gather", frozen=True):
     timeout: Seconds
 
 
-class Clock(Message, tag="clock", frozen=True):
+class ClockReading(Message, tag="clock", frozen=True):
     """Asks for the coordinator's clock: its machine's name and the time there."""
 
     id: Id
@@ -203,7 +203,7 @@ class End(Message, tag="end", frozen=True):
 
 
 Question = Publish | Lookup | Barrier | Compare | Gather  # what the book answers, perhaps after a while
-Request = Question | Clock
+Request = Question | ClockReading
 Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)

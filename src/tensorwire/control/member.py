@@ -35,7 +35,7 @@ class Member:
     """Joins the job at ``address`` as ``role index`` and opens its devices.
 
     ``device`` is ``auto`` (shm where a peer's memory really can be mapped, verbs over a network where a first write
-    really arrived, else tcp), or the name of the only device to use; ``host`` is the address of the interface that
+    really arrived, else tcp), or the name of the only device to use; ``interface`` is the address of the interface that
     devices listen on; ``timeout`` is how many seconds the coordinator may take for each answer while we join.
 
     Raises `ArgumentError`, `PeerLost`, `AuthenticationError`, `JobEnded`, or what opening the device raises.
@@ -49,7 +49,7 @@ class Member:
         index: int,
         *,
         device: str = "auto",
-        host: str = "127.0.0.1",
+        interface: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
         if device != AUTO:
@@ -58,7 +58,7 @@ class Member:
         self.client = Client(address, secret, role, index, timeout=timeout)
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
-        self.host = host
+        self.interface = interface
         self.where = whereabouts()
         self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
@@ -77,7 +77,7 @@ class Member:
     def _open_devices(self, device: str) -> Card:
         names = [device]
         if device == AUTO:
-            self._absent = not_opened(self.host)
+            self._absent = not_opened(self.interface)
             names = [name for name in CANDIDATES if name not in self._absent]
         table: dict[str, Endpoint] = {}
         for name in names:
@@ -91,13 +91,13 @@ class Member:
                     self.devices.pop(name).close()
                 self._absent[name] = str(error)
         frameworks = tuple(f for f in FRAMEWORKS if f in sys.modules)
-        return Card(self.where, table, self._absent, frameworks, self.host)
+        return Card(self.where, table, self._absent, frameworks, self.interface)
 
     def new_device(self, name: str) -> Device:
         """Another device of that name, with the job's settings; the caller closes it. Raises as its class does."""
         welcome = self.client.welcome
         kind = find_job_device(name)
-        return kind.for_job(interface=self.host, heartbeat=welcome.beat, lost_after=welcome.lost_after)
+        return kind.for_job(interface=self.interface, heartbeat=welcome.beat, lost_after=welcome.lost_after)
 
     @property
     def name(self) -> str:

@@ -34,7 +34,7 @@ class Card(msgspec.Struct, frozen=True):
     devices: dict[str, Endpoint]  # by name
     absent: dict[str, str] = {}  # devices that `auto` would have opened, and why it could not
     frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
-    host: str = ""  # the address on which it listens
+    interface: str = ""  # the address on which it listens
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ class Acceptor:
         greet: Callable[[socket.socket, bytes], None],
         name: str,
         *,
-        look: Callable[[socket.socket], object] | None = None,
+        inspect: Callable[[socket.socket], object] | None = None,
     ) -> None:
         self._listener = listener
         self._token = token
         self._greet = greet
-        self._look = look
+        self._inspect = inspect
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -95,8 +95,8 @@ class Acceptor:
         """The purpose of whoever shows the token; from then on it is no stranger."""
         pressed = len(self._strangers) > MOST_STRANGERS // 2
         connection.settimeout(min(GREETING_SECONDS, PRESSED_SECONDS) if pressed else GREETING_SECONDS)
-        if self._look is not None:
-            self._look(connection)
+        if self._inspect is not None:
+            self._inspect(connection)
         connection.recv(1, socket.MSG_PEEK)
         with self._lock:
             if connection in self._strangers:

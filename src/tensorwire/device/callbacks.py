@@ -31,7 +31,7 @@ class Callbacks:
                 self._thread.start()
         return token
 
-    def rescue(self, token: int) -> None:
+    def run_orphan(self, token: int) -> None:
         """For whoever posts while ``close`` may be at work: runs the call here if its thread has ended without it."""
         thread = self._thread
         if not self._closed or thread is threading.current_thread():

@@ -499,11 +499,11 @@ class Device(ABC):
         self.life.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
-        def tell() -> None:
+        def notify() -> None:
             if not channel.life.closed and not self.life.closed:
                 call(self.why_lost(channel))
 
-        token = self.callbacks.add(tell)
+        token = self.callbacks.add(notify)
         channel.life.notify(self.callbacks.notices, token)
         self.life.notify(self.callbacks.notices, token)
 

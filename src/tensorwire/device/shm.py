@@ -19,8 +19,8 @@ from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device, unshared
 from tensorwire.device.mapped import MappedChannel
+from tensorwire.device.peer_monitor import PeerMonitor, ProcessHandle, Watchers
 from tensorwire.device.region import Access, Region, RemoteRegion
-from tensorwire.device.vigil import Remains, Vigil, Watchers
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, RemoteAccessError, WaitTimeout
 
 _ASK = struct.Struct("<QB")  # key, 1: for writing
@@ -54,7 +54,7 @@ class ShmDevice(Device):
         listener = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
         listener.listen(128)
-        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", look=_peer_of)
+        self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-shm", inspect=_peer_of)
 
     @classmethod
     def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> ShmDevice:
@@ -79,12 +79,12 @@ class ShmDevice(Device):
             sock.connect(b"\0tensorwire-" + address[:_NAME].hex().encode())
             sock.settimeout(timeout)
             pid = _peer_of(sock)
-            remains = Remains(pid)  # before the handshake, whose end shows that the process lived until now
+            process = ProcessHandle(pid)  # before the handshake, whose end shows that the process lived until now
             try:
                 handshake.initiate(sock, address[_NAME:], b"shm")
-                return self._open(sock, pid, remains)
+                return self._open(sock, pid, process)
             except BaseException:
-                remains.close()
+                process.close()
                 raise
         except OSError as error:
             close_socket(sock)
@@ -95,28 +95,28 @@ class ShmDevice(Device):
             close_socket(sock)
             raise
 
-    def _open(self, sock: socket.socket, pid: int, remains: Remains) -> Channel:
+    def _open(self, sock: socket.socket, pid: int, process: ProcessHandle) -> Channel:
         life = Life(self.life, _in_words(pid))
-        vigil = Vigil(self._watchers, sock, life)
+        peer_monitor = PeerMonitor(self._watchers, sock, life)
         with self._lock:
             if self.life.lost:  # close() came meanwhile, and has not seen this channel
-                vigil.close()
+                peer_monitor.close()
             self._check_open()
-            channel = ShmChannel(self, sock, life, vigil, remains)
+            channel = ShmChannel(self, sock, life, peer_monitor, process)
             self._channels.add(channel)
         return channel
 
     def _greet(self, sock: socket.socket, _: bytes) -> None:
         pid = _peer_of(sock)
         life = Life(self.life, _in_words(pid), inbound=True)
-        vigil = Vigil(self._watchers, sock, life)
+        peer_monitor = PeerMonitor(self._watchers, sock, life)
         try:
             sock.settimeout(None)
             while True:
                 key, write = _ASK.unpack(handshake.receive_exactly(sock, _ASK.size))
                 self._answer(sock, key, bool(write))
         finally:
-            vigil.close()
+            peer_monitor.close()
             life.lose("its process closed the connection or died")
 
     def _answer(self, sock: socket.socket, key: int, write: bool) -> None:
@@ -164,11 +164,13 @@ class ShmDevice(Device):
 class ShmChannel(MappedChannel):
     """A channel to a process of this machine."""
 
-    def __init__(self, device: ShmDevice, sock: socket.socket, life: Life, vigil: Vigil, remains: Remains) -> None:
+    def __init__(
+        self, device: ShmDevice, sock: socket.socket, life: Life, peer_monitor: PeerMonitor, process: ProcessHandle
+    ) -> None:
         super().__init__(device, life)
         self._sock = sock
-        self._vigil = vigil
-        self._remains = remains
+        self._peer_monitor = peer_monitor
+        self._process = process
         self._mapped: dict[tuple[int, Access], Memory] = {}
         self._lock = threading.Lock()
 
@@ -220,7 +222,7 @@ class ShmChannel(MappedChannel):
 
     def settle(self, timeout: float = 60.0) -> None:
         self._check_lost()
-        if not self._remains.gone(timeout):
+        if not self._process.gone(timeout):
             raise WaitTimeout(f"shm: {self.peer} has not ended within {timeout:g} s: it may still write to this memory")
 
     def close(self) -> None:
@@ -233,13 +235,13 @@ class ShmChannel(MappedChannel):
             if self not in device._channels:
                 return
             device._channels.discard(self)
-        self._vigil.close()
+        self._peer_monitor.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # ends a question that is waiting for its answer
         with self._lock:
             self._mapped = {}
             close_socket(self._sock)
-            self._remains.close()
+            self._process.close()
 
 
 def _scarce(why: str) -> OutOfMemory:

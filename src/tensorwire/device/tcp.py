@@ -32,8 +32,8 @@ from tensorwire.device.contract import (
     refused,
 )
 from tensorwire.device.operands import explain
+from tensorwire.device.peer_monitor import check_heartbeat, milliseconds
 from tensorwire.device.region import Access, Region, RemoteView, View
-from tensorwire.device.vigil import check_heartbeat, milliseconds
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
 
 _POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
@@ -46,10 +46,10 @@ _PURPOSE = b"tcp"
 _TERMS = struct.Struct("<QI")  # behind the purpose: the initiator's device, milliseconds between its signs of life
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a tcp device listens, the token that admits to it, and milliseconds between its signs of life."""
 
-    host: str
+    interface: str
     port: int
     token: bytes
     beat: int = 1000
@@ -77,7 +77,7 @@ class TcpDevice(Device):
     capabilities = Capabilities(maps=False, shares_registered=True, one_sided=False)
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
+        self, interface: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
     ) -> None:
         super().__init__()
         check_heartbeat(heartbeat, lost_after)
@@ -86,17 +86,17 @@ class TcpDevice(Device):
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
         listener = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            self._tune(listener, local=host in ("127.0.0.1", "::1"))
-            listener.bind((host, port))
+            self._tune(listener, local=interface in ("127.0.0.1", "::1"))
+            listener.bind((interface, port))
             listener.listen(128)
         except OSError as error:
             close_socket(listener)
             self._engine.close()
-            raise ArgumentError(f"tcp: cannot listen on {host}:{port}: {error.strerror}") from None
-        self._address = Address(host, listener.getsockname()[1], self._token, milliseconds(heartbeat))
+            raise ArgumentError(f"tcp: cannot listen on {interface}:{port}: {error.strerror}") from None
+        self._address = TcpAddress(interface, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
     @classmethod
@@ -115,20 +115,20 @@ class TcpDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
-            where = msgspec.msgpack.decode(address, type=Address)
+            where = msgspec.msgpack.decode(address, type=TcpAddress)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a tcp device") from None
         return handshake.persist(lambda left: self._dial(where, left), timeout)
 
-    def _dial(self, where: Address, timeout: float) -> Channel:
-        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    def _dial(self, where: TcpAddress, timeout: float) -> Channel:
+        family = socket.AF_INET6 if ":" in where.interface else socket.AF_INET
         sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            self._tune(sock, local=where.host in ("127.0.0.1", "::1"))
+            self._tune(sock, local=where.interface in ("127.0.0.1", "::1"))
             sock.settimeout(timeout)
             try:
-                sock.connect((where.host, where.port))
-            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                sock.connect((where.interface, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such an interface or port
                 raise ArgumentError("not the address of a tcp device") from None
             terms = _TERMS.pack(self._address.device, self._address.beat)
             handshake.initiate(sock, where.token, _PURPOSE + terms)
@@ -137,13 +137,13 @@ class TcpDevice(Device):
             close_socket(sock)
             if isinstance(error, PeerLost):
                 raise
-            raise PeerLost(f"tcp: cannot reach {where.host}:{where.port}: {error}") from None
+            raise PeerLost(f"tcp: cannot reach {where.interface}:{where.port}: {error}") from None
         except BaseException:
             close_socket(sock)
             raise
 
-    def _open(self, sock: socket.socket, peer: Address) -> Channel:
-        life = Life(self.life, _in_words(peer.host, peer.port))
+    def _open(self, sock: socket.socket, peer: TcpAddress) -> Channel:
+        life = Life(self.life, _in_words(peer.interface, peer.port))
         connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
         channel = TcpChannel(self, connection, life, peer.device)
         with self._lock:
@@ -331,7 +331,7 @@ class TcpCompletion(Completion):
         callbacks = channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         channel._connection.notify(self._posted, callbacks.notices, token)
-        callbacks.rescue(token)
+        callbacks.run_orphan(token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel
@@ -353,5 +353,5 @@ def _release(sock: socket.socket) -> int:
     return sock.detach()
 
 
-def _in_words(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _in_words(interface: str, port: int) -> str:
+    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"

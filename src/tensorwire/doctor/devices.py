@@ -13,7 +13,7 @@ from tensorwire.device import Device, device_names, find_device
 from tensorwire.device.registry import BUILT_IN
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.doctor.findings import Finding, Level, Section
-from tensorwire.doctor.verbs import severity
+from tensorwire.doctor.rdma import severity
 
 _SECONDS = 10.0
 _ADVICE = {

@@ -8,38 +8,38 @@ from collections.abc import Callable, Iterator, Mapping
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
-from tensorwire.doctor.memory import memory
+from tensorwire.doctor.memory_limits import memory
+from tensorwire.doctor.rdma import verbs
 from tensorwire.doctor.software import software
 from tensorwire.doctor.system import interfaces, kernel, sockets
-from tensorwire.doctor.verbs import verbs
 from tensorwire.errors import ArgumentError
-from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_host
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface
 from tensorwire.launch.secret import file_secret
-from tensorwire.progress import Tell
+from tensorwire.progress import Report
 
 
 def examine(
-    *, pids: tuple[int, int] | None = None, address: str | None = None, tell: Tell = lambda doing: None
+    *, pids: tuple[int, int] | None = None, address: str | None = None, report: Report = lambda doing: None
 ) -> list[Section]:
     """Looks at everything; opens devices, starts nothing that stays.
 
     Args:
         pids: Two processes, of which is said which device they would get.
         address: ``HOST:PORT``, to which a connection is tried.
-        tell: Is told what is looked at from now on.
+        report: Called with what is examined from now on.
 
     Raises:
         ArgumentError: Processes or an address that cannot be asked about.
     """
     pair = between(*pids) if pids is not None else between()
     sections = [memory(), kernel(), sockets(), interfaces(), software(), settings(os.environ)]
-    tell("looking for RDMA")
+    report("looking for RDMA")
     if (rdma := verbs(os.environ)) is not None:
         sections.append(rdma)
-    tell("opening each device")
+    report("opening each device")
     sections += [devices(os.environ), pair]
     if address is not None:
-        tell(f"connecting to {address}")
+        report(f"connecting to {address}")
         sections.append(peer(address))
     return sections
 
@@ -67,7 +67,7 @@ def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     yield _setting("TENSORWIRE_DEVICE", device)
     yield _setting(
-        "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_host(None, environment)} unless a job says else"
+        "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_interface(None, environment)} unless a job says else"
     )
     yield _setting("TENSORWIRE_SECRET_FILE", secret)
     yield _setting("heartbeat", beat)

@@ -36,7 +36,7 @@ def compiler(environment: Mapping[str, str]) -> Finding:
     name = (shlex.split(environment.get("CXX", "")) or ["g++"])[0]
     found = shutil.which(name, path=environment.get("PATH"))
     if found is not None:
-        return Finding("compiler", f"{found} (models over hosts need it, once for each PyTorch)")
+        return Finding("compiler", f"{found} (models over several workers need it, once for each PyTorch)")
     advice = 'only backend="tensorwire" needs it: install g++, or set CXX'
     return Finding("compiler", f"no {name}", "note", advice)
 

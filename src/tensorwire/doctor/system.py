@@ -81,10 +81,10 @@ def sockets() -> Section:
     return Section("sockets", findings)
 
 
-def _listen(host: str) -> str:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _listen(interface: str) -> str:
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     with socket.socket(family) as listener, socket.socket(family) as other:
-        listener.bind((host, 0))
+        listener.bind((interface, 0))
         listener.listen(1)
         other.settimeout(5.0)
         other.connect(listener.getsockname())

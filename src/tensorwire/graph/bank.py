@@ -41,9 +41,9 @@ def hold(memory: memoryview, released: Callable[[], None] | None = None) -> Held
 
 @dataclass(frozen=True)
 class Ledger:
-    """How hosts tell each other of banks that they had to make: ``publish(way, host, number, region)`` and
-    ``find(way, host, number)``; ``way`` is ``in`` or ``out``. ``name``: of the graph. ``plans()``: how many this host
-    has made."""
+    """How workers tell each other of banks that they had to make: ``publish(way, worker, number, region)`` and
+    ``find(way, worker, number)``; ``way`` is ``in`` or ``out``. ``name``: of the graph. ``plans()``: how many this
+    worker has made."""
 
     name: str
     publish: Callable[[str, str, int, bytes], None]

@@ -1,48 +1,50 @@
-"""Every host tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
+"""Every worker tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
 
 from __future__ import annotations
 
 import numpy
 
 from tensorwire.graph.ir import CALL, Graph, Node, Output, TensorSpec
-from tensorwire.graph.party import Party
 from tensorwire.graph.plan import analyze
+from tensorwire.graph.worker_group import WorkerGroup
 
 Vector = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
 
 
 class Exchange:
-    """For ``count`` numbers of each host. All hosts of ``party`` make theirs in the same order, and use it as often."""
+    """For ``count`` numbers of each worker. All workers of ``group`` make theirs in the same order, and use it as
+    often.
+    """
 
-    def __init__(self, party: Party, name: str, count: int) -> None:
+    def __init__(self, group: WorkerGroup, name: str, count: int) -> None:
         spec = TensorSpec((max(count, 16),), "float64")  # so large that it has a slot of its own
-        nodes = [Node(host, name, kind=CALL, spec=spec, host=host, fresh=True) for host in party.hosts]
-        outputs = [Output(host, party.hosts) for host in party.hosts]
-        plan = analyze(Graph(f"{party.next_number} ({name})", party.hosts, tuple(nodes), tuple(outputs))).plan
-        self._me, self._count = party.me, count
-        self._wires = party.connect(plan)
+        nodes = [Node(worker, name, kind=CALL, spec=spec, worker=worker, fresh=True) for worker in group.workers]
+        outputs = [Output(worker, group.workers) for worker in group.workers]
+        plan = analyze(Graph(f"{group.next_number} ({name})", group.workers, tuple(nodes), tuple(outputs))).plan
+        self._me, self._count = group.me, count
+        self._wires = group.connect(plan)
         self._edges = {edge.source: index for index, edge in enumerate(plan.edges)}
 
     def all(self, mine: Vector) -> dict[str, Vector]:
-        """The numbers of every host, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
+        """The numbers of every worker, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
         if not self._edges:
             return {self._me: mine}
         wires = self._wires
         wires.begin()
         assert wires.held is not None
         index = self._edges[self._me]
-        self._look(wires.held, index)[:] = mine
+        self._vector(wires.held, index)[:] = mine
         nbytes = wires.plan.edges[index].nbytes
         assert nbytes is not None
         wires.send(index, nbytes)
         found = {self._me: mine}
-        for host, edge in self._edges.items():
-            if host != self._me:
-                found[host] = self._look(wires.receive(edge), edge).copy()
+        for worker, edge in self._edges.items():
+            if worker != self._me:
+                found[worker] = self._vector(wires.receive(edge), edge).copy()
         wires.end()
         return found
 
-    def _look(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
+    def _vector(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
         slot = self._wires.plan.edges[index].slot
         assert slot is not None
         return held[slot : slot + 8 * self._count].view(numpy.float64)

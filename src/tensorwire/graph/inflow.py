@@ -1,4 +1,4 @@
-"""What one host receives from one other: the arrival words, and the memory that the values are in."""
+"""What one worker receives from one other: the arrival words, and the memory that the values are in."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tensorwire.observe import counters
 T = TypeVar("T")
 LINE = 64  # bytes between words: each has its cache line
 RUNS = 256  # arrival words of an edge: a source is never as many runs ahead, as each takes one of MOST_BANKS
-OVER = 1 << 62  # the number of a plan that nobody makes: a host that says it runs no graph any more
-_LOOK = 1.0  # seconds between looks whether the other host still runs the same graph
+OVER = 1 << 62  # the number of a plan that nobody makes: a worker that says it runs no graph any more
+_LOOK = 1.0  # seconds between looks whether the other worker still runs the same graph
 POLL = 0.005  # seconds between looks at two words at once
 BANKS = 2  # to begin with: a run may start while the last one's tensors are alive
 
@@ -31,7 +31,7 @@ BEGUN, RETURNED, PLANNING, CREDITS = range(4)
 
 
 class Door(msgspec.Struct, frozen=True):
-    """What a host tells one other about a plan.
+    """What a worker tells one other about a plan.
 
     Its words, its first banks, by edge its memory for what is lent, and whether it maps the other's memory.
     """
@@ -48,29 +48,29 @@ def pack(run: int, bank: int) -> int:
 
 
 def arrival(place: int, run: int) -> int:
-    """Where the arrival word is of an edge, the ``place``-th of its pair of hosts, in that run."""
+    """Where the arrival word is of an edge, the ``place``-th of its pair of workers, in that run."""
     return 8 * (place * RUNS + run % RUNS)
 
 
 def moved_on(planning: int, plans: int) -> str:
-    """What a host does that last said ``planning``, if not what this one does, which has made ``plans`` plans."""
+    """What a worker does that last said ``planning``, if not what this one does, which has made ``plans`` plans."""
     if planning <= plans:
         return ""
     return "runs no graph any more" if planning >= OVER else "plans another graph"
 
 
-def mismatch(host: str, does: str, name: str) -> PlanMismatch:
-    """That ``host`` does something else, while this host runs graph ``name``."""
+def mismatch(worker: str, does: str, name: str) -> PlanMismatch:
+    """That ``worker`` does something else, while this worker runs graph ``name``."""
     return PlanMismatch(
-        f"{host} {does}, while this host runs graph {name} once more: did they get arguments of other shapes, take "
+        f"{worker} {does}, while this worker runs graph {name} once more: did they get arguments of other shapes, take "
         "another branch, or another number of steps?"
     )
 
 
-def patiently(wait: Callable[[float], T], timeout: float, host: str, does: Callable[[], str], name: str) -> T:
-    """``wait(seconds)`` for something that ``host`` sends in a run of graph ``name``, unless that has moved on.
+def patiently(wait: Callable[[float], T], timeout: float, worker: str, does: Callable[[], str], name: str) -> T:
+    """``wait(seconds)`` for something that ``worker`` sends in a run of graph ``name``, unless that has moved on.
 
-    ``does()``: as `moved_on`; a host says so after all that it sent before. Raises `PlanMismatch`, or what ``wait``
+    ``does()``: as `moved_on`; a worker says so after all that it sent before. Raises `PlanMismatch`, or what ``wait``
     raises.
     """
     end = time.monotonic() + timeout
@@ -86,11 +86,11 @@ def patiently(wait: Callable[[float], T], timeout: float, host: str, does: Calla
         try:
             return wait(0.0)
         except WaitTimeout:
-            raise mismatch(host, does(), name) from None
+            raise mismatch(worker, does(), name) from None
 
 
 class Inflow:
-    """What this host receives from ``host``.
+    """What this worker receives from ``worker``.
 
     ``edges``: all of the pair. ``loans``: bytes of each that is lent. ``nbytes``: of the source's outbox. ``pool``: for
     payloads of any size that cannot be mapped.
@@ -98,7 +98,7 @@ class Inflow:
 
     def __init__(
         self,
-        host: str,
+        worker: str,
         channel: Channel,
         edges: list[int],
         loans: dict[int, int],
@@ -106,7 +106,7 @@ class Inflow:
         pool: Pool,
         ledger: Ledger,
     ) -> None:
-        self.host, self._channel, self._nbytes, self._ledger = host, channel, nbytes, ledger
+        self.worker, self._channel, self._nbytes, self._ledger = worker, channel, nbytes, ledger
         self._pool = pool
         self.maps = channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
@@ -168,7 +168,7 @@ class Inflow:
             return
         if all(held) and not self.maps:
             bank = self._new_bank()
-            self._ledger.publish("in", self.host, bank.number, self._regions[-1].remote("write").pack())
+            self._ledger.publish("in", self.worker, bank.number, self._regions[-1].remote("write").pack())
         self._tell(BEGUN, run)
 
     def receive(self, edge: int, run: int, timeout: float) -> Held:
@@ -187,11 +187,13 @@ class Inflow:
         mapped, else read into the pool. Raises `ProtocolError`, `OutOfMemory`, `PeerLost` or `WaitTimeout`."""
         region, device = header.region, self._channel.device
         if region is None or region.device != device.name:
-            raise ProtocolError(f"{self.host} sent a header that leads to no memory of {device.name}")
+            raise ProtocolError(f"{self.worker} sent a header that leads to no memory of {device.name}")
         if self.maps:
             memory = self._map(region)
             if header.offset + header.nbytes > memory.nbytes:
-                raise ProtocolError(f"{self.host} sent a header that leads behind its {memory.nbytes} bytes of memory")
+                raise ProtocolError(
+                    f"{self.worker} sent a header that leads behind its {memory.nbytes} bytes of memory"
+                )
             found = hold(memory[header.offset : header.offset + header.nbytes])
             found.keeps = held
             counters.mapped(header.nbytes)
@@ -215,14 +217,14 @@ class Inflow:
         return memoryview(memory)
 
     def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
-        return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
+        return patiently(wait, timeout, self.worker, self._moved_on, self._ledger.name)
 
     def _moved_on(self) -> str:
         return moved_on(self._words.load(self._planning), self._ledger.plans())
 
     def _hold(self, number: int, run: int) -> Held:
         while self.maps and number >= len(self._banks):
-            self._map_bank(self._ledger.find("out", self.host, len(self._banks)))
+            self._map_bank(self._ledger.find("out", self.worker, len(self._banks)))
         return self._banks[number].hold(run, self._let_go)
 
     def _let_go(self, bank: Bank) -> None:
@@ -244,7 +246,7 @@ class Inflow:
             self._tell(CREDITS + number, run)
 
     def plan_another(self, number: int) -> None:
-        """Tells the source that this host plans its ``number``-th graph, counted from 1."""
+        """Tells the source that this worker plans its ``number``-th graph, counted from 1."""
         self._tell(PLANNING, number)
 
     def end(self, run: int, borrows: bool) -> None:

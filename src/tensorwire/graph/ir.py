@@ -35,6 +35,11 @@ class Unknown:
 Dim = int | Unknown
 
 
+def worker_name(rank: int) -> str:
+    """What graphs, plans and messages call the worker of that rank."""
+    return f"worker {rank}"
+
+
 def most(dim: Dim) -> int | None:
     """The most that a length can be; None where nothing bounds it."""
     return dim if isinstance(dim, int) else dim.most
@@ -113,8 +118,8 @@ class TensorSpec:
 class Node:
     """One value of the graph.
 
-    ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``host``: where
-    the user put it, None if nothing was said. ``present``: hosts that hold it before the graph runs (inputs and
+    ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``worker``:
+    where the user put it; None: anywhere. ``present``: workers that hold it before the graph runs (inputs and
     parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
     ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
     than sent. ``random``: it draws random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
@@ -126,7 +131,7 @@ class Node:
     inputs: tuple[str, ...] = ()
     kind: str = CALL
     spec: TensorSpec | None = None
-    host: str | None = None
+    worker: str | None = None
     present: tuple[str, ...] | None = None
     alias: str | None = None
     writes: tuple[str, ...] = ()
@@ -142,8 +147,8 @@ class Node:
 class Output:
     """A value that outlives the graph.
 
-    ``to``: the hosts that get it, and no others; empty: who has it anyway. ``caller``: it is given to the user, who may
-    do with it what he likes; else it is kept for the backward graph. ``if_small``: its size is known only when the
+    ``to``: the workers that get it, and no others; empty: who has it anyway. ``caller``: it is given to the user, who
+    may do with it what he likes; else it is kept for the backward graph. ``if_small``: its size is known only when the
     graph runs, and ``to`` get it in the runs in which it is small, else its shape.
     """
 
@@ -158,7 +163,7 @@ class Graph:
     """Nodes in their global order. Raises `ArgumentError` for a name used twice, or before its node."""
 
     name: str
-    hosts: tuple[str, ...]
+    workers: tuple[str, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...] = ()
     place: Mapping[str, int] = field(init=False, repr=False, compare=False)  # of each name in the order
@@ -171,18 +176,23 @@ class Graph:
             if missing or node.name in place:
                 what = f"uses {missing[0]!r} before it is there" if missing else "is there twice"
                 raise ArgumentError(f"graph {self.name}: node {node.name!r} {what}")
-            self._check_hosts(f"node {node.name!r}", (*((node.host,) if node.host else ()), *(node.present or ())))
+            self._check_workers(
+                f"node {node.name!r}", (*((node.worker,) if node.worker else ()), *(node.present or ()))
+            )
             place[node.name] = number
         for output in self.outputs:
             if output.name not in place:
                 raise ArgumentError(f"graph {self.name}: there is no node {output.name!r} to give out")
-            self._check_hosts(f"output {output.name!r}", output.to)
+            self._check_workers(f"output {output.name!r}", output.to)
         object.__setattr__(self, "place", place)
 
-    def _check_hosts(self, what: str, hosts: Iterable[str]) -> None:
-        for host in hosts:
-            if host not in self.hosts:
-                raise ArgumentError(f"graph {self.name}: {what} is for {host}; the hosts are {', '.join(self.hosts)}")
+    def _check_workers(self, what: str, workers: Iterable[str]) -> None:
+        for worker in workers:
+            if worker not in self.workers:
+                raise ArgumentError(
+                    f"graph {self.name}: {what} is for {worker}, and the job has {', '.join(self.workers)}: "
+                    "name one of these, or start more workers"
+                )
 
     def node(self, name: str) -> Node:
         """The node of that name."""

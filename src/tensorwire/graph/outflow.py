@@ -1,4 +1,4 @@
-"""What one host sends to one other: where it goes, and what the other has let go of."""
+"""What one worker sends to one other: where it goes, and what the other has let go of."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from tensorwire.graph.inflow import (
     patiently,
 )
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 
 class Outflow:
-    """What this host sends to ``host``.
+    """What this worker sends to ``worker``.
 
     ``edges``: all of the pair. ``banks``: whether any lies in the outbox.
     """
 
     def __init__(
         self,
-        host: str,
+        worker: str,
         channel: Channel,
         edges: list[int],
         banks: bool,
         ledger: Ledger,
     ) -> None:
-        self.host, self.channel, self._ledger = host, channel, ledger
+        self.worker, self.channel, self._ledger = worker, channel, ledger
         self._uses_banks = banks
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
@@ -54,7 +54,7 @@ class Outflow:
         self._sent: list[Completion] = []
         self._runs = [0] * BANKS  # by inbox: the last run that went there
         self._now = 0  # the inbox of this run
-        self._memory = edge_of(ledger.name, f"memory of {host}")  # in spans
+        self._memory = edge_of(ledger.name, f"memory of {worker}")  # in spans
 
     def open(self, door: Door) -> None:
         """Takes what the target told."""
@@ -102,11 +102,11 @@ class Outflow:
                 if self._word(CREDITS + number) >= last:
                     return number
             if begun:
-                self._inboxes.append(RemoteRegion.unpack(self._ledger.find("in", self.host, len(self._inboxes))))
+                self._inboxes.append(RemoteRegion.unpack(self._ledger.find("in", self.worker, len(self._inboxes))))
                 self._runs.append(0)
                 return len(self._runs) - 1
             if time.monotonic() >= end:
-                raise WaitTimeout(f"{self.host} did not begin run {run} of graph {self._ledger.name} in time")
+                raise WaitTimeout(f"{self.worker} did not begin run {run} of graph {self._ledger.name} in time")
             with contextlib.suppress(WaitTimeout):
                 self._wait(CREDITS + oldest, self._runs[oldest], POLL)
 
@@ -153,13 +153,13 @@ class Outflow:
         self._patiently(lambda seconds: self.words.wait(LINE * word, at_least, seconds, self.channel), timeout)
 
     def _patiently(self, wait: Callable[[float], T], timeout: float) -> T:
-        return patiently(wait, timeout, self.host, self._moved_on, self._ledger.name)
+        return patiently(wait, timeout, self.worker, self._moved_on, self._ledger.name)
 
     def _moved_on(self) -> str:
         return moved_on(self._word(PLANNING), self._ledger.plans())
 
     def plan_another(self, number: int) -> None:
-        """Tells the target that this host plans its ``number``-th graph, counted from 1."""
+        """Tells the target that this worker plans its ``number``-th graph, counted from 1."""
         self.channel.signal(self._arrivals.view(self._planning, 8), number)
 
     def flush(self, run: int, timeout: float) -> None:

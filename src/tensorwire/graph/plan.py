@@ -15,7 +15,7 @@ from tensorwire.edge.header import HEADER
 from tensorwire.graph.ir import CALL, INPUT, ITEM, Graph, TensorSpec
 from tensorwire.graph.kinds import BOUNDED, BY_VALUE, DYNAMIC, SMALL, STATIC, VALUE, kind_of
 from tensorwire.graph.passes.aliases import Aliases
-from tensorwire.graph.passes.assignment import homes
+from tensorwire.graph.passes.assignment import assign
 from tensorwire.graph.passes.births import Birth, births, callers
 from tensorwire.graph.passes.copying import Copies, predicted
 from tensorwire.graph.passes.crossing import Crossings, crossings
@@ -90,14 +90,14 @@ class Traffic:
 class Plan:
     """What runs where, what crosses, and where that lies.
 
-    ``nodes``: by name, operator and the hosts it runs on. ``gets``: the hosts that get each value that outlives the
-    graph. ``reads``: the hosts whose caller has to pass the right value of each input. ``outbox``: bytes of one outbox
-    by host. ``callers``: the values that a host copies when it has received them, as its user gets them, who may change
-    them.
+    ``nodes``: by name, operator and the workers it runs on. ``gets``: the workers that get each value that outlives the
+    graph. ``reads``: the workers whose caller has to pass the right value of each input. ``outbox``: bytes of one
+    outbox by worker. ``callers``: the values that a worker copies when it has received them, as its user gets them, who
+    may change them.
     """
 
     name: str
-    hosts: tuple[str, ...]
+    workers: tuple[str, ...]
     nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
     edges: tuple[Edge, ...]
     gets: tuple[tuple[str, tuple[str, ...]], ...]
@@ -119,12 +119,12 @@ class Plan:
     @cached_property
     def text(self) -> str:
         """All of it in lines: what processes compare, and what people see where they differ."""
-        lines = [f"graph {self.name} on {', '.join(self.hosts)}"]
+        lines = [f"graph {self.name} on {', '.join(self.workers)}"]
         lines += [f"edge {edge}" for edge in self.edges]
-        lines += [f"outbox {host}: {nbytes} bytes" for host, nbytes in self.outbox]
-        lines += [f"output {name}: {', '.join(hosts)}" for name, hosts in self.gets]
-        lines += [f"input {name}: {', '.join(hosts)}" for name, hosts in self.reads]
-        lines += [f"{name} = {op}: {', '.join(hosts)}" for name, op, hosts in self.nodes]
+        lines += [f"outbox {worker}: {nbytes} bytes" for worker, nbytes in self.outbox]
+        lines += [f"output {name}: {', '.join(workers)}" for name, workers in self.gets]
+        lines += [f"input {name}: {', '.join(workers)}" for name, workers in self.reads]
+        lines += [f"{name} = {op}: {', '.join(workers)}" for name, op, workers in self.nodes]
         return "\n".join(lines)
 
     @cached_property
@@ -134,22 +134,22 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """Of each pair of hosts between which something crosses, in the order of the hosts."""
+        """Of each pair of workers between which something crosses, in the order of the workers."""
         pairs: dict[tuple[str, str], list[Edge]] = {}
         for edge in self.edges:
             for target in edge.targets:
                 pairs.setdefault((edge.source, target), []).append(edge)
-        both = ((source, target) for source in self.hosts for target in self.hosts)
+        both = ((source, target) for source in self.workers for target in self.workers)
         return tuple(_traffic(*pair, pairs[pair]) for pair in both if pair in pairs)
 
     @cached_property
     def copies(self) -> tuple[Copies, ...]:
-        """What each host copies in one run in the steady state."""
-        return predicted(self.hosts, self.edges, self.callers)
+        """What each worker copies in one run in the steady state."""
+        return predicted(self.workers, self.edges, self.callers)
 
     @property
     def inboxes(self) -> dict[tuple[str, str], int]:
-        """Bytes of registered memory, a bank, that the second host of a pair has for the first one's outbox, where it
+        """Bytes of registered memory, a bank, that the second worker of a pair has for the first one's outbox, where it
         cannot map that."""
         outbox = dict(self.outbox)
         boxed = {(edge.source, target) for edge in self.edges if edge.slot is not None for target in edge.targets}
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def lent(self) -> dict[str, int]:
-        """Bytes of registered memory, by host, that parameters live in because they are lent."""
+        """Bytes of registered memory, by worker, that parameters live in because they are lent."""
         found: dict[str, int] = {}
         for edge in self.edges:
             if edge.lent:
@@ -167,20 +167,20 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with its totals, as plain dicts, lists, strings and numbers."""
-        inboxes = [{"host": target, "of": source, "nbytes": n} for (source, target), n in self.inboxes.items()]
+        inboxes = [{"worker": target, "of": source, "nbytes": n} for (source, target), n in self.inboxes.items()]
         return {
             "name": self.name,
             "digest": self.digest.hex(),
-            "hosts": list(self.hosts),
+            "workers": list(self.workers),
             "edges": msgspec.to_builtins(self.edges),
             "traffic": msgspec.to_builtins(self.traffic),
             "copies": msgspec.to_builtins(self.copies),
-            "outboxes": [{"host": host, "nbytes": nbytes} for host, nbytes in self.outbox],
+            "outboxes": [{"worker": worker, "nbytes": nbytes} for worker, nbytes in self.outbox],
             "inboxes": inboxes,
-            "lent": [{"host": host, "nbytes": nbytes} for host, nbytes in self.lent.items()],
-            "outputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.gets],
-            "inputs": [{"name": name, "hosts": list(hosts)} for name, hosts in self.reads],
-            "nodes": [{"name": name, "op": op, "hosts": list(hosts)} for name, op, hosts in self.nodes],
+            "lent": [{"worker": worker, "nbytes": nbytes} for worker, nbytes in self.lent.items()],
+            "outputs": [{"name": name, "workers": list(workers)} for name, workers in self.gets],
+            "inputs": [{"name": name, "workers": list(workers)} for name, workers in self.reads],
+            "nodes": [{"name": name, "op": op, "workers": list(workers)} for name, op, workers in self.nodes],
         }
 
 
@@ -203,28 +203,28 @@ class Analysis:
 
 
 def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -> Analysis:
-    """Runs all passes. ``default``: the host of what nothing binds. ``copies``: nothing is born in registered memory,
+    """Runs all passes. ``default``: the worker of what nothing binds. ``copies``: nothing is born in registered memory,
     and nothing lent; all is copied there, to compare with.
 
-    Raises `ArgumentError` for a value that is needed and that no host has, and for one that is read on a host after it
-    was changed in place on another.
+    Raises `ArgumentError` for a value that is needed and that no worker has, and for one that is read on a worker after
+    it was changed in place on another.
     """
     aliases = Aliases(graph)
-    crossing = crossings(graph, homes(graph, default, aliases), aliases)
+    crossing = crossings(graph, assign(graph, default, aliases), aliases)
     birth = births(graph, crossing, aliases)
     if copies:
         birth = {name: Birth(found.root, why=found.why or "it was asked for") for name, found in birth.items()}
-    drafts = [_draft(graph, crossing, birth[name], name) for name in crossing.sent]
+    drafts = [_planned_edge(graph, crossing, birth[name], name) for name in crossing.sent]
     sizes = {edge.name: _slot_bytes(edge, birth[edge.name]) for edge in drafts if not edge.lent}
     slots = layout(graph, crossing, birth, aliases, sizes)
     edges, outbox = _described([replace(edge, slot=slots.at.get(edge.name)) for edge in drafts], slots.nbytes)
     given = callers(graph, crossing, aliases)
-    received = ((name, host) for name, (_, targets) in crossing.sent.items() for host in targets)
-    copied = frozenset((name, host) for name, host in received if (aliases.root(name).name, host) in given)
+    received = ((name, worker) for name, (_, targets) in crossing.sent.items() for worker in targets)
+    copied = frozenset((name, worker) for name, worker in received if (aliases.root(name).name, worker) in given)
     return Analysis(_plan(graph, crossing, edges, outbox, copied), crossing)
 
 
-def _draft(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
+def _planned_edge(graph: Graph, crossing: Crossings, birth: Birth, name: str) -> Edge:
     spec = graph.node(name).spec
     nbytes = NUMBER if spec is None else spec.nbytes
     source, targets = crossing.sent[name]
@@ -251,7 +251,7 @@ def _described(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edg
             ends[edge.source] += HEADER
         else:
             found.append(edge)
-    return tuple(found), {host: round_up(nbytes, PAGE) for host, nbytes in ends.items()}
+    return tuple(found), {worker: round_up(nbytes, PAGE) for worker, nbytes in ends.items()}
 
 
 def _slot_bytes(edge: Edge, birth: Birth) -> int:
@@ -272,19 +272,19 @@ def _plan(
     outbox: dict[str, int],
     copied: frozenset[tuple[str, str]],
 ) -> Plan:
-    def ordered(hosts: frozenset[str]) -> tuple[str, ...]:
-        return tuple(host for host in graph.hosts if host in hosts)
+    def ordered(workers: frozenset[str]) -> tuple[str, ...]:
+        return tuple(worker for worker in graph.workers if worker in workers)
 
     inputs = [node.name for node in graph.nodes if node.kind == INPUT]
     received = {edge.name: frozenset(edge.targets) for edge in edges}
     reads = {name: crossing.holds[name] - received.get(name, frozenset()) for name in inputs}
     return Plan(
         graph.name,
-        graph.hosts,
+        graph.workers,
         tuple((n.name, n.op, ordered(crossing.runs[n.name])) for n in graph.nodes if n.kind in (CALL, ITEM)),
         edges,
         tuple((output.name, ordered(frozenset(output.to) or crossing.holds[output.name])) for output in graph.outputs),
-        tuple((name, ordered(hosts)) for name, hosts in reads.items()),
+        tuple((name, ordered(workers)) for name, workers in reads.items()),
         tuple(sorted(outbox.items())),
         copied,
     )

@@ -1,9 +1,9 @@
-"""The memory of one plan on this host, and the words by which hosts tell each other what lies in it.
+"""The memory of one plan on this worker, and the words by which workers tell each other what lies in it.
 
-What crosses is born in, or copied to, the *outbox* of the host that makes it: one bank per run. A host that maps it
+What crosses is born in, or copied to, the *outbox* of the worker that makes it: one bank per run. A worker that maps it
 reads it in place: then a signal is all that is sent. To others it is written, into a bank of an *inbox* of theirs.
-Either way the host that reads gives the bank back once it has let go of all that lies there. Parameters that cross are
-*lent*: they live in registered memory of their own, and until a run ends they do not change.
+Either way the worker that reads gives the bank back once it has let go of all that lies there. Parameters that cross
+are *lent*: they live in registered memory of their own, and until a run ends they do not change.
 
 Words, all 8 bytes and growing:
 
@@ -37,7 +37,7 @@ from tensorwire.graph.inflow import BANKS, POLL, Door, Inflow
 from tensorwire.graph.outflow import Outflow
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edges import edge_of
+from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
@@ -61,10 +61,10 @@ class _Payload:
 
 
 class Wires:
-    """The wires of ``plan`` at host ``me``. All hosts make theirs in the same order; ``number`` tells them apart.
+    """The wires of ``plan`` at worker ``me``. All workers make theirs in the same order; ``number`` tells them apart.
 
     ``borrowed``: by lender and borrower, who still reads during this plan what was lent by an earlier one (a backward
-    graph, what its forward graph saved). ``plans()``: how many plans this host has made. ``pools(device)``: where
+    graph, what its forward graph saved). ``plans()``: how many plans this worker has made. ``pools(device)``: where
     tensors of no known size lie. Makes regions and tells the others of them, once: an RPC and a registration each.
     Raises `OutOfMemory`, `PeerLost`, `WaitTimeout` or `JobEnded`.
     """
@@ -88,8 +88,8 @@ class Wires:
         self.held: Held | None = None  # its bytes
         self._borrowed = {*borrowed, *plan.loans}
         ledger = Ledger(plan.name, self._publish, self._find, plans)
-        self._in = {host: self._inflow(host, ledger) for host in plan.hosts if self._wants(host, me)}
-        self._out = {host: self._outflow(host, ledger) for host in plan.hosts if self._wants(me, host)}
+        self._in = {worker: self._inflow(worker, ledger) for worker in plan.workers if self._wants(worker, me)}
+        self._out = {worker: self._outflow(worker, ledger) for worker in plan.workers if self._wants(me, worker)}
         self._banks: list[Bank] = []
         self._lending: list[Pool] = []  # where payloads of any size lie that targets look at or read
         self._payloads: list[_Payload] = []
@@ -105,20 +105,20 @@ class Wires:
         edges = enumerate(self.plan.edges)
         return [index for index, edge in edges if edge.source == source and target in edge.targets]
 
-    def _inflow(self, host: str, ledger: Ledger) -> Inflow:
-        edges = self._edges(host, self.me)
+    def _inflow(self, worker: str, ledger: Ledger) -> Inflow:
+        edges = self._edges(worker, self.me)
         loans = {index: self.plan.edges[index].nbytes or 0 for index in edges if self.plan.edges[index].lent}
-        channel = self._channel(host)
-        nbytes = dict(self.plan.outbox)[host]
-        return Inflow(host, channel, edges, loans, nbytes, self._pools(channel.device), ledger)
+        channel = self._channel(worker)
+        nbytes = dict(self.plan.outbox)[worker]
+        return Inflow(worker, channel, edges, loans, nbytes, self._pools(channel.device), ledger)
 
-    def _outflow(self, host: str, ledger: Ledger) -> Outflow:
-        edges = self._edges(self.me, host)
+    def _outflow(self, worker: str, ledger: Ledger) -> Outflow:
+        edges = self._edges(self.me, worker)
         banks = any(self.plan.edges[index].slot is not None for index in edges)
-        return Outflow(host, self._channel(host), edges, banks, ledger)
+        return Outflow(worker, self._channel(worker), edges, banks, ledger)
 
-    def _channel(self, host: str) -> Channel:
-        role, _, index = host.partition(":")
+    def _channel(self, worker: str) -> Channel:
+        role, _, index = worker.partition(" ")
         return self._member.channel(role, int(index))
 
     # ---- set-up
@@ -144,51 +144,51 @@ class Wires:
     def _memory(self, nbytes: int, targets: tuple[str, ...]) -> Memory:
         """Memory that all of ``targets`` can be sent from: allocated by a device that maps, if there is one."""
         devices: dict[str, Device] = {}
-        for host in sorted(targets, key=lambda host: not self._out[host].channel.device.capabilities.maps):
-            device = self._out[host].channel.device
+        for worker in sorted(targets, key=lambda worker: not self._out[worker].channel.device.capabilities.maps):
+            device = self._out[worker].channel.device
             devices[device.name] = device
         (name, first), *others = devices.items()
         region = first.allocate(nbytes)
         return {name: region, **{name: device.register(memoryview(region)) for name, device in others}}
 
     def _exchange(self) -> None:
-        for host, inflow in self._in.items():
-            self._tell(f"in/{host}", host, inflow.door())
-        for host, outflow in self._out.items():
+        for worker, inflow in self._in.items():
+            self._tell(f"in/{worker}", worker, inflow.door())
+        for worker, outflow in self._out.items():
             device = outflow.channel.device.name
             maps = outflow.channel.device.capabilities.maps
             banks = [memory[device].remote("write").pack() for memory in self._outboxes] if maps else []
             loans = {
                 index: memory[device].remote("write").pack()
                 for index, (memory, _) in self._loans.items()
-                if maps and host in self.plan.edges[index].targets
+                if maps and worker in self.plan.edges[index].targets
             }
             words = outflow.words.remote("write").pack()
-            self._tell(f"out/{host}", host, Door(words, banks, loans, maps))
-        for host, outflow in self._out.items():
-            outflow.open(self._hear(f"in/{self.me}", host))
-        for host, inflow in self._in.items():
-            inflow.open(self._hear(f"out/{self.me}", host))
+            self._tell(f"out/{worker}", worker, Door(words, banks, loans, maps))
+        for worker, outflow in self._out.items():
+            outflow.open(self._hear(f"in/{self.me}", worker))
+        for worker, inflow in self._in.items():
+            inflow.open(self._hear(f"out/{self.me}", worker))
 
-    def _tell(self, what: str, host: str, door: Door) -> None:
+    def _tell(self, what: str, worker: str, door: Door) -> None:
         key = f"graph/{self._number}/{self.me}/{what}"
-        self._member.client.publish(key, msgspec.msgpack.encode(door), to=[host.replace(":", " ")])
+        self._member.client.publish(key, msgspec.msgpack.encode(door), to=[worker])
 
-    def _hear(self, what: str, host: str) -> Door:
+    def _hear(self, what: str, worker: str) -> Door:
         return msgspec.msgpack.decode(
-            self._member.client.lookup(f"graph/{self._number}/{host}/{what}", self._timeout), type=Door
+            self._member.client.lookup(f"graph/{self._number}/{worker}/{what}", self._timeout), type=Door
         )
 
-    def _publish(self, way: str, host: str, bank: int, packed: bytes) -> None:
-        key = f"graph/{self._number}/{self.me}/{way}/{host}/{bank}"
-        self._member.client.publish(key, packed, to=[host.replace(":", " ")])
+    def _publish(self, way: str, worker: str, bank: int, packed: bytes) -> None:
+        key = f"graph/{self._number}/{self.me}/{way}/{worker}/{bank}"
+        self._member.client.publish(key, packed, to=[worker])
 
-    def _find(self, way: str, host: str, bank: int) -> bytes:
-        return self._member.client.lookup(f"graph/{self._number}/{host}/{way}/{self.me}/{bank}", self._timeout)
+    def _find(self, way: str, worker: str, bank: int) -> bytes:
+        return self._member.client.lookup(f"graph/{self._number}/{worker}/{way}/{self.me}/{bank}", self._timeout)
 
     def plan_another(self, number: int) -> None:
-        """Tells the other hosts that this one plans its ``number``-th graph, counted from 1. If they wait for something
-        of this one, they will not get it."""
+        """Tells the other workers that this one plans its ``number``-th graph, counted from 1. If they wait for
+        something of this one, they will not get it."""
         for inflow in self._in.values():
             inflow.plan_another(number)
         for outflow in self._out.values():
@@ -211,7 +211,7 @@ class Wires:
             spans.add("wait", self.run, start, clock(), edge_of(self.plan.name, "the outbox"))
 
     def _free_bank(self) -> Bank:
-        """Waits for one, but not for hosts that began this run and hold on to the earlier ones."""
+        """Waits for one, but not for workers that began this run and hold on to the earlier ones."""
         targets = list(self._out.values())
         end = time.monotonic() + self._timeout
         while True:
@@ -225,16 +225,16 @@ class Wires:
             if all(target.has_begun(self.run) for target in waiting):
                 return self._grow()
             if time.monotonic() >= end:
-                raise WaitTimeout(f"{waiting[0].host} did not begin run {self.run} of graph {self.plan.name} in time")
+                raise WaitTimeout(f"{waiting[0].worker} did not begin run {self.run} of graph {self.plan.name} in time")
             with contextlib.suppress(WaitTimeout):
                 waiting[0].wait_for_credit(ours[0], POLL)
 
     def _grow(self) -> Bank:
         bank = self._new_bank()
-        for host, target in self._out.items():
+        for worker, target in self._out.items():
             if target.maps:
                 region = self._outboxes[-1][target.channel.device.name]
-                self._publish("out", host, bank.number, region.remote("write").pack())
+                self._publish("out", worker, bank.number, region.remote("write").pack())
         return bank
 
     def describe(self, index: int, spec: Spec, at: int) -> None:
@@ -257,8 +257,8 @@ class Wires:
         edge, bank, start = self.plan.edges[index], self.bank, clock()
         assert bank is not None
         assert edge.slot is not None
-        for host in edge.targets:
-            target = self._out[host]
+        for worker in edge.targets:
+            target = self._out[worker]
             source = self._outboxes[bank.number][target.channel.device.name]
             if at is not None:
                 assert edge.header is not None
@@ -284,16 +284,16 @@ class Wires:
         assert bank is not None
         assert edge.slot is not None
         leases = {lease.slab.device.name: lease}
-        for number, host in enumerate(edge.targets):
-            device = self._out[host].channel.device.name
+        for number, worker in enumerate(edge.targets):
+            device = self._out[worker].channel.device.name
             if device not in leases:  # memory of one device is not another's
-                leases[device] = other = self._pool_of(host).lease(lease.nbytes)
+                leases[device] = other = self._pool_of(worker).lease(lease.nbytes)
                 other.memory[:] = memoryview(lease.hold)
                 counters.add(copies=1, copied_bytes=lease.nbytes)
             region, at = leases[device].slab.shown("write"), edge.slot + HEADER * number
             pack_tensor(bank.memory, at, self.run, spec, region=region, offset=leases[device].offset)
             source = self._outboxes[bank.number][device].view(at, HEADER)
-            self._out[host].send(index, self.run, bank, source, self._timeout)
+            self._out[worker].send(index, self.run, bank, source, self._timeout)
         self._payloads.append(_Payload(self.run, bank.number, edge.targets, [one.hold for one in leases.values()]))
         spans.add("push", self.run, start, clock(), self.what[index])
 
@@ -302,7 +302,7 @@ class Wires:
         self._payloads = [one for one in self._payloads if not self._is_read(one)]
 
     def _is_read(self, payload: _Payload) -> bool:
-        return all(self._out[host].has_read(payload.run, payload.bank) for host in payload.targets)
+        return all(self._out[worker].has_read(payload.run, payload.bank) for worker in payload.targets)
 
     def receive_dynamic(self, index: int) -> tuple[Hold | Held, Spec]:
         """Waits for edge ``index``, which is dynamic. Raises `PeerLost`, `WaitTimeout` or `OutOfMemory`."""
@@ -322,8 +322,8 @@ class Wires:
     def lend(self, index: int) -> None:
         """Makes edge ``index``, which lies in ``loan(index)``, arrive at its targets."""
         memory, start = self._loans[index][0], clock()
-        for host in self.plan.edges[index].targets:
-            target = self._out[host]
+        for worker in self.plan.edges[index].targets:
+            target = self._out[worker]
             target.lend(index, self.run, memory[target.channel.device.name].view())
         spans.add("push", self.run, start, clock(), self.what[index])
 
@@ -338,10 +338,10 @@ class Wires:
     def end(self) -> None:
         """Ends the run: what it left is held by its tensors alone, and what was lent has been given back."""
         self.held = None
-        for host, inflow in self._in.items():
-            inflow.end(self.run, (host, self.me) in self._borrowed)
-        for host, outflow in self._out.items():
-            outflow.end(self.run, (self.me, host) in self._borrowed, self._timeout)
+        for worker, inflow in self._in.items():
+            inflow.end(self.run, (worker, self.me) in self._borrowed)
+        for worker, outflow in self._out.items():
+            outflow.end(self.run, (self.me, worker) in self._borrowed, self._timeout)
 
     def close(self) -> None:
         """Gives the memory back. Idempotent."""

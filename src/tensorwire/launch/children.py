@@ -87,13 +87,13 @@ def start_server(
     base = environment if environment is not None else os.environ
     values = worker_environment(base, coordinator=coordinator, secret=secret, index=index)
     values.setdefault("OMP_NUM_THREADS", "1")
-    return Child("tensorwire.launch.server", environment=values, stdout=stdout, stderr=stderr, own=own)
+    return Child("tensorwire.launch.server_process", environment=values, stdout=stdout, stderr=stderr, own=own)
 
 
-def start_coordinator(secret: str, workers: int, servers: int, host: str, port: int) -> tuple[Child, str]:
+def start_coordinator(secret: str, workers: int, servers: int, interface: str, port: int) -> tuple[Child, str]:
     """A coordinator as a process of its own, and its address. Raises `ControlError` if it cannot listen."""
     environment = worker_environment(os.environ, secret=secret)
-    module, arguments = "tensorwire.launch.coordinator", (workers, servers, host, port)
+    module, arguments = "tensorwire.launch.coordinator_process", (workers, servers, interface, port)
     child = Child(module, *arguments, environment=environment, stdout=subprocess.PIPE)
     assert child.process.stdout is not None
     line = child.process.stdout.readline().decode().strip()

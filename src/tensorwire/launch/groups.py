@@ -39,14 +39,14 @@ class Guard:
 
     def add(self, group: int) -> None:
         """``group`` is to end with the launcher."""
-        self._tell(f"{group}\n")
+        self._send(f"{group}\n")
 
     def close(self) -> None:
         """All groups have ended. Idempotent."""
         if self._closing:
             return
         self._closing = True
-        self._tell("done\n")
+        self._send("done\n")
         self._thread.join(_GUARD_SECONDS)
         if self._thread.is_alive():
             self._process.kill()
@@ -59,7 +59,7 @@ class Guard:
         if not self._closing:
             self._gone(status)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has been killed, or it is stopped and its pipe is full
             self._process.stdin.write(line.encode())

@@ -66,7 +66,7 @@ class Job:
             WaitTimeout: Worker 0 did not join within 600 seconds.
             JobEnded: The job ended; the message says why.
         """
-        return self._worker.member.card("worker 0", JOIN_SECONDS).host
+        return self._worker.member.card("worker 0", JOIN_SECONDS).interface
 
     @property
     def routes(self) -> dict[str, Route]:

@@ -22,7 +22,7 @@ from tensorwire.launch.place import (
     find_place,
     grace_seconds,
     heartbeat,
-    listening_host,
+    listening_interface,
     server_threads,
 )
 from tensorwire.launch.scarce import as_out_of_memory
@@ -88,7 +88,7 @@ def init(
             worker = _join(place, meeting, children, hook)
             worker.check_threads()
             worker.events = _event_file(tensorboard, place.rank)
-        if place.starter in ("torchrun", "ranks") and not place.several_hosts:
+        if place.starter in ("torchrun", "ranks") and not place.several_machines:
             worker.member.client.barrier("joined", place.workers, JOIN_SECONDS)
     except BaseException as error:
         if hook.worker is not None:
@@ -143,8 +143,10 @@ def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: Except
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):
             children.append(start_server(index, meeting.address, meeting.secret))
-    host = listening_host(meeting.address, os.environ)
+    interface = listening_interface(meeting.address, os.environ)
     secret, device = meeting.secret.encode(), device_choice(os.environ)
     _, lost_after = heartbeat(os.environ)
-    member = Member(meeting.address, secret, "worker", place.rank, device=device, host=host, timeout=lost_after)
+    member = Member(
+        meeting.address, secret, "worker", place.rank, device=device, interface=interface, timeout=lost_after
+    )
     return Worker(place, member, children, hook)

@@ -75,15 +75,17 @@ class JobCollector(Collector):
 
 
 class MetricsServer:
-    """Serves ``collector`` at ``host:port`` until `close`; port 0: any. Raises `ArgumentError` if it cannot listen."""
+    """Serves ``collector`` at ``interface`` and ``port`` until `close`; port 0: any. Raises `ArgumentError` if it
+    cannot listen.
+    """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, interface: str, port: int) -> None:
         self._registry = CollectorRegistry()
         try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
+            self._server, self._thread = start_http_server(port, interface, self._registry)
         except OSError as error:
-            raise ArgumentError(f"--metrics cannot listen on {host}:{port}: {error.strerror or error}") from None
-        shown = f"[{host}]" if ":" in host else host
+            raise ArgumentError(f"--metrics cannot listen on {interface}:{port}: {error.strerror or error}") from None
+        shown = f"[{interface}]" if ":" in interface else interface
         self.address = f"http://{shown}:{self._server.server_port}/metrics"
 
     def serve(self, collector: Collector) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorwire.launch.lines import Lines, last_state
+from tensorwire.launch.output_lines import OutputLines, last_state
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -39,10 +39,10 @@ class _Stream:
     name: str
     fd: int
     target: int
-    lines: Lines
+    lines: OutputLines
 
 
-class Output:
+class ProcessOutput:
     """Reads what a job's processes print, from the moment it is made until `close`.
 
     ``names``: all that will ever print. ``prefix`` False: the processes keep our own streams, and there is no thread.
@@ -87,18 +87,18 @@ class Output:
         for target in (1, 2):
             reader, writer = os.pipe()  # neither is inherited but where Popen says so
             os.set_blocking(reader, False)
-            self._tell(self._add, _Stream(name, reader, target, Lines(prefix)))
+            self._call_in_loop(self._add, _Stream(name, reader, target, OutputLines(prefix)))
             writers.append(writer)
         return writers[0], writers[1]
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """The launcher's own words on standard error, after everything that was printed before."""
         data = (text + "\n").encode("utf-8", "replace")
         if self._thread is None:
             self._write(2, data)
         else:
-            self._tell(self._drain)
-            self._tell(self._write, 2, data)
+            self._call_in_loop(self._drain)
+            self._call_in_loop(self._write, 2, data)
 
     def show_cursor(self, *, shown: bool) -> None:
         """Where a picture hides the terminal's cursor, shows it to others for a while."""
@@ -109,7 +109,7 @@ class Output:
     def freeze(self) -> None:
         """The job has ended: the picture stays as it is now."""
         if self._thread is not None:
-            self._tell(self._stop_picture)
+            self._call_in_loop(self._stop_picture)
 
     def close(self, timeout: float | None = None) -> None:
         """Returns when everything that was printed is shown; or, where nobody reads it, after ``timeout``. Idempotent.
@@ -117,10 +117,10 @@ class Output:
         The processes should have ended: what those print that live on is shown to nobody.
         """
         if self._thread is not None:
-            self._tell(self._loop.stop)
+            self._call_in_loop(self._loop.stop)
             self._thread.join(timeout)
 
-    def _tell(self, call: Callable[..., object], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # closed before
             self._loop.call_soon_threadsafe(call, *arguments)
 
@@ -227,14 +227,14 @@ class Output:
 
         self._live = Live(
             console=self._console,
-            get_renderable=self._look,
+            get_renderable=self._picture_now,
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
         )
         self._live.start()
 
-    def _look(self) -> RenderableType:
+    def _picture_now(self) -> RenderableType:
         assert self._picture is not None
         rests = {s.name: last_state(s.lines.rest) for s in self._streams if s.lines.rest}
         return self._picture({name: rest.decode("utf-8", "replace") for name, rest in rests.items()})

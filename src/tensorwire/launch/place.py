@@ -29,7 +29,7 @@ class Place:
     workers: int
     servers: int
     rendezvous: str | None
-    several_hosts: bool
+    several_machines: bool
 
     @property
     def who(self) -> str:
@@ -131,7 +131,7 @@ def is_loopback(address: str) -> bool:
     return host in LOOPBACK or host.startswith("127.")
 
 
-def listening_host(rendezvous: str | None, environment: Mapping[str, str]) -> str:
+def listening_interface(rendezvous: str | None, environment: Mapping[str, str]) -> str:
     """The address a device should listen on: the interface that routes to the rendezvous.
 
     ``TENSORWIRE_IFACE`` (an interface's name) overrides. Raises `ArgumentError` if there is no such interface.

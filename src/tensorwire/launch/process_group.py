@@ -20,11 +20,11 @@ _BACKLOG = 2048
 class ProcessGroup:
     """The default process group of torch.distributed, where this job made it.
 
-    ``host``: the address on which this process listens; ``share`` hands the text of worker 0 to all workers.
+    ``address``: the one on which this process listens; ``share`` hands the text of worker 0 to all workers.
     """
 
-    def __init__(self, rank: int, workers: int, host: str, share: Callable[[str | None], str]) -> None:
-        self._rank, self._workers, self._host, self._share = rank, workers, host, share
+    def __init__(self, rank: int, workers: int, address: str, share: Callable[[str | None], str]) -> None:
+        self._rank, self._workers, self._address, self._share = rank, workers, address, share
         self._made: Any = None
 
     def init(self, backend: str, options: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class ProcessGroup:
                 "torch.distributed.destroy_process_group() first"
             )
         store = self._meet(distributed, options.get("timeout", _DEFAULT_TIMEOUT))
-        interface = interface_of(self._host)
+        interface = interface_of(self._address)
         if interface is not None:  # gloo would take the address of this machine's name, which may be a loopback one
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         distributed.init_process_group(backend, store=store, rank=self._rank, world_size=self._workers, **options)
@@ -62,25 +62,25 @@ class ProcessGroup:
         if self._rank:
             host, port = split_address(self._share(None))
             return distributed.TCPStore(host, port, is_master=False, timeout=timeout)
-        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
-        listener.bind((self._host, 0))
+        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
+        listener.bind((self._address, 0))
         listener.listen(_BACKLOG)
         port = listener.getsockname()[1]
         store = distributed.TCPStore(
-            self._host,
+            self._address,
             port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
             timeout=timeout,
         )
-        self._share(f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}")
+        self._share(f"[{self._address}]:{port}" if ":" in self._address else f"{self._address}:{port}")
         return store
 
 
-def interface_of(host: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """The name of the interface with that IPv4 address; None where there is none."""
-    return next((name for _, name in socket.if_nameindex() if interface_address(name) == host), None)
+    return next((name for _, name in socket.if_nameindex() if interface_address(name) == address), None)
 
 
 def _distributed() -> Any:

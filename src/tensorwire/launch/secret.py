@@ -1,4 +1,4 @@
-"""The job's secret: made for one host, read from a file for several."""
+"""The job's secret: made for one machine, read from a file for several."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def file_secret(environment: Mapping[str, str]) -> str:
     name = environment.get("TENSORWIRE_SECRET_FILE")
     if not name:
         raise ArgumentError(
-            "a job on several hosts needs a secret they share: make one with\n"
+            "a job on several machines needs a secret they share: make one with\n"
             f"  {HOW_TO}\n"
-            "copy it to every host and set TENSORWIRE_SECRET_FILE=~/.tensorwire-secret"
+            "copy it to every machine and set TENSORWIRE_SECRET_FILE=~/.tensorwire-secret"
         )
     path = Path(name).expanduser()
     try:
@@ -61,7 +61,7 @@ def runtime_folder() -> Path:
 
 
 class Handout:
-    """The secret, left for the other processes of this user on this host until ``close()``.
+    """The secret, left for the other processes of this user on this machine until ``close()``.
 
     The file is locked as long as this process lives: whoever finds it unlocked knows that its job is gone.
     """

@@ -14,7 +14,7 @@ class Stops:
         self._beat, self._lost_after = beat, lost_after
         self._looks: dict[str, int] = {}
 
-    def look(self, processes: Mapping[str, int]) -> dict[str, float]:
+    def scan(self, processes: Mapping[str, int]) -> dict[str, float]:
         """Looks once.
 
         Args:

@@ -58,7 +58,7 @@ def warn_if_crowded(place: Place, environment: Mapping[str, str]) -> bool:
 
 def _neighbours(place: Place, environment: Mapping[str, str]) -> int:
     """How many workers are on this machine, as far as one can tell without asking them; 1: it is not known."""
-    if not place.several_hosts:
+    if not place.several_machines:
         return place.workers
     counts = (re.match(r"\d+", environment.get(name, "")) for name in _COUNTS)
     return next((int(count[0]) for count in counts if count), 1)

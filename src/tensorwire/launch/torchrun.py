@@ -9,7 +9,7 @@ from typing import Any
 from tensorwire.control.address import await_name, split_address
 from tensorwire.launch import secret as secrets_
 from tensorwire.launch.children import Child, start_coordinator
-from tensorwire.launch.place import Place, is_loopback, listening_host
+from tensorwire.launch.place import Place, is_loopback, listening_interface
 from tensorwire.launch.secret import Handout
 
 # How long the other ranks wait for rank 0, which may have data to load first.
@@ -29,16 +29,16 @@ class Rendezvous:
 def agree(place: Place, number: int, children: list[Child]) -> Rendezvous:
     """Rank 0 starts the coordinator as its child; everybody returns its address and the secret.
 
-    On one host the secret passes through a file only this user can read; on several it is in
+    On one machine the secret passes through a file only this user can read; on several it is in
     ``TENSORWIRE_SECRET_FILE``. ``number``: how many jobs this process was in before.
     """
     if place.rank == 0:
         return _start(place, number, children)
-    secret = secrets_.file_secret(os.environ) if place.several_hosts else _picked_up(place, number)
+    secret = secrets_.file_secret(os.environ) if place.several_machines else _picked_up(place, number)
     if place.starter == "torchrun":
         return Rendezvous(_torch_store().get(_key(number)).decode(), secret)
     assert place.rendezvous is not None
-    return Rendezvous(place.rendezvous, secret, JOIN_SECONDS if place.several_hosts else 0.0)
+    return Rendezvous(place.rendezvous, secret, JOIN_SECONDS if place.several_machines else 0.0)
 
 
 def _picked_up(place: Place, number: int) -> str:
@@ -56,17 +56,17 @@ def _name(place: Place, number: int) -> str:
 
 
 def _start(place: Place, number: int, children: list[Child]) -> Rendezvous:
-    secret = secrets_.file_secret(os.environ) if place.several_hosts else secrets_.new_secret()
+    secret = secrets_.file_secret(os.environ) if place.several_machines else secrets_.new_secret()
     host, port = "127.0.0.1", 0
     if place.rendezvous is not None:
         host, port = split_address(place.rendezvous)
         host = "127.0.0.1" if is_loopback(place.rendezvous) else host
         await_name(host, JOIN_SECONDS)
-    elif place.several_hosts:
-        host = listening_host(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ)
+    elif place.several_machines:
+        host = listening_interface(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ)
     child, address = start_coordinator(secret, place.workers, place.servers, host, port)
     children.append(child)
-    handout = None if place.several_hosts else Handout(_name(place, number), secret)
+    handout = None if place.several_machines else Handout(_name(place, number), secret)
     try:
         if place.starter == "torchrun":
             _torch_store().set(_key(number), address)

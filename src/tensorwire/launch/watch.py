@@ -8,7 +8,7 @@ from typing import Protocol
 from tensorwire.control import Coordinator
 from tensorwire.control.coordinator import Report
 from tensorwire.control.names import describe_exit
-from tensorwire.launch.output import Output
+from tensorwire.launch.output import ProcessOutput
 from tensorwire.launch.table import STATS_SECONDS, JobTable
 
 # A launcher that was interrupted does not wait longer for whoever reads its output.
@@ -45,9 +45,9 @@ class Watch:
         self._table = JobTable(list(members), self._stats)
         here = [name for name, where in members.items() if where == node]
         # Only node 0 hears of all processes.
-        self._output = Output(here, prefix=prefix, picture=self._table if node == 0 else None)
+        self._output = ProcessOutput(here, prefix=prefix, picture=self._table if node == 0 else None)
         if self._metrics is not None:
-            self.say(f"tensorwire: metrics are at {self._metrics.address}")
+            self.print_line(f"tensorwire: metrics are at {self._metrics.address}")
 
     @property
     def stats_every(self) -> float:
@@ -74,9 +74,9 @@ class Watch:
         """Standard output and error for a process; ours to close once it has been started. None: it keeps ours."""
         return self._output.open(name)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """The launcher's own words."""
-        self._output.say(text)
+        self._output.print_line(text)
 
     def pause(self) -> None:
         """The launcher is about to stop: the terminal is the shell's."""
@@ -100,7 +100,7 @@ class Watch:
         if self._metrics is not None:
             self._metrics.close()
         if self._trace is not None:
-            self.say(f"tensorwire: {self._trace.finish()}")
+            self.print_line(f"tensorwire: {self._trace.finish()}")
 
     def close(self, *, hurry: bool) -> None:
         """What the processes printed is shown, however slow the reader is; ``hurry``: not slower than seconds."""

@@ -62,7 +62,7 @@ class Worker:
     def __init__(self, place: Place, member: Member, children: list[Child], hook: ExceptHook) -> None:
         self.rank, self.num_workers, self.num_servers = place.rank, place.workers, place.servers
         self.place, self.member = place, member
-        self.process_group = ProcessGroup(place.rank, place.workers, member.host, self._share)
+        self.process_group = ProcessGroup(place.rank, place.workers, member.interface, self._share)
         self.events: EventFile | None = None
         self.uneven_stores: list[UnevenStore] = []
         self.closed = False

@@ -15,7 +15,7 @@ _MOST = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Said:
+class ScalarSnapshot:
     """``step`` of ``total`` steps (0: unknown); ``samples`` so far; the latest ``values``."""
 
     step: int = 0
@@ -28,7 +28,7 @@ class Scalars:
     """Those of this process. Any thread may report."""
 
     def __init__(self) -> None:
-        self._said = Said()
+        self._latest = ScalarSnapshot()
         self._lock = threading.Lock()
 
     def report(
@@ -40,27 +40,27 @@ class Scalars:
             if count is not None and (type(count) is not int or not 0 <= count <= _MOST):
                 raise ArgumentError(f"job.report: {name} is a whole number, 0 or more, not {count!r}")
         with self._lock:
-            said = self._said
-            merged = {**said.values, **numbers}
+            latest = self._latest
+            merged = {**latest.values, **numbers}
             if len(merged) > MOST_NAMES or not all(map(_is_name, numbers)):
                 raise ArgumentError(f"job.report takes {MOST_NAMES} printable names of {MOST_LETTERS} bytes at most")
-            self._said = Said(
-                said.step + 1 if step is None else step,
-                said.total if total is None else total,
-                min(said.samples + (samples or 0), _MOST),
+            self._latest = ScalarSnapshot(
+                latest.step + 1 if step is None else step,
+                latest.total if total is None else total,
+                min(latest.samples + (samples or 0), _MOST),
                 merged,
             )
-            return self._said.step, numbers
+            return self._latest.step, numbers
 
-    def snapshot(self) -> Said:
-        """What was said so far."""
+    def snapshot(self) -> ScalarSnapshot:
+        """What was reported so far."""
         with self._lock:
-            return replace(self._said)
+            return replace(self._latest)
 
     def clear(self) -> None:
         """Forgets all of it: another job begins."""
         with self._lock:
-            self._said = Said()
+            self._latest = ScalarSnapshot()
 
 
 def _is_name(name: str) -> bool:

@@ -128,7 +128,7 @@ class Spans:
             recorded = list(self._spans)
         record = {
             "process": process,
-            "host": socket.gethostname(),
+            "machine": socket.gethostname(),
             "clock": self.clock,
             "facts": self.facts,
             "counters": asdict(counters.snapshot()),

@@ -1,6 +1,6 @@
 """The parameter store: names, shards, buckets, push and pull, and the rules that servers apply."""
 
-from tensorwire.store.client import StoreClient
-from tensorwire.store.plan import Bucket, Piece, Plan, TensorSpec, make_plan
+from tensorwire.store.sharding import Bucket, ParameterSpec, Piece, StorePlan, make_plan
+from tensorwire.store.store_client import StoreClient
 
-__all__ = ["Bucket", "Piece", "Plan", "StoreClient", "TensorSpec", "make_plan"]
+__all__ = ["Bucket", "ParameterSpec", "Piece", "StoreClient", "StorePlan", "make_plan"]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
-from tensorwire.store.client import StoreClient
-from tensorwire.store.rounds import Operation
-from tensorwire.store.stream import Ask, Item, Receiver, Sender, ask_key, load_key
+from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import StoreClient
 
 # ---- saving
 
@@ -28,11 +28,11 @@ def fetch_state(client: StoreClient) -> Iterator[Item]:
     """
     if client.step < 0:
         raise JobEnded(f"this worker has left the job, and {client.name} is on its servers: save before job.close()")
-    receivers: list[Receiver] = []
+    receivers: list[StateReceiver] = []
     try:
         for channel in client.channels:
-            receivers.append(Receiver(channel))
-        _publish(client, Ask(client.member.index, [r.door for r in receivers]))
+            receivers.append(StateReceiver(channel))
+        _publish(client, Ask(client.member.index, [r.endpoint for r in receivers]))
         for receiver in receivers:
             yield from receiver.receive(client.timeout)
     finally:
@@ -62,15 +62,15 @@ def load_state(client: StoreClient, options: Sequence[float], items: Callable[[i
 
     Every worker calls it in the same round. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    client.begin(Operation.LOAD, options)
+    client.begin(StepOperation.LOAD, options)
     if client.member.index == 0:
         for index, channel in enumerate(client.channels):
-            with Sender(channel, _door(client, index)) as sender:
+            with StateSender(channel, _load_endpoint(client, index)) as sender:
                 sender.send(items(index))
     client.wait()
 
 
-def _door(client: StoreClient, server: int) -> bytes:
+def _load_endpoint(client: StoreClient, server: int) -> bytes:
     try:
         return client.member.client.lookup(load_key(client.name, client.step, server), client.timeout)
     except WaitTimeout:

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.plan import PARAMETER_DTYPES, Piece, TensorSpec
-from tensorwire.store.stream import NUMBER, Entry, Item
+from tensorwire.store.sharding import PARAMETER_DTYPES, ParameterSpec, Piece
+from tensorwire.store.state_transfer import NUMBER, Entry, Item
 
 # The float32 values that a half-precision parameter is rounded from.
 MASTER = "master"
 
 
 @dataclass(frozen=True)
-class Held:
+class OptimizerPiece:
     """One piece of a tensor, and what ``optimizer`` updates for it: flat, or (``whole``) in the tensor's shape."""
 
     piece: Piece
-    spec: TensorSpec
+    spec: ParameterSpec
     master: torch.nn.Parameter
     optimizer: torch.optim.Optimizer
     whole: bool
@@ -44,7 +44,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return array.data
 
 
-def entries(held: Iterable[Held]) -> Iterator[Item]:
+def entries(held: Iterable[OptimizerPiece]) -> Iterator[Item]:
     """All state, value by value. What a tensor has once comes with its first piece."""
     for h in held:
         values = dict(h.optimizer.state.get(h.master, {}))
@@ -86,7 +86,7 @@ def number_of(entry: Entry, data: memoryview) -> bool | int | float:
 
 @dataclass
 class _New:
-    held: Held
+    held: OptimizerPiece
     values: dict[str, Any] = field(default_factory=dict)
 
     def put(self, entry: Entry, data: memoryview) -> None:
@@ -105,7 +105,7 @@ class _New:
         target.view(-1)[start:stop].view(torch.uint8).numpy()[:] = data
 
 
-def load_entries(held: Iterable[Held], items: Iterable[Item]) -> None:
+def load_entries(held: Iterable[OptimizerPiece], items: Iterable[Item]) -> None:
     """The state becomes ``items`` and nothing else, once all of them have come. Raises `ProtocolError`."""
     new: dict[int, list[_New]] = {}
     for h in held:
@@ -126,7 +126,7 @@ def _within(piece: Piece, entry: Entry) -> bool:
 
 
 @torch.no_grad()
-def _hold(held: Held, values: dict[str, Any]) -> None:
+def _hold(held: OptimizerPiece, values: dict[str, Any]) -> None:
     master = values.pop(MASTER, None)
     if master is not None:
         # Loading an optimizer changes no parameter: a master counts where the parameter is what it rounds to.

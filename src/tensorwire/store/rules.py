@@ -17,10 +17,10 @@ import torch
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.foreign import import_path, is_foreign, load_class
-from tensorwire.store.plan import ALIGNMENT, Bucket, Piece, Plan
-from tensorwire.store.rule_state import Held, entries, load_entries, number_item, number_of
-from tensorwire.store.stream import GROUP, Item
-from tensorwire.store.wiring import StoreSpec
+from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
+from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
+from tensorwire.store.state_transfer import GROUP, Item
+from tensorwire.store.store_layout import StoreSpec
 
 # Update each element from its own history alone: a cut tensor gives the same bits (tested one by one).
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -89,7 +89,7 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
 
 
-def make_rule(spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> Rule:
+def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> Rule:
     """The rule of one server's share. ``parameters``: the memory of all planes, one behind the other."""
     kind = Keep if spec.rule == KEEP else OptimizerRule
     return kind(spec, plan, server, parameters, workers)
@@ -98,7 +98,7 @@ def make_rule(spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, 
 class Rule:
     """What a server does with its buckets. Round ``step`` leaves its result in plane ``step % planes``."""
 
-    def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
         self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
         size = plan.shard_bytes[server]
         self.spec, self.plan, self.workers = spec, plan, workers
@@ -155,7 +155,7 @@ class Keep(Rule):
 class OptimizerRule(Rule):
     """The parameters under one of torch's optimizers."""
 
-    def __init__(self, spec: StoreSpec, plan: Plan, server: int, parameters: memoryview, workers: int) -> None:
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
         super().__init__(spec, plan, server, parameters, workers)
         self._options: tuple[float, ...] = ()
         self._buckets = [_BucketRule(self, bucket, self._planes) for bucket in plan.buckets[server]]
@@ -388,11 +388,11 @@ class _BucketRule:
                 master.grad = gradients[master]
             optimizer.step()
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[OptimizerPiece]:
         """The pieces that are updated here."""
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
             if master is not None and self.optimizer is not None:
-                yield Held(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
+                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ _TEXT = (
     "the same data: give each worker its own part, as with DistributedSampler(dataset, num_replicas=job.num_workers, "
     "rank=job.rank)\n"
 )
-_told = False  # once a process, and so once a job
+_warned = False  # once a process, and so once a job
 
 
 class Sameness:
@@ -24,32 +24,32 @@ class Sameness:
         self._workers = workers
         self._left = _ROUNDS
         self._something = False  # whether any gradient is not zero
-        self.looks = workers > 1 and not _told
+        self.watching = workers > 1 and not _warned
 
-    def look(self, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
+    def compare(self, slots: Sequence[memoryview], present: Sequence[bytes]) -> None:
         """One bucket of a round, as each worker has pushed it."""
         first, *others = [np.frombuffer(slot, np.uint8) for slot in slots]
         if any(there != present[0] for there in present[1:]):
-            self.looks = False
+            self.watching = False
         elif any(present[0]):
             for part in (slice(_FIRST), slice(_FIRST, None)):
                 if not all(np.array_equal(first[part], other[part]) for other in others):
-                    self.looks = False
+                    self.watching = False
                     return
             self._something = self._something or bool(first.any())
 
     def end_round(self) -> bool:
         """Whether now, and only now, it is sure enough."""
         self._left -= 1 if self._something else 0
-        if self._left or not self.looks:
+        if self._left or not self.watching:
             return False
-        self.looks = False
+        self.watching = False
         return True
 
-    def tell(self) -> None:
-        """Tells people, once."""
-        global _told
-        if not _told:
-            _told = True
+    def warn(self) -> None:
+        """Warns, once per process."""
+        global _warned
+        if not _warned:
+            _warned = True
             sys.stderr.write(_TEXT.format(self._workers, _ROUNDS))
             sys.stderr.flush()

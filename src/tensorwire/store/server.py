@@ -14,14 +14,23 @@ from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.agreement import agreed
-from tensorwire.store.arrivals import Arrivals
-from tensorwire.store.plan import Plan
-from tensorwire.store.rounds import LEFT_OUT, NORM, STEPS, Head, Operation, clipping, head_bytes, unpack_head
+from tensorwire.store.consensus import agreed
+from tensorwire.store.ready_queue import ReadyQueue
 from tensorwire.store.rules import make_rule, versions
 from tensorwire.store.sameness import Sameness
 from tensorwire.store.server_state import take_state
-from tensorwire.store.wiring import Inbox, Outbox, ServerDoor, StoreSpec, WorkerDoor, inbox
+from tensorwire.store.sharding import StorePlan
+from tensorwire.store.step_header import (
+    LEFT_OUT,
+    NORM,
+    STEPS,
+    StepHeader,
+    StepOperation,
+    clipping,
+    header_bytes,
+    unpack_header,
+)
+from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -40,7 +49,7 @@ class _Worker:
         gradients = self.memory[self.layout.slots :]
         self.slots = [gradients[b.shard : b.shard + b.nbytes] for b in buckets]
         self.present = [self.memory[start : start + nbytes] for start, nbytes in self.layout.present]
-        self.head = self._consumer(self.layout.head_word, self.layout.head, head_bytes(len(server.spec.numeric)))
+        self.head = self._consumer(self.layout.head_word, self.layout.head, header_bytes(len(server.spec.numeric)))
         self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
         self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
         self.pulls: list[Producer] = []
@@ -53,12 +62,12 @@ class _Worker:
     def _consumer(self, word: int, offset: int, nbytes: int) -> Consumer:
         return Consumer(self._word(word), slots=[self.memory[offset : offset + nbytes]])
 
-    def open(self, server: StoreServer, door: WorkerDoor) -> None:
+    def open(self, server: StoreServer, endpoint: WorkerEndpoint) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
-        words = RemoteRegion.unpack(door.versions)
+        words = RemoteRegion.unpack(endpoint.versions)
         buckets = server.plan.buckets[server.index]
         layout = Outbox(len(buckets))
-        target = None if door.parameters is None else RemoteRegion.unpack(door.parameters)
+        target = None if endpoint.parameters is None else RemoteRegion.unpack(endpoint.parameters)
         source = None if target is None else server.source_on(self.channel)
         shard, space = server.plan.shard_bytes[server.index], server.plan.space_bytes
         for b in buckets:
@@ -93,7 +102,7 @@ class StoreServer:
             raise PlanMismatch(
                 f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
             )
-        self.plan: Plan = spec.plan(servers)
+        self.plan: StorePlan = spec.plan(servers)
         registered = self.plan.registered_bytes(self.index, workers, spec.planes)
         check_memory(registered, f"server {self.index}")
         self._regions: dict[str, Region] = {}
@@ -101,17 +110,17 @@ class StoreServer:
         self.workers = [_Worker(self, w) for w in range(workers)]
         for worker in self.workers:
             shown = self.parameters.remote("read").pack() if worker.channel.device is self.parameters.device else b""
-            door = ServerDoor(worker.inbox.remote("write").pack(), shown)
+            endpoint = ServerEndpoint(worker.inbox.remote("write").pack(), shown)
             member.client.publish(
                 f"{name}/server {self.index}/worker {worker.index}",
-                msgspec.msgpack.encode(door),
+                msgspec.msgpack.encode(endpoint),
                 to=[f"worker {worker.index}"],
             )
         for worker in self.workers:
             key = f"{name}/worker {worker.index}/server {self.index}"
-            worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerDoor))
+            worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
-        self._arrivals = Arrivals(self.plan.buckets[self.index], overlap=spec.planes > 1)
+        self._ready_queue = ReadyQueue(self.plan.buckets[self.index], overlap=spec.planes > 1)
         self._active = list(self.workers)  # who takes part in rounds
         self._sameness = Sameness(workers if self.index == 0 else 1)
         self.step = 0  # rounds begun
@@ -137,23 +146,23 @@ class StoreServer:
         while True:
             self.step += 1
             heads = self._take_part()
-            operation = self._agree(heads) if heads else Operation.IDLE
-            if operation is Operation.FINISH:
+            operation = self._agree(heads) if heads else StepOperation.IDLE
+            if operation is StepOperation.FINISH:
                 return
-            if operation is Operation.UPDATE:
+            if operation is StepOperation.UPDATE:
                 self._update(heads[self._active[0].index])
-            elif operation is Operation.ASSIGN:
+            elif operation is StepOperation.ASSIGN:
                 self._assign()
             else:
                 self._stay(operation)
-                if operation is Operation.SKIP:
-                    self._tell_norm(LEFT_OUT, [self.workers[w] for w, head in heads.items() if head.max_norm])
+                if operation is StepOperation.SKIP:
+                    self._send_norm(LEFT_OUT, [self.workers[w] for w, head in heads.items() if head.max_norm])
             if not self.plan.buckets[self.index]:
                 self._publish(0)
             self.updates += operation in STEPS
 
-    def _head(self, worker: _Worker) -> Head:
-        head = unpack_head(self._receive(worker.head), len(self.spec.numeric))
+    def _head(self, worker: _Worker) -> StepHeader:
+        head = unpack_header(self._receive(worker.head), len(self.spec.numeric))
         if head.step != self.step:
             raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {self.step}")
         return head
@@ -169,24 +178,24 @@ class StoreServer:
             assert slot is not None
             return slot
 
-    def _take_part(self) -> dict[int, Head]:
+    def _take_part(self) -> dict[int, StepHeader]:
         """The heads of the workers that take part in this round: those that are not idle."""
         heads = {w.index: self._head(w) for w in self._active}
-        self._active = [w for w in self._active if heads[w.index].operation is not Operation.IDLE]
+        self._active = [w for w in self._active if heads[w.index].operation is not StepOperation.IDLE]
         return {w.index: heads[w.index] for w in self._active}
 
-    def _agree(self, heads: Mapping[int, Head]) -> Operation:
+    def _agree(self, heads: Mapping[int, StepHeader]) -> StepOperation:
         idle = [w.index for w in self.workers if w.index not in heads]
         return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
 
-    def _stay(self, operation: Operation) -> None:
+    def _stay(self, operation: StepOperation) -> None:
         """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
-        if operation is Operation.LOAD:
+        if operation is StepOperation.LOAD:
             take_state(self.member, self.name, self.step, self.rule)
         for bucket in range(len(self.plan.buckets[self.index])):
             self.rule.carry(bucket, self.step)
             self._publish(bucket)
-        if operation is Operation.IDLE:
+        if operation is StepOperation.IDLE:
             self._active = list(self.workers)
             for worker in self.workers:
                 worker.together.send(self.step)
@@ -196,15 +205,15 @@ class StoreServer:
             self.rule.assign(bucket, self._receive(push), self.step)
             self._publish(bucket)
 
-    def _update(self, head: Head) -> None:
+    def _update(self, head: StepHeader) -> None:
         self.rule.set_options(head.options)
         later = head.max_norm > 0 or self.rule.together
         kept: list[int] = []
         for bucket in self._arriving():
             ready = clock()
             slots, present = [w.slots[bucket] for w in self.workers], self._present(bucket)
-            if self._sameness.looks:
-                self._sameness.look(slots, present)
+            if self._sameness.watching:
+                self._sameness.compare(slots, present)
             self.rule.reduce(bucket, slots, present, keep=later)
             if later:
                 spans.add("update", self.step, ready, clock())
@@ -213,8 +222,8 @@ class StoreServer:
             self._apply(bucket, ready)
         if later:
             self._update_kept(kept, head.max_norm)
-        if self._sameness.looks and self._sameness.end_round():
-            self._sameness.tell()
+        if self._sameness.watching and self._sameness.end_round():
+            self._sameness.warn()
 
     def _update_kept(self, buckets: list[int], max_norm: float) -> None:
         """All gradients are there, and the norm of all is known: one update."""
@@ -246,7 +255,7 @@ class StoreServer:
 
     def _arriving(self) -> Iterator[int]:
         """The buckets, as all workers' gradients for them have come."""
-        for bucket in self._arrivals.of_round(self._is_there, self._glance):
+        for bucket in self._ready_queue.of_round(self._is_there, self._poll):
             for worker in self._active:
                 self._receive(worker.pushes[bucket])
             yield bucket
@@ -254,7 +263,7 @@ class StoreServer:
     def _is_there(self, bucket: int) -> bool:
         return all(worker.pushes[bucket].ready(self.step) for worker in self._active)
 
-    def _glance(self, bucket: int, seconds: float) -> None:
+    def _poll(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""
         try:
             for worker in self._active:
@@ -264,11 +273,11 @@ class StoreServer:
 
     def _norm2(self) -> float:
         """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out."""
-        self._tell_norm(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))), self._active)
+        self._send_norm(sum(self.rule.norm2(b) for b in range(len(self.plan.buckets[self.index]))), self._active)
         (total,) = NORM.unpack(self._receive(self._active[0].norm))
         return float(total)
 
-    def _tell_norm(self, part: float, workers: Iterable[_Worker]) -> None:
+    def _send_norm(self, part: float, workers: Iterable[_Worker]) -> None:
         for worker in workers:
             worker.norm_back.slot(self.step)[:] = NORM.pack(part)
             worker.norm_back.send(self.step)

@@ -11,7 +11,7 @@ from tensorwire.control import Member
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
 from tensorwire.store.rules import Rule
-from tensorwire.store.stream import Ask, Receiver, Sender, ask_key, load_key
+from tensorwire.store.state_transfer import Ask, StateReceiver, StateSender, ask_key, load_key
 
 _LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
 
@@ -23,7 +23,7 @@ def answer_asks(member: Member, store: str, rule: Rule) -> None:
             ask = _next_ask(member, ask_key(store, number))
             try:
                 channel = member.channel("worker", ask.worker)
-                with Sender(channel, ask.doors[member.index]) as sender:
+                with StateSender(channel, ask.endpoints[member.index]) as sender:
                     sender.send(rule.state())
             except (RemoteAccessError, WaitTimeout):
                 continue  # that worker has given up, and knows why
@@ -43,6 +43,6 @@ def _next_ask(member: Member, key: str) -> Ask:
 
 def take_state(member: Member, store: str, step: int, rule: Rule) -> None:
     """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
-    with Receiver(member.channel("worker", 0)) as receiver:
-        member.client.publish(load_key(store, step, member.index), receiver.door, to=["worker 0"])
+    with StateReceiver(member.channel("worker", 0)) as receiver:
+        member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=["worker 0"])
         rule.load_state(receiver.receive(step_timeout()))

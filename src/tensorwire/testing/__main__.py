@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tensorwire.errors import TensorwireError
 from tensorwire.extras import how_to_install
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 USAGE = """usage: python -m tensorwire.testing DEVICE [DEVICE...] [options of pytest]
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         for factory in factories:
-            Spec(factory).make().close()
+            DeviceSpec(factory).make().close()
     except TensorwireError as error:
         print(error, file=sys.stderr)
         return 2

@@ -153,7 +153,7 @@ class FaultyChannel(Channel):
         self._chance = chance
         self._count = itertools.count(1)
         self._turn = threading.Condition()
-        self._held: collections.deque[tuple[Held, int, Callable[[], Completion]]] = collections.deque()
+        self._held: collections.deque[tuple[DelayedCompletion, int, Callable[[], Completion]]] = collections.deque()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -246,7 +246,7 @@ class FaultyChannel(Channel):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._hand_on_all, name="tensorwire-faulty", daemon=True)
                 self._thread.start()
-            held = Held(self)
+            held = DelayedCompletion(self)
             self._held.append((held, next(self._count), call))
             self._turn.notify_all()
         return held
@@ -282,7 +282,7 @@ class FaultyChannel(Channel):
             del held, call, completion  # and with them the memory of the operation
 
 
-class Held(Completion):
+class DelayedCompletion(Completion):
     """The completion of an operation that may not have begun."""
 
     def __init__(self, channel: FaultyChannel) -> None:
@@ -313,7 +313,7 @@ class Held(Completion):
         token = callbacks.add(lambda: call(self))
         self._inner.on_done(lambda _: callbacks.notices.post(token))
         if self._inner.done:
-            callbacks.rescue(token)
+            callbacks.run_orphan(token)
 
     @property
     def done(self) -> bool:

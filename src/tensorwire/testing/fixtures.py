@@ -19,10 +19,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tensorwire.device import Channel, Device
-from tensorwire.testing.nursery import nursery
+from tensorwire.testing.forkserver import forkserver
 from tensorwire.testing.patterns import SECONDS
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 InThread = Callable[..., threading.Thread]  # what to run, and its arguments
 
@@ -38,13 +38,13 @@ SEEDED = settings(
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[None]:
     """Peers are forked from one process, that is there before the first test looks around."""
-    nursery()
+    forkserver()
     gc.collect()
     gc.freeze()  # collections look at what tests made, not at the test runner
     yield
     gc.unfreeze()
-    nursery().close()
-    nursery.cache_clear()
+    forkserver().close()
+    forkserver.cache_clear()
 
 
 def _descriptors() -> dict[str, str]:
@@ -101,21 +101,21 @@ def nothing_left() -> Iterator[None]:
 class Pair:
     """Two devices of this process and a channel from one to the other."""
 
-    spec: Spec
+    spec: DeviceSpec
     initiator: Device
     target: Device
     channel: Channel
 
 
 @pytest.fixture
-def pair(spec: Spec) -> Iterator[Pair]:
+def pair(spec: DeviceSpec) -> Iterator[Pair]:
     """Both ends in this process."""
     with spec.make() as initiator, spec.make() as target, initiator.connect(target.address) as channel:
         yield Pair(spec, initiator, target, channel)
 
 
 @pytest.fixture
-def far_spec(spec: Spec) -> Spec:
+def far_spec(spec: DeviceSpec) -> DeviceSpec:
     """A device that reaches other processes; the test is skipped for one that does not."""
     with spec.make() as device:
         if not device.capabilities.other_processes:
@@ -127,14 +127,14 @@ def far_spec(spec: Spec) -> Spec:
 class FarPair:
     """A device of this process, another process with one, and a channel to it."""
 
-    spec: Spec
+    spec: DeviceSpec
     device: Device
     peer: Peer
     channel: Channel
 
 
 @pytest.fixture
-def far(far_spec: Spec) -> Iterator[FarPair]:
+def far(far_spec: DeviceSpec) -> Iterator[FarPair]:
     """The target in another process."""
     with far_spec.make() as device, Peer(far_spec) as peer, device.connect(peer.address) as channel:
         yield FarPair(far_spec, device, peer, channel)

@@ -22,10 +22,10 @@ import numpy as np
 
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.testing import patterns
-from tensorwire.testing.nursery import nursery
+from tensorwire.testing.forkserver import forkserver
 from tensorwire.testing.patience import patient
 from tensorwire.testing.patterns import HEAD, SECONDS, array
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 _IDLER_SECONDS = int(patient(120))  # a forked child that nobody ends ends itself
 
@@ -33,10 +33,10 @@ _IDLER_SECONDS = int(patient(120))  # a forked child that nobody ends ends itsel
 class Peer:
     """A child process with one device. Usable as a context manager; then it is gone at the end."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DeviceSpec) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.pid, self._pidfd = nursery().fork(spec.text, theirs.fileno())
+            self.pid, self._pidfd = forkserver().fork(spec.text, theirs.fileno())
         self._pipe = Connection(ours.detach())
         self._ended = False
         try:
@@ -117,7 +117,7 @@ class Peer:
 class Commands:
     """What the child can be told to do."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
         self.device = spec.make()
         self.regions: dict[int, Region] = {}
@@ -264,7 +264,7 @@ def serve(spec: str, fd: int) -> None:
     """The child's life."""
     pipe = Connection(fd)
     try:
-        commands = Commands(Spec(spec))
+        commands = Commands(DeviceSpec(spec))
     except Exception as error:
         pipe.send(("raised", error))
         return

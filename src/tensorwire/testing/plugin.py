@@ -16,7 +16,7 @@ try:
     from tensorwire.testing.patience import PATIENCE, VARIABLE
 except ArgumentError as error:
     raise pytest.UsageError(str(error)) from None
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 pytest.register_assert_rewrite("tensorwire.testing.fixtures", "tensorwire.testing.patterns")
 
@@ -30,10 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(INI, f"{what}; one a line", type="linelist", default=[])
 
 
-def specs(config: pytest.Config) -> list[Spec]:
+def specs(config: pytest.Config) -> list[DeviceSpec]:
     """The devices that this run was told to test."""
     texts: list[str] = config.getoption("--device") or config.getini(INI)
-    return [Spec(text) for text in texts]
+    return [DeviceSpec(text) for text in texts]
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,7 +16,7 @@ DELAY_SECONDS = 0.0003  # long enough that later calls overtake, short enough fo
 
 
 @dataclass(frozen=True)
-class Spec:
+class DeviceSpec:
     """An installed device's name, or ``package.module:factory``.
 
     ``+delays`` behind it runs the device in a `FaultyDevice` that holds every operation back.

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     raise MissingPackage(f"tensorwire.torch needs PyTorch: {how_to_install('torch')}") from None
 
 from tensorwire.torch.graph.execution.clip import clip_grad_norm_
-from tensorwire.torch.graph.placement.place import place, unplace
+from tensorwire.torch.graph.placement.place_model import place, unplace
 from tensorwire.torch.optimizer import StoreOptimizer
 from tensorwire.torch.profiling import show_ranges
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from tensorwire.control.reach import Route
 from tensorwire.sizes import size_text
-from tensorwire.store.plan import Plan, counted
+from tensorwire.store.sharding import StorePlan, counted
 
 
 def describe(
-    name: str, groups: Sequence[Mapping[str, Any]], plans: Sequence[Plan], routes: Mapping[str, Route], **own: Any
+    name: str, groups: Sequence[Mapping[str, Any]], plans: Sequence[StorePlan], routes: Mapping[str, Route], **own: Any
 ) -> str:
     """Several lines: what moves and where to, the options of each group, by which device each server is reached.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError
-from tensorwire.store.plan import PARAMETER_DTYPES
+from tensorwire.store.sharding import PARAMETER_DTYPES
 from tensorwire.torch.layout import Checker, OptimizerClass, Options
 from tensorwire.torch.options import NOT_OPTIONS, is_number, is_numbers
 

@@ -17,9 +17,9 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
-from tensorwire.store.plan import BUCKET_BYTES
-from tensorwire.store.rounds import LEFT_OUT
 from tensorwire.store.rules import rule_name
+from tensorwire.store.sharding import BUCKET_BYTES
+from tensorwire.store.step_header import LEFT_OUT
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
@@ -29,7 +29,7 @@ from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
-from tensorwire.torch.part import Part, Settings
+from tensorwire.torch.part import Part, StoreSettings
 from tensorwire.torch.state import SavedState
 
 
@@ -423,11 +423,11 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise ArgumentError("state is saved and loaded between two steps: gradients are on their way")
 
 
-def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool) -> Settings:
+def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool) -> StoreSettings:
     rule, cls = rule_name(origin.optimizer_class), origin.optimizer_class
     if not is_foreign(rule):
-        return Settings(rule, bucket_bytes, reduce, overlap)
-    return Settings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls))
+        return StoreSettings(rule, bucket_bytes, reduce, overlap)
+    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls))
 
 
 def _refuse(closure: object, scaled: bool) -> None:

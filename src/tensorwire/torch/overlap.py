@@ -23,12 +23,12 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, GradientModified
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.plan import Bucket
+from tensorwire.store.sharding import Bucket
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.awaited import Awaited
-from tensorwire.torch.courier import Courier
 from tensorwire.torch.loading import Hook
 from tensorwire.torch.part import Part
+from tensorwire.torch.push_thread import PushThread
 
 # Buckets below are copied by the hook itself: waking a thread costs as much.
 _LARGE = 256 << 10
@@ -41,7 +41,7 @@ class Overlap:
     def __init__(self, begin: Callable[[], bool], alone: Alone) -> None:
         self._begin, self.alone = begin, alone
         self._timeout = step_timeout()
-        self.courier = Courier()
+        self.push_thread = PushThread()
         self._watched: list[_Watched] = []
         self._pauses = 0
         self._late = False  # this step's gradients are pushed by step()
@@ -73,7 +73,7 @@ class Overlap:
     def settle(self) -> None:
         """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
         self._late = False
-        self.courier.drain(self._timeout)
+        self.push_thread.drain(self._timeout)
         for watched in self._watched:
             watched.settle()
 
@@ -83,7 +83,7 @@ class Overlap:
 
     def close(self) -> None:
         """Leaves an ordinary model, with the values of the last step: no thread and no hook is left. Idempotent."""
-        self.courier.close(_CLOSE_SECONDS)
+        self.push_thread.close(_CLOSE_SECONDS)
         watched, self._watched = self._watched, []
         try:
             for each in watched:
@@ -170,7 +170,7 @@ class _Watched:
             with torch.no_grad(), ranges.named(ranges.PUSH):
                 self.part.push([bucket], rows)
         else:
-            self._overlap.courier.take(partial(_carry, self.part, bucket, rows, step))
+            self._overlap.push_thread.submit(partial(_carry, self.part, bucket, rows, step))
         spans.add("push", step, start, clock())
 
     def _row(self, i: int) -> torch.Tensor | None:
@@ -229,7 +229,7 @@ class _Watched:
 
 
 def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], step: int) -> None:
-    """Pushes a bucket on the courier's thread."""
+    """Pushes a bucket on that thread."""
     start = clock()
     with torch.no_grad():
         part.push([bucket], rows)

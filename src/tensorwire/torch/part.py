@@ -16,15 +16,15 @@ from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError,
 from tensorwire.launch import Worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store import StoreClient, TensorSpec
-from tensorwire.store.client import agree
+from tensorwire.store import ParameterSpec, StoreClient
 from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
-from tensorwire.store.plan import PAGE, Bucket, Plan
-from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import is_whole, tensor_over, versions
-from tensorwire.store.stream import Item
-from tensorwire.store.wiring import StoreSpec
+from tensorwire.store.sharding import PAGE, Bucket, StorePlan
+from tensorwire.store.state_transfer import Item
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import agree
+from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
 from tensorwire.torch.graph.memory.gradient_slots import open_slots
@@ -35,7 +35,7 @@ Values = Sequence["torch.Tensor | None"] | Mapping[int, "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class StoreSettings:
     """What all parts of an optimizer have in common."""
 
     rule: str
@@ -50,7 +50,7 @@ class Settings:
 class Part:
     """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step."""
 
-    def __init__(self, worker: Worker, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+    def __init__(self, worker: Worker, groups: Sequence[dict[str, Any]], settings: StoreSettings) -> None:
         self._worker, self.groups, self._settings = worker, list(groups), settings
         self.names: list[str] = [name for group in groups for name in group["param_names"]]
         self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]
@@ -118,7 +118,7 @@ class Part:
             raise cause from None
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StorePlan:
         """Where its tensors lie."""
         return self.client.plan
 
@@ -157,12 +157,12 @@ class Part:
 
     def skip_round(self) -> None:
         """A round in place of gradients: this step is left out by all workers."""
-        self.client.begin(Operation.SKIP, self.options())
+        self.client.begin(StepOperation.SKIP, self.options())
 
     def open_round(self, max_norm: float) -> None:
         """Begins a round of gradients, with the options in force."""
         chosen = self.options()
-        self.client.begin(Operation.UPDATE, chosen, max_norm)
+        self.client.begin(StepOperation.UPDATE, chosen, max_norm)
         self._open, self._clips = chosen, max_norm > 0
 
     def check_options(self) -> None:
@@ -293,7 +293,7 @@ class Part:
         """A round in which worker 0's present values become the store's, and everybody's."""
         client = self.client
         try:
-            client.begin(Operation.ASSIGN, self.options())
+            client.begin(StepOperation.ASSIGN, self.options())
             if self._worker.rank == 0:
                 for slot in self.slots:
                     slot.clear()  # values take the way of gradients
@@ -394,5 +394,5 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().reshape(-1)
 
 
-def _spec(name: str, p: torch.nn.Parameter, group: int) -> TensorSpec:
-    return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group)
+def _spec(name: str, p: torch.nn.Parameter, group: int) -> ParameterSpec:
+    return ParameterSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group)

@@ -20,7 +20,7 @@ from tensorwire.store.client_state import fetch_state
 from tensorwire.store.foreign import is_foreign
 from tensorwire.store.rule_state import MASTER, number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
-from tensorwire.store.stream import GROUP, NUMBER, Entry, Item
+from tensorwire.store.state_transfer import GROUP, NUMBER, Entry, Item
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 from tensorwire.torch.options import plain

@@ -15,7 +15,7 @@ import msgspec
 from tensorwire.errors import ArgumentError
 from tensorwire.observe.files import write_file
 from tensorwire.observe.spans import Clock, Span
-from tensorwire.trace.parts import PARTS, Record, steps_of_trace
+from tensorwire.trace.parts import PARTS, ProcessTrace, steps_of_trace
 
 # The order of a process's tracks.
 _TRACKS = ("compute", "push", "wait", "copy", "update", "transfer")
@@ -27,7 +27,7 @@ class _Process(msgspec.Struct, frozen=True):
 
     name: str
     pid: int
-    host: str
+    machine: str
     clock: Clock
     facts: dict[str, object]
     counters: dict[str, int]
@@ -58,7 +58,7 @@ class _File(msgspec.Struct, frozen=True):
     otherData: _About
 
 
-def write_chrome(path: str | Path, trace: Mapping[str, Record]) -> None:
+def write_chrome(path: str | Path, trace: Mapping[str, ProcessTrace]) -> None:
     """Writes the records of a trace as one file. Raises `OSError`."""
     spans = {name: record.on_one_clock() for name, record in trace.items()}
     origin = min((s.start for all_of_one in spans.values() for s in all_of_one), default=0.0)
@@ -70,12 +70,12 @@ def write_chrome(path: str | Path, trace: Mapping[str, Record]) -> None:
         for part in PARTS[:-1]:  # what is hidden lies beside compute, on tracks of its own
             for start, stop in step.when[part]:
                 events.append(_event(f"worker-{step.worker}", 0, "part", part, start - origin, stop - start, args))
-    processes = [_Process(n, _pid(n), r.host, r.clock, r.facts, r.counters) for n, r in trace.items()]
+    processes = [_Process(n, _pid(n), r.machine, r.clock, r.facts, r.counters) for n, r in trace.items()]
     whole = {"displayTimeUnit": "ms", "otherData": _About(1, origin, processes), "traceEvents": events}
     write_file(path, msgspec.json.encode(whole))
 
 
-def read_chrome(path: str | Path) -> dict[str, Record]:
+def read_chrome(path: str | Path) -> dict[str, ProcessTrace]:
     """The records of a file that `write_chrome` made, on the coordinator's clock. Raises `ArgumentError`."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=_File)
@@ -92,7 +92,7 @@ def read_chrome(path: str | Path) -> dict[str, Record]:
                 raise ArgumentError(f"{path} is not a trace of tensorwire run --trace: a span without its step")
             spans[event.pid].append(Span(event.name, step, start, start + event.dur / _US, what))
     return {
-        p.name: Record(p.name, p.facts, p.counters, spans[p.pid], Clock(0.0, p.clock.error), p.host)
+        p.name: ProcessTrace(p.name, p.facts, p.counters, spans[p.pid], Clock(0.0, p.clock.error), p.machine)
         for p in found.otherData.processes
     }
 

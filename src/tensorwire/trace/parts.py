@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.errors import ArgumentError
-from tensorwire.observe.edges import of_graph
+from tensorwire.observe.edge_names import of_graph
 from tensorwire.observe.spans import Clock, Span
-from tensorwire.trace.edges import Edges, Host, overlapping
+from tensorwire.trace.edge_waits import Edges, WorkerSpans, overlapping
 from tensorwire.trace.intervals import Interval, common, length, union, within, without
 
 # What a step consists of, in the order people are shown it.
@@ -73,7 +73,7 @@ class Step:
         return Parts(self.worker, self.step, self.stop - self.start, **seconds)
 
 
-class Record(msgspec.Struct, frozen=True):
+class ProcessTrace(msgspec.Struct, frozen=True):
     """One process's trace file."""
 
     process: str
@@ -81,7 +81,7 @@ class Record(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     spans: list[Span]
     clock: Clock = Clock()
-    host: str = ""
+    machine: str = ""
 
     def on_one_clock(self) -> list[Span]:
         """The spans on the clock of the job's coordinator."""
@@ -89,7 +89,7 @@ class Record(msgspec.Struct, frozen=True):
         return [s._replace(start=s.start + add, stop=s.stop + add) for s in self.spans] if add else self.spans
 
 
-def read_trace(folder: str | Path, *, torn: bool = False) -> dict[str, Record]:
+def read_trace(folder: str | Path, *, torn: bool = False) -> dict[str, ProcessTrace]:
     """The trace files of a folder by process: ``worker-0``, ``server-0``.
 
     Raises `ArgumentError` for other contents, and for none; with ``torn`` it takes what is there.
@@ -97,7 +97,7 @@ def read_trace(folder: str | Path, *, torn: bool = False) -> dict[str, Record]:
     found = {}
     for path in sorted(Path(folder).glob("*.json")):
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=Record)
+            record = msgspec.json.decode(path.read_bytes(), type=ProcessTrace)
         except (OSError, msgspec.DecodeError) as error:
             if torn:
                 continue
@@ -108,12 +108,12 @@ def read_trace(folder: str | Path, *, torn: bool = False) -> dict[str, Record]:
     return found
 
 
-def parts_of_trace(trace: Mapping[str, Record]) -> list[Parts]:
+def parts_of_trace(trace: Mapping[str, ProcessTrace]) -> list[Parts]:
     """The parts of every complete step of every worker, by worker and step."""
     return [step.parts() for step in steps_of_trace(trace)]
 
 
-def steps_of_trace(trace: Mapping[str, Record]) -> list[Step]:
+def steps_of_trace(trace: Mapping[str, ProcessTrace]) -> list[Step]:
     """Every complete step of every worker, by worker and time."""
     spans = {name: record.on_one_clock() for name, record in trace.items()}
     workers = {int(name.removeprefix("worker-")): s for name, s in spans.items() if name.startswith("worker-")}
@@ -136,7 +136,7 @@ def steps_of_spans(workers: Mapping[int, Sequence[AnySpan]], servers: Iterable[A
             returns.append(span)
     updates = {step: union(intervals) for step, intervals in updates.items()}
     timelines = {w: _Timeline([Span(*s) for s in spans], returns, w) for w, spans in sorted(workers.items())}
-    edges = Edges({worker: timeline.host() for worker, timeline in timelines.items()})
+    edges = Edges({worker: timeline.worker_spans() for worker, timeline in timelines.items()})
     found = []
     for worker, timeline in timelines.items():
         peers = [other for w, other in timelines.items() if w != worker]
@@ -204,11 +204,11 @@ class _Timeline:
             return begins
         return busy[-1][1] if busy else None
 
-    def host(self) -> Host:
+    def worker_spans(self) -> WorkerSpans:
         """What others wait for who wait for a tensor of this worker."""
         computing = union(i for w in self.windows for i in w.computing)
         pushes, waits = ([s for s in self._crossed if s.name == name] for name in ("push", "wait"))
-        return Host(pushes, waits, computing)
+        return WorkerSpans(pushes, waits, computing)
 
     def computed(self, windows: Iterable[_Window]) -> list[Interval]:
         """When this worker computed for the same steps as another one did in ``windows``."""

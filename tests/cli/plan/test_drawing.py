@@ -10,7 +10,7 @@ from tensorwire.charts.lanes import Panel
 from tensorwire.cli.plan.blocks import BORN, BY_VALUE, LENT, Arrow, Block, fold
 from tensorwire.cli.plan.drawing import panel, plot_plans
 from tensorwire.graph import Unknown, analyze
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 from tests.graph.sketch import Sketch
 
 
@@ -37,13 +37,13 @@ def to_and_fro() -> Sketch:
 
 def test_operators_fold_into_blocks_and_tensors_into_arrows() -> None:
     blocks, arrows = folded(to_and_fro())
-    assert [(b.host, b.level, b.labels, sum(b.ops.values())) for b in blocks] == [
+    assert [(b.worker, b.level, b.labels, sum(b.ops.values())) for b in blocks] == [
         ("a", 0, ["layer.p"], 2),
         ("b", 1, ["layer.q"], 2),
         ("a", 2, ["layer.r", "layer.s"], 2),
         ("c", 3, [], 0),
     ]
-    crossing = [(a.source.host, a.target.host, a.manner, [e.name for e in a.edges]) for a in arrows]
+    crossing = [(a.source.worker, a.target.worker, a.manner, [e.name for e in a.edges]) for a in arrows]
     assert crossing == [
         ("a", "b", BORN, ["p1", "p2"]),
         ("a", "b", LENT, ["w"]),
@@ -57,7 +57,7 @@ def test_who_has_sent_nothing_yet_waits_without_a_new_block() -> None:
     s.op("early", on="b")
     s.op("p", on="a")
     s.op("late", "p", "early", on="b")
-    assert [(b.host, b.level) for b in folded(s)[0]] == [("b", 1), ("a", 0)]
+    assert [(b.worker, b.level) for b in folded(s)[0]] == [("b", 1), ("a", 0)]
 
 
 def test_a_long_conversation_has_a_block_a_turn() -> None:
@@ -91,7 +91,7 @@ def test_a_panel_says_what_is_computed_and_what_crosses() -> None:
     ]
 
 
-def test_what_goes_to_several_hosts_is_one_arrow() -> None:
+def test_what_goes_to_several_workers_is_one_arrow() -> None:
     s = Sketch("abc")
     s.op("p", on="a")
     s.op("q", "p", on="b")

@@ -107,10 +107,10 @@ def crossing(file: Path) -> list[tuple[Any, ...]]:
 
 def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
     files = tmp_path / "plan.json", tmp_path / "plan.png"
-    places = ("--place", "layers.1=worker:1", "--place", "layers.2=worker:1")
+    places = ("--place", "layers.1=1", "--place", "layers.2=1")
     status, out, _ = plan(script(tmp_path), "--json", str(files[0]), "--plot", str(files[1]), "--batch", "4", *places)
     assert status == 0
-    a, b, activation = "worker:0", "worker:1", 4 * 64 * 4
+    a, b, activation = "worker 0", "worker 1", 4 * 64 * 4
     assert crossing(files[0]) == [
         (a, [b], "static", activation, "born"),
         (b, [a], "static", activation, "born"),
@@ -119,20 +119,20 @@ def test_a_script_cut_where_the_user_says(plan: Any, tmp_path: Path) -> None:
         (b, [a], "static", activation, "born"),
     ]
     assert "backward: " in out
-    assert "worker:0  all others" in out
+    assert "worker 0  all others" in out
     assert [graph["copies"] for graph in json.loads(files[0].read_text())["graphs"]] == [[], []]
-    assert re.search(r"copies a step, in the steady state\n.*\nworker:0 +0 +0 +0\nworker:1 +0 +0 +0\n", out)
+    assert re.search(r"copies a step, in the steady state\n.*\nworker 0 +0 +0 +0\nworker 1 +0 +0 +0\n", out)
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_hundreds_of_edges_are_folded(plan: Any, tmp_path: Path) -> None:
-    places = [part for i in range(0, 40, 2) for part in ("--place", f"layers.{i}=worker:1")]
+    places = [part for i in range(0, 40, 2) for part in ("--place", f"layers.{i}=1")]
     status, out, _ = plan(script(tmp_path, 40), "--inference", *places)
     assert status == 0
     assert "forward: " in out
-    assert [line.split() for line in out.splitlines() if line.endswith("yes")] == [
-        ["20", "worker:0", "worker:1", "static", "40,960", "yes"],
-        ["20", "worker:1", "worker:0", "static", "40,960", "yes"],
+    assert [re.split("  +", line.strip()) for line in out.splitlines() if line.endswith("yes")] == [
+        ["20", "worker 0", "worker 1", "static", "40,960", "yes"],
+        ["20", "worker 1", "worker 0", "static", "40,960", "yes"],
     ]
 
 
@@ -159,15 +159,15 @@ def mistakes(folder: Path) -> dict[str, tuple[list[str], str]]:
         "syntax": ([str(wrong)], "wrong.py, line 1: SyntaxError"),
         "no module": ([str(fixed)], "model() returns a module of torch, not int"),
         "no batch": ([str(fixed), "--batch", "3"], "--batch 3: inputs() of "),
-        "one host": ([net, "--hosts", "1"], "'--hosts': 1 is not in the range 2<=x<=64"),
-        "no host": ([net, "--place", "layers.1=worker:2"], "'worker:2' is none of the hosts, worker:0, worker:1"),
-        "no place": ([net, "--place", "layers.1"], "--place is PATH=HOST, not 'layers.1'"),
+        "one worker": ([net, "--workers", "1"], "'--workers': 1 is not in the range 2<=x<=64"),
+        "no worker": ([net, "--place", "layers.1=2"], "there is no worker 2: give ranks below 2, or more --workers"),
+        "no place": ([net, "--place", "layers.1"], "--place is PATH=RANK, not 'layers.1'"),
         "no path": (
-            [net, "--place", "layer.1=worker:1"],
+            [net, "--place", "layer.1=1"],
             "'layer.1' is no module of the model, as its named_modules() names them; close to it: 'layers.1'",
         ),
-        "part of a name": ([net, "--place", "lay=worker:1"], "'lay' is no module of the model"),
-        "hosts": ([net, "--hosts", "9"], "9 hosts need as many modules with parameters; the model has 6"),
+        "part of a name": ([net, "--place", "lay=1"], "'lay' is no module of the model"),
+        "workers": ([net, "--workers", "9"], "9 workers need as many modules with parameters; the model has 6"),
         "large batch": (["fcn5", "--batch", str(2**30)], "--batch 1073741824: its inputs take 3,"),
         "larger batch": (
             ["fcn5", "--batch", "9" * 14],
@@ -192,10 +192,10 @@ MISTAKES = [
         "syntax",
         "no module",
         "no batch",
-        "one host",
-        "no host",
+        "one worker",
+        "no worker",
     ),
-    *("no place", "no path", "part of a name", "hosts"),
+    *("no place", "no path", "part of a name", "workers"),
     *("picture", "no folder", "cannot run", "large batch", "larger batch", "tokens", "no script", "bytes"),
 ]
 
@@ -239,11 +239,11 @@ def test_layers_hand_their_hidden_state_on(plan: Any, tmp_path: Path) -> None:
     """Eight of the eighty layers of Llama 3 70B."""
     pytest.importorskip("transformers")
     file = tmp_path / "plan.json"
-    status, _, _ = plan(script(tmp_path, text=LLAMA), "--hosts", "3", "--inference", "--json", str(file))
+    status, _, _ = plan(script(tmp_path, text=LLAMA), "--workers", "3", "--inference", "--json", str(file))
     assert status == 0
     hidden = 2048 * 8192 * 4
     handed_on = [(one[0], one[1]) for one in crossing(file) if one[3] == hidden]
-    assert handed_on == [(f"worker:{i}", [f"worker:{i + 1}"]) for i in range(2)]
+    assert handed_on == [(f"worker {i}", [f"worker {i + 1}"]) for i in range(2)]
 
 
 def test_without_transformers_it_is_refused(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +253,9 @@ def test_without_transformers_it_is_refused(plan: Any, monkeypatch: pytest.Monke
 
 
 def test_a_script_that_says_where(plan: Any, tmp_path: Path) -> None:
-    said = 'hosts = {"layers.1": "worker:1"}\n'
+    said = 'workers = {"layers.1": 1}\n'
     found = []
-    for text, more in ((SCRIPT + said, ()), (SCRIPT, ("--place", "layers.1=worker:1"))):
+    for text, more in ((SCRIPT + said, ()), (SCRIPT, ("--place", "layers.1=1"))):
         file = tmp_path / "plan.json"
         status, _, err = plan(script(tmp_path, text=text), "--json", str(file), *more)
         assert (status, err) == (0, "")
@@ -265,12 +265,10 @@ def test_a_script_that_says_where(plan: Any, tmp_path: Path) -> None:
 
 def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
     tie = "        self.layers[1][0].weight = self.stem.weight\n\n    def forward"
-    status, _, err = plan(
-        script(tmp_path, text=SCRIPT.replace("    def forward", tie, 1)), "--place", "layers=worker:1"
-    )
+    status, _, err = plan(script(tmp_path, text=SCRIPT.replace("    def forward", tie, 1)), "--place", "layers=1")
     assert status == 0
     assert err.startswith(
-        "tensorwire: stem.weight of worker:0 is tied to layers.1.0.weight of worker:1: its 16,384 bytes"
+        "tensorwire: stem.weight of worker 0 is tied to layers.1.0.weight of worker 1: its 16,384 bytes"
     )
 
 

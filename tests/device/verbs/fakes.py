@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tensorwire.device.verbs.ports import Answer
+from tensorwire.device.verbs.ports import PortAttributes
 
 Table = Mapping[int, tuple[str, str, str]]  # by index: address, type, interface
 
@@ -30,9 +30,9 @@ class Sysfs:
         self.root = path / "infiniband"
         self.tables: dict[tuple[str, int], list[bytes]] = {}
 
-    def ask(self, device: str, number: int) -> Answer:
+    def ask(self, device: str, number: int) -> PortAttributes:
         """What libibverbs would say."""
-        return Answer(MTU, MAX_MESSAGE, self.tables[device, number])
+        return PortAttributes(MTU, MAX_MESSAGE, self.tables[device, number])
 
     def port(
         self,

@@ -14,7 +14,7 @@ import pytest
 
 from tensorwire.device import VerbsDevice, handshake
 from tensorwire.device.verbs import nic
-from tensorwire.device.verbs.device import Address
+from tensorwire.device.verbs.device import VerbsAddress
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, RemoteAccessError, TensorwireError
 from tensorwire.testing.patterns import SECONDS, array
 
@@ -87,8 +87,8 @@ def test_lanes_end_together(fabric: Fabric) -> None:
 
 def raw(device: VerbsDevice) -> socket.socket:
     """A connection that has shown its token, and speaks for itself from here on."""
-    where = msgspec.msgpack.decode(device.address, type=Address)
-    sock = socket.create_connection((where.host, where.port), SECONDS)
+    where = msgspec.msgpack.decode(device.address, type=VerbsAddress)
+    sock = socket.create_connection((where.interface, where.port), SECONDS)
     handshake.initiate(sock, where.token, b"verbs" + struct.pack("<Q", 1))
     return sock
 
@@ -147,7 +147,7 @@ def test_a_target_that_answers_nonsense(fabric: Fabric, in_thread: Callable[...,
                 sock.sendall(answer)
 
         served = in_thread(target)
-        address = Address("127.0.0.1", listener.getsockname()[1], token, "verbs")
+        address = VerbsAddress("127.0.0.1", listener.getsockname()[1], token, "verbs")
         with pytest.raises(TensorwireError):
             device.connect(msgspec.msgpack.encode(address), SECONDS)
         served.join(SECONDS)
@@ -156,7 +156,7 @@ def test_a_target_that_answers_nonsense(fabric: Fabric, in_thread: Callable[...,
 
 def test_addresses_that_lead_nowhere(fabric: Fabric) -> None:
     with VerbsDevice() as device, VerbsDevice() as other:
-        where = msgspec.msgpack.decode(other.address, type=Address)
+        where = msgspec.msgpack.decode(other.address, type=VerbsAddress)
         with pytest.raises((AuthenticationError, PeerLost)):
             device.connect(msgspec.msgpack.encode(msgspec.structs.replace(where, token=bytes(32))), SECONDS)
         for wrong in (b"", b"no address", msgspec.msgpack.encode(msgspec.structs.replace(where, kind="tcp"))):

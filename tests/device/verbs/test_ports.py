@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tensorwire.device.verbs.port_selection import PortChoice, select_port
-from tensorwire.device.verbs.ports import Answer, Gid, has_active_port, scan_ports
+from tensorwire.device.verbs.ports import Gid, PortAttributes, has_active_port, scan_ports
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 
 from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs
@@ -98,7 +98,7 @@ def test_a_port_that_cannot_be_opened_says_why(sysfs: Sysfs) -> None:
     sysfs.port("mlx5_0")
     sysfs.port("mlx5_1")
 
-    def only_one(device: str, number: int) -> Answer:
+    def only_one(device: str, number: int) -> PortAttributes:
         if device == "mlx5_0":
             raise VerbsUnavailable("no permission to use mlx5_0")
         return sysfs.ask(device, number)

@@ -49,7 +49,7 @@ SECONDS = 60.0
 def pair() -> Iterator[Pair]:
     """The producer on rxa, the consumer on rxb."""
     ports = zip(("rxa", "rxb"), ADDRESSES, strict=True)
-    a, b = (VerbsDevice(port, host=host, queue_pairs=LANES) for port, host in ports)
+    a, b = (VerbsDevice(port, interface=interface, queue_pairs=LANES) for port, interface in ports)
     with a, b, a.connect(b.address) as there, b.connect(a.address) as back:
         yield Pair(a, b, there, back)
 

@@ -15,7 +15,7 @@ from tensorwire.device.verbs.library import open_device
 from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import Port, scan_ports
 from tensorwire.doctor.devices import devices
-from tensorwire.doctor.verbs import verbs
+from tensorwire.doctor.rdma import verbs
 from tensorwire.errors import ArgumentError, VerbsUnavailable
 from tests.rdma.wire import ADDRESSES, MTU
 
@@ -40,13 +40,13 @@ def test_what_is_here() -> None:
 def test_the_port_at_an_address_is_taken(at: str, name: str) -> None:
     choice = select_port(scan_ports(), environment={}, near=at)
     assert (choice.port.device, str(choice.gid.address)) == (name, at)
-    with VerbsDevice(host=at) as device:
+    with VerbsDevice(interface=at) as device:
         assert device._nic.port.device == name
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORWIRE_VERBS_PORT", "rxb")
-    with VerbsDevice(host=ADDRESSES[0]) as device:
+    with VerbsDevice(interface=ADDRESSES[0]) as device:
         assert device._nic.port.device == "rxb"
     monkeypatch.setenv("TENSORWIRE_VERBS_PORT", "rxc")
     with pytest.raises(ArgumentError, match="rxc is not here: there is rxa:1, rxb:1"):
@@ -120,7 +120,7 @@ def test_the_doctor_opens_verbs_and_says_what_it_picked() -> None:
 def test_a_member_has_verbs_and_takes_shm_on_its_own_machine() -> None:
     secret = b"of one test"
     job = Coordinator(secret, workers=2, servers=0)
-    members = [Member(job.address, secret, "worker", i, host=ADDRESSES[i]) for i in range(2)]
+    members = [Member(job.address, secret, "worker", i, interface=ADDRESSES[i]) for i in range(2)]
     try:
         assert [set(member.devices) for member in members] == [{"shm", "tcp", "verbs"}] * 2
         assert members[0].channel("worker", 1).device.name == "shm"

@@ -20,7 +20,7 @@ from tensorwire.observe import counters
 from tensorwire.observe.counting import Counters
 from tensorwire.testing.patterns import SECONDS, array, pattern
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 from tests.rdma.wire import ADDRESSES
 
 MANY = 3 * RECEIVES
@@ -29,7 +29,10 @@ MANY = 3 * RECEIVES
 @contextlib.contextmanager
 def cable(**options: Any) -> Iterator[tuple[VerbsDevice, VerbsDevice, VerbsChannel]]:
     """Devices on both ends of the cable, and a channel from the first to the second."""
-    a, b = (VerbsDevice(port, host=host, **options) for port, host in zip(("rxa", "rxb"), ADDRESSES, strict=True))
+    a, b = (
+        VerbsDevice(port, interface=interface, **options)
+        for port, interface in zip(("rxa", "rxb"), ADDRESSES, strict=True)
+    )
     with a, b, a.connect(b.address) as channel:
         assert isinstance(channel, VerbsChannel)
         yield a, b, channel
@@ -90,7 +93,7 @@ def test_no_signal_ever_finds_the_target_unready() -> None:
 
 
 def test_a_stopped_target_holds_signals_back_and_nothing_else() -> None:
-    spec, before = Spec("tests.rdma.devices:either"), not_ready()
+    spec, before = DeviceSpec("tests.rdma.devices:either"), not_ready()
     with spec.make() as device, Peer(spec) as peer, device.connect(peer.address) as channel:
         remote, source = peer.allocate(64), device.allocate(64)
         array(source)[:] = 3
@@ -260,7 +263,7 @@ def test_a_pair_made_anew_while_its_channel_is_lost(step: str, monkeypatch: pyte
 
 
 def test_a_peer_killed_in_the_middle_of_transfers() -> None:
-    spec = Spec("tests.rdma.devices:either")
+    spec = DeviceSpec("tests.rdma.devices:either")
     with spec.make() as device, Peer(spec) as peer, device.connect(peer.address) as channel:
         remote, source = peer.allocate(32 << 20), device.allocate(32 << 20)
         posted = [channel.write(source.view(), remote.view(), (remote.view(0, 8), i)) for i in range(20)]

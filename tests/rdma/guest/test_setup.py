@@ -12,7 +12,7 @@ import pytest
 
 from tensorwire.device import VerbsDevice, handshake
 from tensorwire.device.verbs.connection import _HEAD, _MAGIC
-from tensorwire.device.verbs.device import _PURPOSE, _TERMS, Address
+from tensorwire.device.verbs.device import _PURPOSE, _TERMS, VerbsAddress
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, TensorwireError
 from tensorwire.testing.patterns import SECONDS
 from tests.rdma.wire import ADDRESSES
@@ -22,14 +22,14 @@ END = bytes(8) + bytes(2) + bytes(16) + b"\x01\x05"  # queue pair 0 on port 1, w
 
 def admitted(device: VerbsDevice) -> socket.socket:
     """A connection of somebody who holds the token."""
-    where = msgspec.msgpack.decode(device.address, type=Address)
-    sock = socket.create_connection((where.host, where.port), SECONDS)
+    where = msgspec.msgpack.decode(device.address, type=VerbsAddress)
+    sock = socket.create_connection((where.interface, where.port), SECONDS)
     handshake.initiate(sock, where.token, _PURPOSE + _TERMS.pack(7))
     return sock
 
 
 def check_alive(device: VerbsDevice) -> None:
-    with VerbsDevice("rxb", host=ADDRESSES[1]) as other, other.connect(device.address) as channel:
+    with VerbsDevice("rxb", interface=ADDRESSES[1]) as other, other.connect(device.address) as channel:
         region = device.allocate(8)
         channel.signal(region.remote().view(), 3).wait(SECONDS)
         region.wait(0, 3, SECONDS)
@@ -72,7 +72,7 @@ def test_broken_frames() -> None:
         frame() + frame(kind=2, count=2, ends=2 * END),
         frame() + frame(kind=1),
     ]
-    with VerbsDevice("rxa", host=ADDRESSES[0]) as device:
+    with VerbsDevice("rxa", interface=ADDRESSES[0]) as device:
         for data in bad:
             check_hung_up(device, data)
         check_alive(device)
@@ -80,7 +80,7 @@ def test_broken_frames() -> None:
 
 def test_random_frames() -> None:
     chance = random.Random(11)
-    with VerbsDevice("rxa", host=ADDRESSES[0]) as device:
+    with VerbsDevice("rxa", interface=ADDRESSES[0]) as device:
         for _ in range(40):
             data = bytearray(frame(count=2, ends=2 * END))
             for _ in range(chance.randint(1, 4)):
@@ -90,15 +90,15 @@ def test_random_frames() -> None:
 
 
 def test_strangers() -> None:
-    with VerbsDevice("rxa", host=ADDRESSES[0]) as device, VerbsDevice("rxb", host=ADDRESSES[1]) as other:
-        where = msgspec.msgpack.decode(device.address, type=Address)
+    with VerbsDevice("rxa", interface=ADDRESSES[0]) as device, VerbsDevice("rxb", interface=ADDRESSES[1]) as other:
+        where = msgspec.msgpack.decode(device.address, type=VerbsAddress)
         stranger = msgspec.structs.replace(where, token=os.urandom(32))
         with pytest.raises((AuthenticationError, PeerLost)):
             other.connect(msgspec.msgpack.encode(stranger))
         elsewhere = msgspec.structs.replace(where, kind="tcp")
         with pytest.raises(ArgumentError, match="verbs"):
             other.connect(msgspec.msgpack.encode(elsewhere))
-        with socket.create_connection((where.host, where.port), SECONDS) as sock:
+        with socket.create_connection((where.interface, where.port), SECONDS) as sock:
             sock.sendall(b"\0" * 100)
             until_hung_up(sock)
         check_alive(device)
@@ -106,9 +106,9 @@ def test_strangers() -> None:
 
 def test_a_target_that_answers_nonsense() -> None:
     """The initiator's side of the same: connect() ends with an error of ours, and leaves nothing."""
-    with socket.create_server((ADDRESSES[1], 0)) as listener, VerbsDevice("rxa", host=ADDRESSES[0]) as device:
+    with socket.create_server((ADDRESSES[1], 0)) as listener, VerbsDevice("rxa", interface=ADDRESSES[0]) as device:
         token = os.urandom(32)
-        address = Address(ADDRESSES[1], listener.getsockname()[1], token, "verbs")
+        address = VerbsAddress(ADDRESSES[1], listener.getsockname()[1], token, "verbs")
         for answer in (b"", b"x" * 40, frame(kind=2), frame(count=2, ends=2 * END), frame(ends=b"\xff" * 28)):
             pid = os.fork()
             if pid == 0:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 from tests.rdma.two.roles import Roles, warm
 from tests.rdma.wire import FAR
 
@@ -47,7 +47,7 @@ class Agent:
 
     def start_peer(self, spec: str) -> bytes:
         """A process with a device; its address."""
-        self._peers.append(Peer(Spec(spec)))
+        self._peers.append(Peer(DeviceSpec(spec)))
         return self._peers[-1].address
 
     def call_peer(self, command: str, *arguments: Any) -> Any:

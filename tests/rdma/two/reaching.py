@@ -16,7 +16,7 @@ SECONDS = 60.0
 def reach(address: str, secret: str, index: int) -> str:
     """The route, once both ends have heard from each other."""
     scan_ports()  # what a machine's first member loads, before anything is timed
-    member = Member(address, secret.encode(), "worker", index, host=FAR[index])
+    member = Member(address, secret.encode(), "worker", index, interface=FAR[index])
     try:
         channel = member.channel("worker", 1 - index)
         word = channel.device.allocate(8)

@@ -18,7 +18,7 @@ from tests.rdma.wire import FAR
 def routes(far: Far, *environment: str) -> list[str]:
     """By what each of two workers reaches the other: here, and in the second guest."""
     secret = secrets.token_hex(32)
-    with contextlib.closing(Coordinator(secret.encode(), workers=2, servers=0, host=FAR[0])) as job:
+    with contextlib.closing(Coordinator(secret.encode(), workers=2, servers=0, interface=FAR[0])) as job:
         command = (sys.executable, "-m", "tests.rdma.two.reaching", job.address, secret, "1")
         far.start("run", "env", *environment, *command)
         here = reach(job.address, secret, 0)

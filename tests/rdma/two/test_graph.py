@@ -1,4 +1,4 @@
-"""A model whose parts run on two hosts, over verbs: the bits of one process, and its tensors go by RDMA."""
+"""A model whose parts run on two machines, over verbs: the bits of one process, and its tensors go by RDMA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.rdma.wire import FAR
 @pytest.mark.timeout(600)
 def test_a_model_cut_in_two(far: Far) -> None:
     secret = secrets.token_hex(32)
-    coordinator = Coordinator(secret.encode(), workers=2, servers=1, host=FAR[0])
+    coordinator = Coordinator(secret.encode(), workers=2, servers=1, interface=FAR[0])
     common = (coordinator.address, secret, "verbs", 2)
     here = Roles()
     here.start_server(*common)

@@ -1,5 +1,5 @@
-"""A job on two hosts: a worker and the server in this guest, another worker in the second. It trains, bit for bit as
-over tcp, and it ends as it should when the other host dies or the link goes."""
+"""A job on two machines: a worker and the server in this guest, another worker in the second. It trains, bit for bit as
+over tcp, and it ends as it should when the other machine dies or the link goes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job:
     def __init__(self, far: Far, device: str, **options: int) -> None:
         self._far = far
         secret = secrets.token_hex(32)
-        self.coordinator = Coordinator(secret.encode(), workers=2, servers=1, host=FAR[0])
+        self.coordinator = Coordinator(secret.encode(), workers=2, servers=1, interface=FAR[0])
         self.here = Roles()
         common = (self.coordinator.address, secret, device, 2)
         self.here.start_server(*common)
@@ -102,7 +102,7 @@ def test_training_is_the_same_where_packets_are_lost(far: Far, over_tcp: str, lo
     assert dropped > 0
 
 
-def test_a_killed_worker_on_the_other_host_ends_the_job_here(far: Far) -> None:
+def test_a_killed_worker_on_the_other_machine_ends_the_job_here(far: Far) -> None:
     job = Job(far, "verbs", die=STEPS // 2)
     assert far.call("worker_ended") == -signal.SIGKILL
     start = time.monotonic()
@@ -115,7 +115,7 @@ def test_a_killed_worker_on_the_other_host_ends_the_job_here(far: Far) -> None:
     assert job.coordinator.cause.who == "worker 1"
 
 
-def test_a_cut_cable_ends_the_job_on_both_hosts(far: Far) -> None:
+def test_a_cut_cable_ends_the_job_on_both_machines(far: Far) -> None:
     job = Job(far, "verbs", cut=STEPS // 2)
     job.coordinator.ended.wait(60.0)
     seconds = time.monotonic() - float(CUT_AT.read_text())

@@ -65,7 +65,7 @@ def train(job: Any, cut: int = 0, die: int = 0) -> Trained:
 
 @dataclass(frozen=True)
 class Parted:
-    """What a worker has to say of a model whose parts run on both hosts."""
+    """What a worker has to say of a model whose parts run on both workers."""
 
     losses: list[float]
     wrong: list[str]  # gradients that are not those of one process
@@ -89,8 +89,8 @@ def train_parted(job: Any) -> Parted:
     layers = [torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
     alone = copy.deepcopy(model)
-    hosts = {"": "worker:0", "1": "worker:1"}
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts})
+    workers = {"": 0, "1": 1}
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": workers})
     losses, wrong, here, last = [], [], [], None
     for step in range(4):
         x = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(step))

@@ -17,7 +17,7 @@ from tests.torch.graph.rooms import listed
 
 aten = torch.ops.aten
 LAYOUTS = ("plain", "permuted", "expanded", "sliced", "channels-last")
-RANDOM = ("dropout", "bernoulli")  # hosts that are threads of one process share one generator
+RANDOM = ("dropout", "bernoulli")  # workers that are threads of one process share one generator
 EMPTY = [
     Case("empty-mm", aten.mm.default, lambda v: (v(0, 16), v(16, 40))),
     Case("empty-mm-between", aten.mm.default, lambda v: (v(24, 0), v(0, 40))),
@@ -155,8 +155,8 @@ class Net(torch.nn.Module):
         results: Values = self.body(*(one * weight for one, weight in zip(inputs, self.weights, strict=True)))
         return results
 
-    def hosts(self, seed: int, count: int) -> dict[str, str]:
-        """A host for each module."""
+    def workers(self, seed: int, count: int) -> dict[str, int]:
+        """A worker for each module."""
         draw = random.Random(seed)
         paths = (f"body.{name}" for name, _ in self.body.named_children())
-        return {"": "worker:0", **{path: f"worker:{draw.randrange(count)}" for path in paths}}
+        return {"": 0, **{path: draw.randrange(count) for path in paths}}

@@ -1,4 +1,4 @@
-"""A graph captured from a function, run over hosts that live together in one process."""
+"""A graph captured from a function, run over workers that live together in one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tensorwire.graph import Analysis, Output, analyze
-from tensorwire.graph.party import Party
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.graph.worker_group import WorkerGroup
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.together import Together
 
 
@@ -26,18 +26,19 @@ def captured(
 
 def analyzed(
     module: fx.GraphModule,
-    hosts: tuple[str, ...],
-    host_of: Callable[[fx.Node], str | None],
+    workers: tuple[str, ...],
+    worker_of: Callable[[fx.Node], str | None],
     *,
-    origins: Sequence[Origin] | None = None,
+    origins: Sequence[InputOrigin] | None = None,
     copies: bool = False,
 ) -> Analysis:
     """Its analysis, with every output wanted by all."""
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     returned = next(iter(reversed(module.graph.nodes))).args[0]
-    outputs = [Output(value.name, hosts, True) for value in returned if isinstance(value, fx.Node)]
+    outputs = [Output(value.name, workers, True) for value in returned if isinstance(value, fx.Node)]
     return analyze(
-        import_graph(module, "test", hosts, origins or [Origin()] * len(given), outputs, host_of), copies=copies
+        import_graph(module, "test", workers, origins or [InputOrigin()] * len(given), outputs, worker_of),
+        copies=copies,
     )
 
 
@@ -47,13 +48,13 @@ def run(
     analysis: Analysis,
     examples: Sequence[torch.Tensor],
     times: int = 3,
-    post: Callable[[Any], Post] = Post,
+    transfers: Callable[[Any], Transfers] = Transfers,
 ) -> list[list[Any]]:
-    """What each host returns at last."""
+    """What each worker returns at last."""
 
-    def work(party: Party) -> list[Any]:
-        wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, post(wires))
+    def work(group: WorkerGroup) -> list[Any]:
+        wires = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, transfers(wires))
         results: list[Any] = []
         for _ in range(times):
             wires.begin()

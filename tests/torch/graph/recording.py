@@ -1,4 +1,4 @@
-"""A backend that notes which host each node was given, and what dynamo captured."""
+"""A backend that notes which worker each node was given, and what dynamo captured."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tensorwire.torch.graph.placement.scope import Scope
 
 @dataclass(frozen=True)
 class Graph:
-    """``kind``: forward, backward or inference. ``hosts``: name of operator and host, a node each."""
+    """``kind``: forward, backward or inference. ``workers``: name of operator and worker, a node each."""
 
     kind: str
-    hosts: list[tuple[str, str | None]]
+    workers: list[tuple[str, int | None]]
     code: str
 
-    def of(self, operator: str) -> list[str | None]:
-        """The hosts of the nodes of an operator."""
-        return [host for name, host in self.hosts if name == operator]
+    def of(self, operator: str) -> list[int | None]:
+        """The workers of the nodes of an operator."""
+        return [worker for name, worker in self.workers if name == operator]
 
     @property
     def operators(self) -> list[str]:
-        return [name for name, _ in self.hosts]
+        return [name for name, _ in self.workers]
 
     @property
-    def all(self) -> set[str | None]:
-        return {host for _, host in self.hosts}
+    def all(self) -> set[int | None]:
+        return {worker for _, worker in self.workers}
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
         self._dummies, self._stand_in = dummies, stand_in
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Any, *, options: Any = None) -> Any:
-        scope = Scope.of_frame((options or {}).get("hosts"))
+        scope = Scope.of_frame((options or {}).get("workers"))
         self.dynamo.append(plain(gm))
 
         def compiler(kind: str) -> Callable[[torch.fx.GraphModule, Any], Any]:
@@ -62,8 +62,8 @@ class Recorder:
 
     def _compiled(self, kind: str, graph: torch.fx.GraphModule, scope: Scope) -> Any:
         nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
-        hosts = [(str(getattr(n.target, "_opname", n.target)), scope.host_of(n)) for n in nodes]
-        self.graphs.append(Graph(kind, hosts, plain(graph)))
+        workers = [(str(getattr(n.target, "_opname", n.target)), rank(scope.worker_of(n))) for n in nodes]
+        self.graphs.append(Graph(kind, workers, plain(graph)))
 
         def run(*args: Any) -> Any:
             if kind != "backward":
@@ -81,6 +81,11 @@ class Recorder:
                 value = self._stand_in(kind, value) if self._stand_in is not None else value
             outputs.append(value)
         return outputs
+
+
+def rank(worker: str | None) -> int | None:
+    """Of a worker as graphs call it."""
+    return None if worker is None else int(worker.removeprefix("worker "))
 
 
 def plain(gm: torch.fx.GraphModule) -> str:

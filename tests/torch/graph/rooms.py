@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorwire.torch.graph.memory.target import ALIGNMENT, Place
+from tensorwire.torch.graph.memory.target import ALIGNMENT, MemoryTarget
 
 
 class Room(np.ndarray[Any, Any]):
@@ -22,9 +22,9 @@ def room(nbytes: int) -> Room:
     return memory[start : start + nbytes].view(Room)
 
 
-def place(nbytes: int) -> Place:
+def place(nbytes: int) -> MemoryTarget:
     """A place of its own."""
-    return Place(room(nbytes))
+    return MemoryTarget(room(nbytes))
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -32,7 +32,7 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def life(where: Place) -> weakref.ref[Room]:
+def life(where: MemoryTarget) -> weakref.ref[Room]:
     """Dead when the memory of the place is free."""
     return weakref.ref(where.owner)
 

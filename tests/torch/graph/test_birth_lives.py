@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
-from tensorwire.torch.graph.memory.target import Place
+from tensorwire.torch.graph.memory.target import MemoryTarget
 from tests.sandbox import Sandbox, every
 from tests.torch.graph.rooms import Room, life, place, room
 
@@ -98,19 +98,19 @@ def test_any_code_may_run_at_the_owners_end() -> None:
 
     birth, x = Birthplace(aten.neg.default), torch.ones(16)
     birth([place(64)], (x,))
-    tensor, _ = birth([Place(room(64).view(Lease))], (x,))
+    tensor, _ = birth([MemoryTarget(room(64).view(Lease))], (x,))
     assert not said
     del tensor
     assert said == [1024.0]
     with pytest.raises(RuntimeError):
-        birth([Place(room(64).view(Lease))], (torch.ones(16).to_sparse(), 1))
+        birth([MemoryTarget(room(64).view(Lease))], (torch.ones(16).to_sparse(), 1))
     assert said == [1024.0] * 2
 
 
 def test_other_threads_that_allocate_the_same_sizes_get_nothing() -> None:
     birth, x, stop = Birthplace(aten.add.Tensor), torch.randn(64), threading.Event()
     memory = room(256)
-    where = Place(memory)
+    where = MemoryTarget(memory)
     birth([place(256)], (x, x))
 
     def others() -> int:
@@ -271,13 +271,13 @@ def test_the_interpreter_ends_with_born_tensors_alive(sandbox: Sandbox) -> None:
         """
         import threading
         import torch
-        from tensorwire.torch.graph.memory.birthplace import Birthplace, Place
+        from tensorwire.torch.graph.memory.birthplace import Birthplace, MemoryTarget
         import numpy as np
 
         def place(nbytes):
             memory = np.empty(nbytes + 64, np.uint8)
             start = -memory.ctypes.data % 64
-            return Place(memory[start:start + nbytes])
+            return MemoryTarget(memory[start:start + nbytes])
 
         birth, x = Birthplace(torch.ops.aten.neg.default), torch.randn(1 << 16)
         kept = [birth([place(1 << 18)], (x,))[0] for _ in range(8)]

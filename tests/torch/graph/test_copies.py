@@ -13,9 +13,9 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.graph.plan import Plan
 from tensorwire.observe import counters
-from tensorwire.torch.graph.execution.workers import party_of
-from tensorwire.torch.graph.planning.plans import plans
-from tensorwire.torch.graph.planning.trace import survey
+from tensorwire.torch.graph.execution.job_group import group_of
+from tensorwire.torch.graph.planning.plan_model import plan_model
+from tensorwire.torch.graph.planning.trace_model import trace_model
 from tests.jobs import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -105,8 +105,8 @@ def _tokens(step: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(24, WIDTH, generator=_draw(step)),)
 
 
-Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], dict[str, str]]
-A, B = "worker:0", "worker:1"
+Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], dict[str, int]]
+A, B = 0, 1
 CASES: dict[str, Case] = {
     "t5": (t5, _text, {"": A, "inner.decoder": B, "inner.lm_head": B}),
     "clip": (clip, _pictures, {"": A, "inner.vision_model": B, "inner.visual_projection": B}),
@@ -116,27 +116,27 @@ CASES: dict[str, Case] = {
 }
 
 
-def predicted(these: list[Plan], host: str) -> tuple[int, int]:
-    """Copies and bytes of ``host`` in a step that runs each of these plans once."""
-    ours = [copies for plan in these for copies in plan.copies if copies.host == host]
+def predicted(these: list[Plan], worker: str) -> tuple[int, int]:
+    """Copies and bytes of ``worker`` in a step that runs each of these plans once."""
+    ours = [copies for plan in these for copies in plan.copies if copies.worker == worker]
     return sum(copies.count for copies in ours), sum(copies.nbytes for copies in ours)
 
 
 def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
     """Copies and bytes of the last of some steps, and those that its plans predict."""
-    make, inputs, hosts = CASES[name]
+    make, inputs, workers = CASES[name]
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     torch.manual_seed(0)
-    compiled = torch.compile(make(), backend="tensorwire", options={"hosts": hosts})
+    compiled = torch.compile(make(), backend="tensorwire", options={"workers": workers})
     made = counters.since(counters.snapshot())
     for step in range(5):
         before = counters.snapshot()
         compiled(*inputs(step))[0].backward()
         made = counters.since(before)
-    party = party_of(job)
+    group = group_of(job._worker)
     return {
         "made": (made.copies, made.copied_bytes),
-        "planned": predicted([wires.plan for wires in party._wires], party.me),
+        "planned": predicted([wires.plan for wires in group._wires], group.me),
     }
 
 
@@ -158,10 +158,10 @@ def test_a_step_makes_the_copies_that_its_plan_predicts(name: str, device: str) 
         if name != "experts":  # the bytes of what has any size are not known before
             assert made[1] == planned[1]
     if name == "gpt2":  # and so they are planned without a job
-        make, inputs, hosts = CASES[name]
-        before = [planned.analysis.plan for planned in plans(survey(make, lambda: inputs(0)), (A, B), hosts)]
-        assert [result["planned"] for result in results] == [predicted(before, host) for host in (A, B)]
+        make, inputs, workers = CASES[name]
+        before = [planned.analysis.plan for planned in plan_model(trace_model(make, lambda: inputs(0)), 2, workers)]
+        assert [result["planned"] for result in results] == [predicted(before, worker) for worker in before[0].workers]
         for plan in before:
             written = json.loads(json.dumps(plan.to_json()))["copies"]
-            assert [one["host"] for one in written] == [one.host for one in plan.copies]
+            assert [one["worker"] for one in written] == [one.worker for one in plan.copies]
             assert all(one["count"] == one["sent"] + one["received"] for one in written)

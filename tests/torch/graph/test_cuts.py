@@ -16,9 +16,9 @@ from torch import fx
 
 import tensorwire as tw
 from tensorwire.graph import Analysis
+from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.jobs import run_job
 from tests.torch.graph import cuts, watched
 from tests.torch.graph.graphs import analyzed, run
@@ -32,10 +32,10 @@ def some(few: int, many: int) -> list[Any]:
     return [*range(few), *(pytest.param(i, marks=pytest.mark.long) for i in range(few, many))]
 
 
-def cut(module: fx.GraphModule, seed: int, hosts: int, copies: bool) -> Analysis:
-    """Every operator on a host that is drawn, or where nobody says."""
+def cut(module: fx.GraphModule, seed: int, workers: int, copies: bool) -> Analysis:
+    """Every operator on a worker that is drawn, or where nobody says."""
     draw, chosen = random.Random(seed), dict[str, str | None]()
-    names = tuple(f"worker:{i}" for i in range(hosts))
+    names = tuple(f"worker {i}" for i in range(workers))
     return analyzed(
         module, names, lambda node: chosen.setdefault(node.name, draw.choice((*names, None))), copies=copies
     )
@@ -54,11 +54,11 @@ def test_random_programs(batch: int) -> None:
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         function, examples = cuts.program(seed, 3 + seed % 9)
         module = cuts.traced(cuts.with_gradients(function), examples)
-        analysis = cut(module, seed, hosts := 2 + seed % 2, copies=seed % 5 == 4)
+        analysis = cut(module, seed, workers := 2 + seed % 2, copies=seed % 5 == 4)
         right = module(*examples)
-        with Together(hosts) as together:
-            results = run(together, module, analysis, examples, post=watched.WatchedPost)
-        assert [differing(mine, right) for mine in results] == [[]] * hosts, f"seed {seed}:\n{module.code}"
+        with Together(workers) as together:
+            results = run(together, module, analysis, examples, transfers=watched.WatchedTransfers)
+        assert [differing(mine, right) for mine in results] == [[]] * workers, f"seed {seed}:\n{module.code}"
 
 
 @pytest.mark.parametrize("layout", cuts.LAYOUTS)
@@ -73,11 +73,11 @@ def test_every_operator_behind_every_layout(layout: str) -> None:
 
     module = cuts.traced(function, examples)
     returned = {node.name for node in next(iter(reversed(module.graph.nodes))).args[0]}
-    names = ("worker:0", "worker:1")
+    names = ("worker 0", "worker 1")
     analysis = analyzed(module, names, lambda node: names[node.name in returned])
     watched.seen.clear()
     with Together(2) as together:
-        results = run(together, module, analysis, examples, post=watched.WatchedPost)
+        results = run(together, module, analysis, examples, transfers=watched.WatchedTransfers)
     right = module(*examples)
     assert [differing(mine, right) for mine in results] == [[], []]
     assert watched.seen["births"] >= 100
@@ -85,14 +85,14 @@ def test_every_operator_behind_every_layout(layout: str) -> None:
 
 def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     """The programs of these seeds, in real processes."""
-    party, wrong = party_of(job), []
+    group, wrong = group_of(job._worker), []
     for seed in seeds:
         function, examples = cuts.program(seed, 3 + seed % 9)
         module = cuts.traced(cuts.with_gradients(function), examples)
         analysis = cut(module, seed, job.num_workers, copies=False)
         right = module(*examples)
-        wires = party.connect(analysis.plan)
-        call = partition(module, analysis, party.me, Post(wires))
+        wires = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, Transfers(wires))
         for step in range(3):
             wires.begin()
             results = call(list(examples))
@@ -116,7 +116,7 @@ def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
         torch.compiler.reset()
         net = cuts.Net(seed, 3 + seed % 6)
         alone = copy.deepcopy(net)
-        options = {"hosts": net.hosts(seed, job.num_workers), "outputs": "all"}
+        options = {"workers": net.workers(seed, job.num_workers), "outputs": "all"}
         mine = torch.compile(net, backend="tensorwire", options=options)
         reference = torch.compile(alone, backend="aot_eager")
         for step in range(3):

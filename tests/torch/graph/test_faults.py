@@ -1,4 +1,4 @@
-"""Models over hosts that come to grief: everybody ends, soon, with the reason."""
+"""Models over workers that come to grief: everybody ends, soon, with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.sandbox import Sandbox
 
-# A model over two hosts; in step 3 worker 1 does what FAULT says.
+# A model over two workers; in step 3 worker 1 does what FAULT says.
 TRAIN = """
     import torch, warnings
     torch.set_num_threads(1)
@@ -23,11 +23,11 @@ TRAIN = """
         def forward(self, x, i):
             return self.c(torch.tanh(self.b(torch.relu(self.a(x))) + self.e(i))).square().mean()
 
-    hosts = {{"a": "worker:0", "b": "worker:1", "c": "worker:0", "e": "worker:1"}}
+    workers = {{"a": 0, "b": 1, "c": 0, "e": 1}}
     {before}
     torch.manual_seed(0)
     model = Net()
-    compiled = torch.compile(model, backend="tensorwire", options={{"hosts": hosts, "mode": "{mode}"}})
+    compiled = torch.compile(model, backend="tensorwire", options={{"workers": workers, "mode": "{mode}"}})
     for step in range(100000):
         x, i = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
         if step == 3:
@@ -46,19 +46,19 @@ def run(sandbox: Sandbox, fault: str = "pass", before: str = "", mode: str = "ze
     return result.message()
 
 
-def test_a_host_that_is_killed(sandbox: Sandbox) -> None:
+def test_a_worker_that_is_killed(sandbox: Sandbox) -> None:
     message = run(sandbox, "os.kill(os.getpid(), signal.SIGKILL)")
     assert message == "tensorwire: worker 1 was killed by SIGKILL\n"
 
 
-def test_an_exception_of_one_host(sandbox: Sandbox) -> None:
+def test_an_exception_of_one_worker(sandbox: Sandbox) -> None:
     message = run(sandbox, "raise ValueError('broken data')")
     assert message.splitlines()[0] == "tensorwire: worker 1 raised ValueError: broken data"
     assert message.count("Traceback") == 1
 
 
 def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
-    """Which its own host catches: the others wait for what will not come, so the job ends all the same."""
+    """Which its own worker catches: the others wait for what will not come, so the job ends all the same."""
     fault = """try:
                     compiled(x, i + 99)
                 except IndexError:
@@ -80,12 +80,12 @@ def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
-    message = run(sandbox, before='hosts["c"] = f"worker:{job.rank}"')
+def test_workers_that_place_differently(sandbox: Sandbox) -> None:
+    message = run(sandbox, before='workers["c"] = job.rank')
     first = message.splitlines()[0]
     assert "does not agree with" in first
     assert "on graph 0" in first
-    assert "addmm_2 = aten.addmm.default: worker:" in message
+    assert "addmm_2 = aten.addmm.default: worker " in message
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_hosts_that_place_differently(sandbox: Sandbox) -> None:
         ("break", "runs no graph any more"),
     ],
 )
-def test_hosts_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:
+def test_workers_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:
     """One sees another shape and compiles anew, or is done; the other goes on as before."""
     message = run(sandbox, fault)
     assert message.splitlines()[0] == (
-        f"tensorwire: worker 0 raised PlanMismatch: worker:1 {does}, while this host runs graph 0 (forward) once more: "
-        "did they get arguments of other shapes, take another branch, or another number of steps?"
+        f"tensorwire: worker 0 raised PlanMismatch: worker 1 {does}, while this worker runs graph 0 (forward) once "
+        "more: did they get arguments of other shapes, take another branch, or another number of steps?"
     )
 
 
@@ -125,8 +125,8 @@ def test_a_model_of_which_nothing_is_captured(sandbox: Sandbox) -> None:
             def forward(self, x):
                 return super().forward(x)
 
-        hosts = {"": "worker:1"}
-        torch.compile(Net(2, 2), backend="tensorwire", options={"hosts": hosts})(torch.ones(2))
+        workers = {"": 1}
+        torch.compile(Net(2, 2), backend="tensorwire", options={"workers": workers})(torch.ones(2))
         """
     )
     result = sandbox.run(script, "--servers", "0").finish()

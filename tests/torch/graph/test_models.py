@@ -1,6 +1,6 @@
-"""Models that are cut over hosts give the bits of one process: losses, gradients and buffers, over several steps.
+"""Models that are cut over workers give the bits of one process: losses, gradients and buffers, over several steps.
 
-One cut a model; those marked long (``make test-long``) are more cuts, over three hosts too, and over all devices.
+One cut a model; those marked long (``make test-long``) are more cuts, over three workers too, and over all devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.torch.graph.training import gradients_of, train
 
 
 def check(name: str, results: list[dict[str, Any]]) -> None:
-    """Nothing differs, every gradient is on one host, and a step in the steady state asks and registers nothing.
+    """Nothing differs, every gradient is on one worker, and a step in the steady state asks and registers nothing.
 
     It makes the copies that its plans predict: none where no edge is copied.
     """
@@ -29,19 +29,19 @@ def check(name: str, results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_slow(zoo.ALL, ("gru", "gpt2")))
-def test_cut_over_two_hosts(name: str) -> None:
+def test_cut_over_two_workers(name: str) -> None:
     check(name, run_job(train, name, None, 1, workers=2, servers=0, device="shm").ok())
 
 
 @pytest.mark.slow
-def test_cut_over_three_hosts_over_tcp() -> None:
+def test_cut_over_three_workers_over_tcp() -> None:
     check("llama", run_job(train, "llama", None, 2, workers=3, servers=0, device="tcp").ok())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("seed", range(3, 8))
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_the_full_matrix(name: str, seed: int, hosts: int, device: str) -> None:
-    check(name, run_job(train, name, None, seed, workers=hosts, servers=0, device=device).ok())
+def test_the_full_matrix(name: str, seed: int, workers: int, device: str) -> None:
+    check(name, run_job(train, name, None, seed, workers=workers, servers=0, device=device).ok())

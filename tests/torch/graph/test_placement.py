@@ -12,8 +12,8 @@ from torch import nn
 import tensorwire as tw
 from tests.jobs import run_job
 
-HOSTS = {"": "worker:0", "0": "worker:1"}
-OF_NOBODY = {"": "worker:0", "1": "worker:1"}  # worker 1 has no parameter
+WORKERS = {"": 0, "0": 1}
+OF_NOBODY = {"": 0, "1": 1}  # worker 1 has no parameter
 
 
 def model() -> nn.Sequential:
@@ -25,14 +25,14 @@ def late(job: tw.Job) -> list[Any]:
     """Places models that ran compiled, each by itself, before."""
     found: list[Any] = []
     x = torch.ones(4, 8)
-    for hosts in (HOSTS, OF_NOBODY):
+    for workers in (WORKERS, OF_NOBODY):
         mine = model()
         alone = copy.deepcopy(mine)
         compiled = torch.compile(mine, backend="tensorwire")
         right = alone(x)
         right.sum().backward()
         found.append(torch.equal(compiled(x), right))
-        tw.torch.place(mine, hosts)
+        tw.torch.place(mine, workers)
         for _ in range(2):
             result = compiled(x)
             result.sum().backward()
@@ -54,17 +54,17 @@ def test_a_model_may_be_placed_after_it_ran_compiled() -> None:
 
 
 def placed_twice(job: tw.Job) -> list[str]:
-    """Places a model that has its hosts from the options; and runs what another model was compiled for."""
+    """Places a model that has its workers from the options; and runs what another model was compiled for."""
     mine, said = model(), []
-    torch.compile(mine, backend="tensorwire", options={"hosts": HOSTS})(torch.ones(4, 8))
+    torch.compile(mine, backend="tensorwire", options={"workers": WORKERS})(torch.ones(4, 8))
     with pytest.raises(tw.errors.ArgumentError) as refused:
-        tw.torch.place(mine, HOSTS)
+        tw.torch.place(mine, WORKERS)
     said.append(str(refused.value))
     return said
 
 
-def test_a_model_that_has_its_hosts_from_options_is_not_placed() -> None:
-    expected = "this model has its hosts already, from place() or from the options of torch.compile: place it once, "
+def test_a_model_that_has_its_workers_from_options_is_not_placed() -> None:
+    expected = "this model has its workers already, from place() or from the options of torch.compile: place it once, "
     for said in run_job(placed_twice, workers=2, servers=0).ok():
         assert all(one.startswith(expected) for one in said)
 
@@ -87,10 +87,10 @@ def hooked(job: tw.Job) -> list[Any]:
         if how == "before place":
             register()
         if how != "options":
-            tw.torch.place(mine, HOSTS)
+            tw.torch.place(mine, WORKERS)
         if how != "before place":
             register()
-        options = {"hosts": HOSTS} if how == "options" else {}
+        options = {"workers": WORKERS} if how == "options" else {}
         torch.compile(mine, backend="tensorwire", options=options)(torch.ones(4, 8)).sum().backward()
         alone = model()
         alone(torch.ones(4, 8)).sum().backward()
@@ -108,7 +108,7 @@ def test_hooks_on_gradients_are_called_where_the_parameter_lives() -> None:
 def sparse(job: tw.Job, kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     mine = nn.Sequential(kind(10, 8, sparse=True), nn.Linear(8, 4))
-    tw.torch.place(mine, {"": "worker:0", "1": "worker:1"})
+    tw.torch.place(mine, {"": 0, "1": 1})
     torch.compile(mine, backend="tensorwire")(torch.zeros(4, 8, dtype=torch.int64)).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""Random graphs over random hosts give the bits of one process, whichever way their tensors cross."""
+"""Random graphs over random workers give the bits of one process, whichever way their tensors cross."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from tests.torch.graph.graphs import analyzed, captured, run
 from tests.torch.graph.together import Together
-from tests.torch.graph.watched import WatchedPost
+from tests.torch.graph.watched import WatchedTransfers
 
 SHAPE = (4, 6)
 
@@ -69,23 +69,23 @@ def _apply(kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("copies", [False, True])
 @settings(max_examples=25, deadline=None)
-@example(seed=77822, hosts=3, length=7)  # a source two runs ahead of its target
-@given(seed=st.integers(0, 10**6), hosts=st.integers(2, 3), length=st.integers(1, 30))
-def test_the_same_bits(copies: bool, seed: int, hosts: int, length: int) -> None:
+@example(seed=77822, workers=3, length=7)  # a source two runs ahead of its target
+@given(seed=st.integers(0, 10**6), workers=st.integers(2, 3), length=st.integers(1, 30))
+def test_the_same_bits(copies: bool, seed: int, workers: int, length: int) -> None:
     examples, function = program(seed, length)
     module = captured(function, examples)  # type: ignore[arg-type]
-    names = tuple(f"worker:{i}" for i in range(hosts))
+    names = tuple(f"worker {i}" for i in range(workers))
     draw = random.Random(seed + 1)
     chosen: dict[str, str | None] = {}
 
-    def host_of(node: fx.Node) -> str | None:
+    def worker_of(node: fx.Node) -> str | None:
         return chosen.setdefault(node.name, draw.choice((*names, None)))
 
-    analysis = analyzed(module, names, host_of, copies=copies)
+    analysis = analyzed(module, names, worker_of, copies=copies)
     expected: Sequence[torch.Tensor] = module(*examples)
-    with Together(hosts) as together:
-        results = run(together, module, analysis, examples, post=WatchedPost)
-    for host in results:
-        for value, right in zip(host, expected, strict=True):
+    with Together(workers) as together:
+        results = run(together, module, analysis, examples, transfers=WatchedTransfers)
+    for worker in results:
+        for value, right in zip(worker, expected, strict=True):
             assert torch.equal(value, right)
             assert value.shape == right.shape

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import tensorwire as tw
-from tensorwire.errors import LivesElsewhere, Unsupported
-from tensorwire.torch.graph.placement.remote_tensor import vacate
+from tensorwire.errors import NotOnThisWorker, Unsupported
+from tensorwire.torch.graph.placement.remote_tensor import release
 from tests.jobs import run_job
 from tests.torch.graph.recording import Recorder
 
-A, B = "worker:0", "worker:1"
+A, B = 0, 1
 pytestmark = [
     pytest.mark.usefixtures("fresh"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -56,41 +56,41 @@ READS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.filterwarnings("ignore:.*Graph break")
 def test_reading_in_a_compiled_forward_says_where_the_tensor_lives(name: str) -> None:
-    model = tw.torch.place(Reads(READS[name]), {"": A, "b": B}, host=B)
+    model = tw.torch.place(Reads(READS[name]), {"": A, "b": B}, worker=B)
     compiled = torch.compile(model, backend=Recorder(dummies=True))
     for _ in range(2):
-        with pytest.raises(LivesElsewhere, match=r"^(scale|count) lives on worker:0: .* this process is worker:1"):
+        with pytest.raises(NotOnThisWorker, match=r"^(scale|count) is on worker 0: .* this process is worker 1"):
             compiled(torch.ones(2, 8))
 
 
 def test_a_tensor_of_another_worker_is_shown_without_its_values() -> None:
     said: list[str] = []
-    model = tw.torch.place(Reads(lambda m: said.append(repr(m.scale))), {"": A, "b": B}, host=B)
+    model = tw.torch.place(Reads(lambda m: said.append(repr(m.scale))), {"": A, "b": B}, worker=B)
     torch.compile(model, backend=Recorder(dummies=True))(torch.ones(2, 8))
-    assert said == ["<scale on worker:0: (1,), torch.float32>"]
+    assert said == ["<scale on worker 0: (1,), torch.float32>"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_graph_of_another_backend_reads_nothing(backend: str) -> None:
     p = nn.Parameter(torch.randn(4, 4))
-    vacate(p, "weight", B)
-    with pytest.raises(RuntimeError, match="weight lives on worker:1: it cannot be read here"):
+    release(p, "weight", "worker 1")
+    with pytest.raises(RuntimeError, match="weight is on worker 1: it cannot be read here"):
         torch.compile(lambda w: w * 2, backend=backend)(p)
 
 
 def test_native_code_reads_nothing() -> None:
     p = nn.Parameter(torch.randn(4, 4))
-    vacate(p, "weight", B)
+    release(p, "weight", "worker 1")
     with torch._C.DisableTorchFunctionSubclass():
         for read in (torch.sum, torch.Tensor.tolist, torch.Tensor.data_ptr, lambda t: bytes(t.untyped_storage())):
-            with pytest.raises(RuntimeError, match="weight lives on worker:1: it cannot be read here"):
+            with pytest.raises(RuntimeError, match="weight is on worker 1: it cannot be read here"):
                 read(p)
 
 
 @pytest.mark.parametrize("mine", [A, B])
-def test_batch_norm_that_averages_over_all_steps_is_refused_in_training_by_name(mine: str) -> None:
+def test_batch_norm_that_averages_over_all_steps_is_refused_in_training_by_name(mine: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))
-    tw.torch.place(model, {"": A, "1": B}, host=mine)
+    tw.torch.place(model, {"": A, "1": B}, worker=mine)
     compiled = torch.compile(model, backend=Recorder(dummies=True))
     compiled.eval()
     compiled(torch.ones(3, 4))
@@ -107,7 +107,7 @@ def item(job: tw.Job) -> float:
 def test_reading_ends_the_job_with_the_reason() -> None:
     ended = run_job(item, workers=2, servers=0)
     assert ended.codes == [1, 1]
-    assert "LivesElsewhere: scale lives on worker:0: it cannot be read here (by item() or the like)" in ended.errors[1]
+    assert "NotOnThisWorker: scale is on worker 0: it cannot be read here (by item() or the like)" in ended.errors[1]
 
 
 class Branches(nn.Module):

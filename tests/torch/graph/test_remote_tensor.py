@@ -1,4 +1,4 @@
-"""What stands for parameters and outputs of other hosts: shapes without memory, and errors for readers."""
+"""What stands for parameters and outputs of other workers: shapes without memory, and errors for readers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tensorwire as tw
-from tensorwire.errors import ArgumentError, LivesElsewhere, Unsupported
+from tensorwire.errors import ArgumentError, NotOnThisWorker, Unsupported
 from tensorwire.torch.graph.placement import remote_tensor as module
-from tensorwire.torch.graph.placement.registry import owner_of
-from tensorwire.torch.graph.placement.remote_tensor import Elsewhere, elsewhere, hollow, lives, vacate
+from tensorwire.torch.graph.placement.placed_models import owner_of
+from tensorwire.torch.graph.placement.remote_tensor import RemoteTensor, location_of, make_remote, release, reserve
 from tests.jobs import run_job
 from tests.levels import mostly_slow
 from tests.torch.graph.recording import Recorder
 
-A, B = "worker:0", "worker:1"
+A, B = 0, 1
 pytestmark = [
     pytest.mark.usefixtures("fresh"),
     pytest.mark.filterwarnings(
@@ -34,7 +34,7 @@ pytestmark = [
 
 def away(*shape: int) -> nn.Parameter:
     p = nn.Parameter(torch.randn(*(shape or (8, 8))))
-    vacate(p, "layers.3.weight", B, advice="ask there")
+    release(p, "layers.3.weight", "worker 1", advice="ask there")
     return p
 
 
@@ -85,8 +85,8 @@ READERS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_who_reads_a_parameter_of_another_host_learns_where_it_is(name: str) -> None:
-    with pytest.raises(LivesElsewhere, match=r"^layers.3.weight lives on worker:1: .*; ask there$"):
+def test_who_reads_a_parameter_of_another_worker_learns_where_it_is(name: str) -> None:
+    with pytest.raises(NotOnThisWorker, match=r"^layers.3.weight is on worker 1: .*; ask there$"):
         READERS[name](away())
 
 
@@ -104,19 +104,19 @@ def test_all_but_the_elements_is_there() -> None:
     assert p.new_ones(2).sum() == 2
     assert p.to("cpu") is p
     assert not p.requires_grad_(False).requires_grad
-    assert repr(p) == f"{p}" == "<layers.3.weight on worker:1: (8, 4), torch.float32>"
-    assert repr(p.t()) == "<layers.3.weight on worker:1: (4, 8), torch.float32>"
+    assert repr(p) == f"{p}" == "<layers.3.weight on worker 1: (8, 4), torch.float32>"
+    assert repr(p.t()) == "<layers.3.weight on worker 1: (4, 8), torch.float32>"
 
 
 def test_it_takes_no_memory() -> None:
     p = nn.Parameter(torch.ones(1 << 20))
     old = StorageWeakRef(p.untyped_storage())
     p.grad = torch.ones(1 << 20)
-    vacate(p, "p", B)
+    release(p, "p", "worker 1")
     assert old.expired()
     assert p.grad is None
     total = int(next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemTotal")).split()[1])
-    huge = hollow((total, 1024), (1024, 1), torch.float32)  # four times this machine's memory
+    huge = reserve((total, 1024), (1024, 1), torch.float32)  # four times this machine's memory
     assert huge.nbytes == total * 4096
 
 
@@ -133,7 +133,7 @@ def test_it_takes_no_memory() -> None:
     ],
 )
 def test_hollow_tensors_have_the_strides_of_the_real_ones(shape: Any, strides: Any, dtype: torch.dtype) -> None:
-    tensor = hollow(shape, strides, dtype)
+    tensor = reserve(shape, strides, dtype)
     real = torch.empty_strided(shape, strides, dtype=dtype)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == (real.shape, real.stride(), real.dtype)
     assert tensor.untyped_storage().nbytes() == real.untyped_storage().nbytes()
@@ -153,27 +153,27 @@ class Net(nn.Module):
         return self.last(self.second(self.first(x))).sum()
 
 
-HOSTS = {"first": A, "second": B}
+WORKERS = {"first": A, "second": B}
 
 
-def test_place_keeps_what_is_of_this_host() -> None:
+def test_place_keeps_what_is_of_this_worker() -> None:
     for mine, gone in ((A, "second."), (B, "first.")):
         model = Net()
         before = dict(model.named_parameters())
         values = {n: p.detach().clone() for n, p in before.items()}
-        assert tw.torch.place(model, HOSTS, host=mine) is model
+        assert tw.torch.place(model, WORKERS, worker=mine) is model
         for name, p in model.named_parameters():
             assert p is before[name]
-            assert (lives(p) is not None) == name.startswith(gone)
-            if lives(p) is None:
+            assert (location_of(p) is not None) == name.startswith(gone)
+            if location_of(p) is None:
                 assert torch.equal(p, values[name])
         for name, b in model.named_buffers():
-            assert (lives(b) is not None) == name.startswith(gone)
-        assert [str(owner_of(p).host) for p in model.last.parameters()] == ["None"] * 2  # type: ignore[union-attr]
+            assert (location_of(b) is not None) == name.startswith(gone)
+        assert [str(owner_of(p).worker) for p in model.last.parameters()] == ["None"] * 2  # type: ignore[union-attr]
 
 
 def test_what_users_do_with_models_works_on_a_placed_one() -> None:
-    model = tw.torch.place(Net(), HOSTS, host=A)
+    model = tw.torch.place(Net(), WORKERS, worker=A)
     assert list(model.state_dict()) == list(Net().state_dict())
     assert repr(model) == repr(Net())
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Net().parameters())
@@ -189,28 +189,28 @@ def test_what_users_do_with_models_works_on_a_placed_one() -> None:
     torch.save(optimizer.state_dict(), io.BytesIO())
     optimizer.zero_grad()
     model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"second.0.weight lives on worker:1"):
+    with pytest.raises(RuntimeError, match=r"second.0.weight is on worker 1"):
         model.load_state_dict(Net().state_dict())
-    with pytest.raises(LivesElsewhere, match=r"second.0.weight lives on worker:1.*this process is worker:0"):
+    with pytest.raises(NotOnThisWorker, match=r"second.0.weight is on worker 1.*this process is worker 0"):
         copy.deepcopy(model)
-    with pytest.raises(LivesElsewhere, match=r"second.0.weight lives on worker:1"):
+    with pytest.raises(NotOnThisWorker, match=r"second.0.weight is on worker 1"):
         model.double()
 
 
-def test_the_host_of_a_process_is_its_place_in_the_job() -> None:
+def test_the_worker_of_a_process_is_its_place_in_the_job() -> None:
     with pytest.raises(ArgumentError, match=r"tensorwire.init\(\)"):
-        tw.torch.place(Net(), HOSTS)
-    with pytest.raises(ArgumentError, match="not 'server:0'"):
-        tw.torch.place(Net(), HOSTS, host="server:0")
+        tw.torch.place(Net(), WORKERS)
+    with pytest.raises(ArgumentError, match="'server:0' is no worker"):
+        tw.torch.place(Net(), WORKERS, worker="server:0")
     assert run_job(gone_from).results == [[n for n, _ in Net().second.named_parameters(prefix="second")],
                                           [n for n, _ in Net().first.named_parameters(prefix="first")]]  # fmt: skip
 
 
 def gone_from(job: tw.Job) -> list[str]:
-    with pytest.raises(ArgumentError, match=r"no 'worker:2': this job has the hosts worker:0, worker:1"):
-        tw.torch.place(Net(), {"first": "worker:2"})
-    model = tw.torch.place(Net(), HOSTS)
-    return [n for n, p in model.named_parameters() if lives(p) is not None]
+    with pytest.raises(ArgumentError, match=r"no worker 2: this job has 2 workers; give ranks below 2"):
+        tw.torch.place(Net(), {"first": 2})
+    model = tw.torch.place(Net(), WORKERS)
+    return [n for n, p in model.named_parameters() if location_of(p) is not None]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_what_is_no_plain_tensor_is_refused_and_nothing_changes(change: Callable
     model = Net()
     change(model)
     with pytest.raises(Unsupported, match=message):
-        tw.torch.place(model, HOSTS, host=A)
-    assert not any(lives(p) for p in model.parameters())
+        tw.torch.place(model, WORKERS, worker=A)
+    assert not any(location_of(p) for p in model.parameters())
     with pytest.raises(ArgumentError, match="was not placed"):
         tw.torch.unplace(model)
 
@@ -242,14 +242,14 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_live_with_the_first_module_and_warn_once() -> None:
-    said = r"^embed.weight of worker:0 is tied to head.weight of worker:1: its 160 bytes go to 1 other host"
+    said = r"^embed.weight of worker 0 is tied to head.weight of worker 1: its 160 bytes go to 1 other worker"
     for mine in (A, B):
         model = Tied()
         with pytest.warns(UserWarning, match=said) as caught:
-            tw.torch.place(model, {"embed": A, "head": B}, host=mine)
+            tw.torch.place(model, {"embed": A, "head": B}, worker=mine)
         assert len(caught) == 1
         assert model.head.weight is model.embed.weight
-        assert (lives(model.head.weight) is None) == (mine == A)
+        assert (location_of(model.head.weight) is None) == (mine == A)
         recorder = Recorder(dummies=True)
         torch._dynamo.reset()
         torch.compile(model, backend=recorder)(torch.tensor([1, 2])).backward()
@@ -258,18 +258,18 @@ def test_tied_weights_live_with_the_first_module_and_warn_once() -> None:
 
 
 def test_unplace_brings_back_what_it_is_given() -> None:
-    model = tw.torch.place(Net(), HOSTS, host=A)
+    model = tw.torch.place(Net(), WORKERS, worker=A)
     kept = model.first[0].weight  # type: ignore[union-attr]
     full = Net().state_dict()
     for state, message in (
-        (None, r"second.0.weight lives on worker:1: unplace\(model, state\) needs its value"),
-        ({n: v for n, v in full.items() if n != "second.1.bias"}, r"second.1.bias lives on worker:1"),
+        (None, r"second.0.weight is on worker 1: unplace\(model, state\) needs its value"),
+        ({n: v for n, v in full.items() if n != "second.1.bias"}, r"second.1.bias is on worker 1"),
         ({**full, "second.0.bias": torch.ones(3)}, r"second.0.bias is \[16\] of torch.float32; in state it is \[3\]"),
-        (model.state_dict(), r"second.0.weight is .* in state it is on worker:1 too"),
+        (model.state_dict(), r"second.0.weight is .* in state it is on worker 1 too"),
     ):
         with pytest.raises(ArgumentError, match=message):
             tw.torch.unplace(model, state)
-        assert lives(model.second[0].weight) is not None  # type: ignore[arg-type, union-attr]
+        assert location_of(model.second[0].weight) is not None  # type: ignore[arg-type, union-attr]
     tw.torch.unplace(model, full)
     assert model.first[0].weight is kept  # type: ignore[union-attr]
     assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
@@ -327,8 +327,8 @@ def steps(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], *, t
 def both(make: Callable[[], nn.Module], inputs: Any, named: Any, train: bool) -> tuple[Recorder, Recorder]:
     """What is captured of a model that is here, and of one of which nothing is."""
     return (
-        steps(tw.torch.place(make(), {"": A}, host=A), inputs, named, train=train),
-        steps(tw.torch.place(make(), {"": A}, host=B), inputs, named, train=train),
+        steps(tw.torch.place(make(), {"": A}, worker=A), inputs, named, train=train),
+        steps(tw.torch.place(make(), {"": A}, worker=B), inputs, named, train=train),
     )
 
 
@@ -353,10 +353,10 @@ def test_dynamo_captures_the_same_graphs_and_does_not_compile_again(name: str) -
 def test_without_torchs_private_name_the_operators_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.variables import builder
 
-    vacate(nn.Parameter(torch.ones(1)), "first", B)  # what is done once is done
+    release(nn.Parameter(torch.ones(1)), "first", "worker 1")  # what is done once is done
     ours = builder.infer_subclass_type
     monkeypatch.setattr(builder, "infer_subclass_type", ours.__closure__[0].cell_contents)  # type: ignore[index]
-    assert builder.infer_subclass_type(away()) is module.ElsewhereParameter
+    assert builder.infer_subclass_type(away()) is module.RemoteParameter
     here, there = both(*MODELS[name]())
     assert [g.operators for g in there.graphs] == [g.operators for g in here.graphs]
 
@@ -390,9 +390,9 @@ class Two(nn.Module):
         return self.second(x).sum()
 
 
-def test_an_output_of_another_host_goes_into_the_next_graph_and_back() -> None:
+def test_an_output_of_another_worker_goes_into_the_next_graph_and_back() -> None:
     def mark(tensor: torch.Tensor) -> torch.Tensor:
-        return elsewhere(tensor, "the output 'x'", B, advice="use outputs='all'")
+        return make_remote(tensor, "the output 'x'", "worker 1", advice="use outputs='all'")
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         run = recorder(gm, inputs)
@@ -406,10 +406,10 @@ def test_an_output_of_another_host_goes_into_the_next_graph_and_back() -> None:
     model = Two()
     loss = torch.compile(model, backend=backend)(torch.randn(2, 4))
     (x,) = model.between
-    assert isinstance(x, Elsewhere)
+    assert isinstance(x, RemoteTensor)
     assert x.grad_fn is not None
     for read in (torch.sum, torch.clone, torch.Tensor.tolist, lambda t: t[0].exp()):
-        with pytest.raises(LivesElsewhere, match=r"the output 'x' lives on worker:1.*use outputs='all'"):
+        with pytest.raises(NotOnThisWorker, match=r"the output 'x' is on worker 1.*use outputs='all'"):
             read(x)
     loss.backward()
     assert [g.kind for g in recorder.graphs] == ["forward", "forward", "backward", "backward"]
@@ -423,8 +423,8 @@ def test_an_output_of_another_host_goes_into_the_next_graph_and_back() -> None:
 def test_graphs_may_return_hollow_tensors() -> None:
     def empty(kind: str, value: torch.Tensor) -> torch.Tensor | None:
         if kind == "backward":
-            return None  # gradients of other hosts' parameters
-        return hollow(value.shape, value.stride(), value.dtype) if value.dim() else value
+            return None  # gradients of other workers' parameters
+        return reserve(value.shape, value.stride(), value.dtype) if value.dim() else value
 
     recorder = Recorder(dummies=True, stand_in=empty)
     model = Two()

@@ -14,7 +14,7 @@ from tensorwire.observe import counters
 from tests.jobs import run_job
 from tests.torch.graph import zoo
 
-HOSTS = {"": "worker:0", "model.layers.1": "worker:1", "model.layers.2": "worker:1"}  # of the zoo's llama
+WORKERS = {"": 0, "model.layers.1": 1, "model.layers.2": 1}  # of the zoo's llama
 Model = Callable[..., Any]
 
 
@@ -75,7 +75,7 @@ USES = (accumulate, together, backwards, twice, kept, evaluated, accumulate, tog
 def use(job: tw.Job, options: dict[str, Any]) -> dict[str, Any]:
     model = zoo.build("llama")
     alone = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": HOSTS, **options})
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": WORKERS, **options})
     wrong = []
     last: Any = None
     for round_ in range(2):
@@ -111,7 +111,7 @@ def test_copies_give_the_same_bits() -> None:
 def clip(job: tw.Job) -> list[bool]:
     model = zoo.build("llama")
     alone = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": HOSTS})
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": WORKERS})
     same = []
     for step in range(3):
         loss(compiled, step).backward()
@@ -137,7 +137,7 @@ def test_clipping_by_the_norm_of_all_gradients() -> None:
 def drop(job: tw.Job) -> list[bool]:
     model = zoo.build("bert", dropout=0.1)
     alone = copy.deepcopy(model)
-    options = {"hosts": zoo.cut(model, 2, 1), "replay_random": True}
+    options = {"workers": zoo.cut(model, 2, 1), "replay_random": True}
     compiled = torch.compile(model, backend="tensorwire", options=options)
     same = []
     for step in range(3):
@@ -157,7 +157,7 @@ def test_dropout_as_in_one_process() -> None:
 def place(job: tw.Job) -> dict[str, Any]:
     """With parameters only where they are used, and an optimizer over all of them."""
     model, alone = zoo.build("llama"), zoo.build("llama")
-    tw.torch.place(model, HOSTS)
+    tw.torch.place(model, WORKERS)
     compiled = torch.compile(model, backend="tensorwire")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
     found: dict[str, Any] = {"losses": [], "away": []}
@@ -171,7 +171,7 @@ def place(job: tw.Job) -> dict[str, Any]:
     for path, parameter in model.named_parameters():
         try:
             parameter.sum()
-        except tw.errors.LivesElsewhere:
+        except tw.errors.NotOnThisWorker:
             found["away"].append(path)
     return found
 
@@ -202,14 +202,14 @@ def large(job: tw.Job, outputs: str) -> str:
     torch.manual_seed(0)
     model = Two()
     alone = copy.deepcopy(model)
-    options = {"hosts": {"body": "worker:0", "head": "worker:1"}, "outputs": outputs}
+    options = {"workers": {"body": 0, "head": 1}, "outputs": outputs}
     compiled = torch.compile(model, backend="tensorwire", options=options)
     x = torch.randn(32, 64)
     logits = compiled(x)
     assert logits.shape == (32, 600)
     try:
         right = torch.equal(logits, alone(x))
-    except tw.errors.LivesElsewhere as error:
+    except tw.errors.NotOnThisWorker as error:
         return str(error)
     logits.square().mean().backward()
     alone(x).square().mean().backward()
@@ -225,18 +225,18 @@ def test_a_large_output_is_where_it_was_made() -> None:
 def peek(job: tw.Job) -> str:
     """Reads what is elsewhere, and goes on."""
     torch.manual_seed(0)
-    options = {"hosts": {"body": "worker:0", "head": "worker:1"}}
+    options = {"workers": {"body": 0, "head": 1}}
     logits = torch.compile(Two(), backend="tensorwire", options=options)(torch.randn(32, 64))
     try:
         return f"{tuple(logits.shape)} {logits.sum().isfinite().item()}"
-    except tw.errors.LivesElsewhere as error:
+    except tw.errors.NotOnThisWorker as error:
         return str(error)
 
 
 def test_who_reads_a_large_output_elsewhere_is_told() -> None:
     zero, one = run_job(peek, workers=2, servers=0).ok()
     assert one == "(32, 600) True"
-    assert "lives on worker:1" in zero
+    assert "is on worker 1" in zero
     assert "'outputs': 'all'" in zero
 
 
@@ -245,7 +245,7 @@ def loss_outside(job: tw.Job) -> list[bool]:
     torch.manual_seed(0)
     model = Two()
     alone = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": {"body": "worker:0", "head": "worker:1"}})
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": {"body": 0, "head": 1}})
     criterion = torch.compile(torch.nn.functional.cross_entropy, backend="tensorwire")
     x, y = torch.randn(32, 64), torch.randint(0, 600, (32,))
     mine, its = criterion(compiled(x), y), torch.nn.functional.cross_entropy(alone(x), y)
@@ -265,7 +265,7 @@ def sizes(job: tw.Job) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Two()
     alone = copy.deepcopy(model)
-    options = {"hosts": {"body": "worker:0", "head": "worker:1"}, "outputs": "all"}
+    options = {"workers": {"body": 0, "head": 1}, "outputs": "all"}
     compiled = torch.compile(model, backend="tensorwire", options=options)
     same, counted = [], []
     for size in (5, 31, 2, 17, 64, 3):

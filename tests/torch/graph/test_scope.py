@@ -1,4 +1,4 @@
-"""Which host a node of a captured graph is given, and what happens where nothing was captured."""
+"""Which worker a node of a captured graph is given, and what happens where nothing was captured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-A, B, C = "worker:0", "worker:1", "worker:2"
+A, B, C = 0, 1, 2
 
 
 def batch(*shape: int) -> torch.Tensor:
@@ -55,10 +55,10 @@ class Model(nn.Module):
         return self.layers[1](self.layers[0](x)).cos().sum()
 
 
-def placed(model: nn.Module, hosts: dict[str, str]) -> nn.Module:
-    """Placed on one host, whose process this is: all parameters stay."""
-    (mine,) = set(hosts.values())
-    return tw.torch.place(model, hosts, host=mine)
+def placed(model: nn.Module, workers: dict[str, int]) -> nn.Module:
+    """Placed on one worker, whose process this is: all parameters stay."""
+    (mine,) = set(workers.values())
+    return tw.torch.place(model, workers, worker=mine)
 
 
 def recorded(model: Any, x: torch.Tensor | None = None, **options: Any) -> Recorder:
@@ -79,9 +79,9 @@ class InBlocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
-        with tw.host(B):
+        with tw.worker(B):
             x = self.b(x).tanh()
-            with tw.host(C):
+            with tw.worker(C):
                 x = x.sin()
             x = x.exp()
         return x.cos()
@@ -106,7 +106,7 @@ def test_a_block_beats_the_placement_of_a_module() -> None:
 class BreaksInBlock(InBlocks):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
-        with tw.host(B):  # here
+        with tw.worker(B):  # here
             x = self.b(x)
             torch._dynamo.graph_break()
             return x.sin()
@@ -125,32 +125,45 @@ class CallsThat(nn.Module):
 def test_a_block_that_dynamo_leaves_out_names_its_line(model: type[nn.Module]) -> None:
     lines, first = inspect.getsourcelines(BreaksInBlock.forward)
     line = first + next(i for i, text in enumerate(lines) if "# here" in text)
-    with pytest.raises(Unsupported, match=rf"test_scope.py:{line}: the block of host\('worker:1'\).*graph break"):
+    with pytest.raises(Unsupported, match=rf"test_scope.py:{line}: the block of worker\(1\).*graph break"):
         recorded(model())
 
 
 def test_a_block_in_a_model_that_is_not_compiled_names_its_line() -> None:
-    with pytest.raises(Unsupported, match=r"test_scope.py:\d+: the block of host\('worker:1'\) is not in a compiled"):
+    with pytest.raises(Unsupported, match=r"test_scope.py:\d+: the block of worker\(1\) is not in a compiled"):
         InBlocks()(batch())
 
 
 @pytest.mark.parametrize(
-    "name", ["worker:", "worker:x", "worker:01", "worker:-1", "server:1", "worker:1 ", "1", 1, None]
+    "name",
+    ["worker:", "worker:x", "worker:01", "worker:-1", "server:1", "worker:1 ", "worker 1", "1", -1, 1.0, True, None],
 )
-def test_names_that_are_no_host_are_refused(name: Any) -> None:
-    with pytest.raises(ArgumentError, match="such as 'worker:1', not"), tw.host(name):
+def test_names_that_are_no_worker_are_refused(name: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"is no worker: give its rank, such as 1"), tw.worker(name):
         pass
-    with pytest.raises(ArgumentError, match="such as 'worker:1', not"):
-        tw.torch.place(Model(), {"layers.0": name}, host=A)
+    with pytest.raises(ArgumentError, match=r"is no worker: give its rank, such as 1"):
+        tw.torch.place(Model(), {"layers.0": name}, worker=A)
 
 
 def test_a_bad_name_is_refused_in_a_compiled_model_too() -> None:
     def bad(x: torch.Tensor) -> torch.Tensor:
-        with tw.host("worker:one"):
+        with tw.worker("worker:one"):
             return x.sin()
 
     with pytest.raises(ArgumentError, match="worker:one"):
         torch.compile(bad, backend=Recorder())(batch())
+
+
+def test_a_rank_may_be_an_argument_and_both_spellings_mean_the_same() -> None:
+    def on(x: torch.Tensor, rank: int | str) -> torch.Tensor:
+        with tw.worker(rank):
+            return x.sin()
+
+    recorder = Recorder()
+    compiled = torch.compile(on, backend=recorder, fullgraph=True)
+    for rank in (0, 1, 2, "worker:3"):
+        compiled(batch(), rank)
+    assert [graph.of("sin") for graph in recorder.graphs] == [[0], [1], [2], [3]]
 
 
 def test_dynamo_may_be_the_first_to_look_at_the_block() -> None:
@@ -158,14 +171,14 @@ def test_dynamo_may_be_the_first_to_look_at_the_block() -> None:
         "import tensorwire as tw, sys; assert 'torch' not in sys.modules\n"
         "import torch\n"
         "def f(x):\n"
-        "    with tw.host('worker:1'):\n"
+        "    with tw.worker('worker:1'):\n"
         "        return x.sin()\n"
         "seen = []\n"
         "def backend(gm, inputs):\n"
         "    seen.extend(n.meta.get('custom') for n in gm.graph.nodes if n.name == 'sin')\n"
         "    return gm\n"
         "torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2))\n"
-        "assert seen == [{'tensorwire.host': 'worker:1'}], seen"
+        "assert seen == [{'tensorwire.worker': 'worker 1'}], seen"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(240))
 
@@ -176,8 +189,8 @@ def test_dynamo_may_be_the_first_to_look_at_the_block() -> None:
 def test_a_path_covers_what_is_below_and_the_longest_wins() -> None:
     recorder = Recorder()
     model = Model()
-    hosts = {"": A, "layers": B, "layers.1.rest": C}
-    torch.compile(model, backend=recorder, options={"hosts": hosts})(batch()).backward()
+    workers = {"": A, "layers": B, "layers.1.rest": C}
+    torch.compile(model, backend=recorder, options={"workers": workers})(batch()).backward()
     forward, backward = recorder.graphs
     assert forward.of("addmm") == [B, B, B, C]
     assert (forward.of("sin"), forward.of("relu"), forward.of("cos"), forward.of("sum")) == ([B, B], [B, C], [A], [A])
@@ -186,7 +199,7 @@ def test_a_path_covers_what_is_below_and_the_longest_wins() -> None:
     assert backward.of("sin") == [A]
 
 
-def test_without_a_default_what_is_outside_has_no_host() -> None:
+def test_without_a_default_what_is_outside_has_no_worker() -> None:
     forward, backward = recorded(placed(Model(), {"layers.1": B})).graphs
     assert forward.of("addmm") == [None, None, B, B]
     assert (forward.of("cos"), forward.of("relu")) == ([None], [None, B])
@@ -194,32 +207,32 @@ def test_without_a_default_what_is_outside_has_no_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "message"),
+    ("workers", "message"),
     [
         ({"layer.1": B}, r"'layer.1' is no module of the model.*close to it: 'layers.1'"),
         ({"layers.1.linear.weight": B}, r"is no module.*'layers.1.linear'"),
         ({"x": B}, r"'x' is no module of the model, as its named_modules\(\) names them"),
         ({3: B}, r"3 is no module"),
-        ([("layers.1", B)], "hosts is a dict of module paths to hosts, not list"),
+        ([("layers.1", B)], "workers is a dict of module paths to ranks, not list"),
     ],
 )
-def test_hosts_that_fit_nothing_are_refused_and_change_nothing(hosts: Any, message: str) -> None:
+def test_workers_that_fit_nothing_are_refused_and_change_nothing(workers: Any, message: str) -> None:
     model = Model()
     with pytest.raises(ArgumentError, match=message):
-        tw.torch.place(model, hosts, host=A)
+        tw.torch.place(model, workers, worker=A)
     with pytest.raises(BackendCompilerFailed, match=message):
-        torch.compile(model, backend=Recorder(), options={"hosts": hosts})(batch())
-    tw.torch.place(model, {"layers.1": A}, host=A)
+        torch.compile(model, backend=Recorder(), options={"workers": workers})(batch())
+    tw.torch.place(model, {"layers.1": A}, worker=A)
 
 
 def test_a_model_is_placed_once() -> None:
     model = placed(Model(), {"layers.1": B})
-    with pytest.raises(ArgumentError, match=r"this model has its hosts already, from place\(\)"):
-        tw.torch.place(model, {"layers.1": B}, host=B)
+    with pytest.raises(ArgumentError, match=r"this model has its workers already, from place\(\)"):
+        tw.torch.place(model, {"layers.1": B}, worker=B)
     with pytest.raises(ArgumentError, match=r"was placed before, as 'layers.0'"):
-        tw.torch.place(model.layers[0], {"": B}, host=B)  # type: ignore[index]
+        tw.torch.place(model.layers[0], {"": B}, worker=B)  # type: ignore[index]
     with pytest.raises(ArgumentError, match=r"module '0' was placed before"):
-        tw.torch.place(nn.Sequential(model.layers[0], nn.ReLU()), {"": B}, host=B)  # type: ignore[index]
+        tw.torch.place(nn.Sequential(model.layers[0], nn.ReLU()), {"": B}, worker=B)  # type: ignore[index]
     with pytest.raises(ArgumentError, match="was not placed"):
         tw.torch.unplace(Model())
 
@@ -233,21 +246,21 @@ def test_an_old_torch_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_options_must_agree_with_place() -> None:
     model = placed(Model(), {"layers.1": B})
-    recorded(model, options={"hosts": {"layers.1": B}})
+    recorded(model, options={"workers": {"layers.1": B}})
     torch._dynamo.reset()
-    with pytest.raises(BackendCompilerFailed, match=r"but the model was placed with \{'layers.1': 'worker:1'\}"):
-        recorded(model, options={"hosts": {"layers.0": B}})
+    with pytest.raises(BackendCompilerFailed, match=r"but the model was placed with \{'layers.1': 'worker 1'\}"):
+        recorded(model, options={"workers": {"layers.0": B}})
 
 
 def test_a_function_has_no_paths() -> None:
     model = Model()
     with pytest.raises(BackendCompilerFailed, match=r"place the model in it by tensorwire.torch.place"):
-        recorded(lambda x: model(x), options={"hosts": {"layers.1": B}})
+        recorded(lambda x: model(x), options={"workers": {"layers.1": B}})
 
 
 def test_a_model_that_compiles_itself_and_one_in_a_function() -> None:
     model, recorder = Model(), Recorder()
-    model.compile(backend=recorder, options={"hosts": {"": A, "layers.1": B}})
+    model.compile(backend=recorder, options={"workers": {"": A, "layers.1": B}})
     model(batch()).backward()
     assert [g.of("addmm") for g in recorder.graphs[:1]] == [[A, A, B, B]]
     other = placed(Model(), {"layers.1": B})
@@ -272,9 +285,9 @@ class Breaks(Block):
 
 
 def test_behind_a_graph_break_a_node_still_knows_its_module() -> None:
-    recorder = recorded(placed(Model(Breaks), {"": A, "layers.1": A}), options={"hosts": {"": A, "layers.1": A}})
+    recorder = recorded(placed(Model(Breaks), {"": A, "layers.1": A}), options={"workers": {"": A, "layers.1": A}})
     assert recorder.kinds() == ["forward"] * 4 + ["backward"] * 4
-    assert {h for g in recorder.graphs for _, h in g.hosts if _ != "add"} == {A}
+    assert {h for g in recorder.graphs for _, h in g.workers if _ != "add"} == {A}
     torch._dynamo.reset()
     recorder = recorded(placed(Model(Breaks), {"layers.1": B}))
     before, first, second, after = recorder.graphs[:4]
@@ -295,15 +308,15 @@ class Shares(nn.Module):
 
 
 def test_a_shared_module_runs_where_its_caller_does_unless_it_was_named() -> None:
-    hosts = {"": A, "blocks.0": B, "blocks.1": C}
-    with pytest.warns(UserWarning, match=r"^blocks.0.linear.(weight|bias) of worker:1 is tied to blocks.1.linear"):
-        forward = recorded(Shares(), options={"hosts": hosts}).graphs[0]
+    workers = {"": A, "blocks.0": B, "blocks.1": C}
+    with pytest.warns(UserWarning, match=r"^blocks.0.linear.(weight|bias) of worker 1 is tied to blocks.1.linear"):
+        forward = recorded(Shares(), options={"workers": workers}).graphs[0]
     assert forward.of("addmm")[:4] == [B, B, C, C]
     torch._dynamo.reset()
-    forward = recorded(Shares(), options={"hosts": {**hosts, "beside": A}}).graphs[0]
-    assert forward.of("addmm") == [A, B, A, C, A]  # one module has one host, by whichever name
-    with pytest.raises(ArgumentError, match="are one module, on worker:0 and worker:1"):
-        tw.torch.place(Shares(), {"beside": A, "blocks.0.linear": B}, host=A)
+    forward = recorded(Shares(), options={"workers": {**workers, "beside": A}}).graphs[0]
+    assert forward.of("addmm") == [A, B, A, C, A]  # one module has one worker, by whichever name
+    with pytest.raises(ArgumentError, match="are one module, on worker 0 and worker 1"):
+        tw.torch.place(Shares(), {"beside": A, "blocks.0.linear": B}, worker=A)
 
 
 class Checkpointed(Model):
@@ -320,13 +333,13 @@ def test_recomputation_runs_where_the_computation_did() -> None:
     assert set(backward.of("addmm") + backward.of("mm") + backward.of("sin") + backward.of("threshold_backward")) == {B}
 
 
-def test_one_compiled_graph_is_not_run_for_a_module_of_another_host() -> None:
+def test_one_compiled_graph_is_not_run_for_a_module_of_another_worker() -> None:
     model = nn.Sequential(Breaks(), Breaks())
-    hosts = {"0": A, "1": B}
-    with pytest.raises(Unsupported, match=r"runs for '1' on worker:1 what it compiled for '0' on worker:0"):
-        recorded(model, options={"hosts": hosts})
+    workers = {"0": A, "1": B}
+    with pytest.raises(Unsupported, match=r"runs for '1' on worker 1 what it compiled for '0' on worker 0"):
+        recorded(model, options={"workers": workers})
     torch._dynamo.reset()
-    assert recorded(nn.Sequential(Breaks(), Breaks()), options={"hosts": {"0": A, "1": A}}).graphs
+    assert recorded(nn.Sequential(Breaks(), Breaks()), options={"workers": {"0": A, "1": A}}).graphs
 
 
 # What dynamo leaves out
@@ -345,7 +358,7 @@ class Recurrent(nn.Module):
 def test_a_placed_module_that_dynamo_leaves_out_names_itself_and_its_caller(kind: type[nn.RNNBase]) -> None:
     model = placed(Recurrent(kind), {"": A})
     line = inspect.getsourcelines(Recurrent.forward)[1] + 1
-    said = rf"test_scope.py:{line}: cells \({kind.__name__}, placed on worker:0\) ran outside"
+    said = rf"test_scope.py:{line}: cells \({kind.__name__}, placed on worker 0\) ran outside"
     with pytest.raises(Unsupported, match=said):
         recorded(model, batch(3, 2, 4))
 
@@ -353,7 +366,7 @@ def test_a_placed_module_that_dynamo_leaves_out_names_itself_and_its_caller(kind
 def test_a_placed_model_that_is_not_compiled_names_the_line_that_called_it() -> None:
     model = placed(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {"1": A})
     line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
-    with pytest.raises(Unsupported, match=rf"test_scope.py:{line}: 1 \(ReLU, placed on worker:0\) ran outside"):
+    with pytest.raises(Unsupported, match=rf"test_scope.py:{line}: 1 \(ReLU, placed on worker 0\) ran outside"):
         model(batch())
 
 
@@ -395,7 +408,7 @@ def test_hooks_leave_nothing_in_graphs_and_cause_no_recompilation() -> None:
     assert [g.operators for g in hooked.graphs] == [g.operators for g in bare.graphs]
     options = Recorder()
     torch._dynamo.reset()
-    compiled = torch.compile(Model(), backend=options, options={"hosts": {"": A}})
+    compiled = torch.compile(Model(), backend=options, options={"workers": {"": A}})
     for _ in range(3):
         compiled(batch()).backward()
     assert [g.operators for g in options.graphs] == [g.operators for g in bare.graphs]
@@ -412,18 +425,20 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
 
 
-def hosts_of(graphs: list[Graph], operator: str) -> list[str | None]:
-    return [host for graph in graphs for host in graph.of(operator)]
+def workers_of(graphs: list[Graph], operator: str) -> list[str | None]:
+    return [worker for graph in graphs for worker in graph.of(operator)]
 
 
-def test_every_node_of_gpt2_has_the_host_of_its_block() -> None:
+def test_every_node_of_gpt2_has_the_worker_of_its_block() -> None:
     recorder = Recorder()
-    compiled = torch.compile(gpt2(), backend=recorder, options={"hosts": {"transformer.h.2": B, "transformer.h.3": B}})
+    compiled = torch.compile(
+        gpt2(), backend=recorder, options={"workers": {"transformer.h.2": B, "transformer.h.3": B}}
+    )
     tokens = torch.randint(100, (2, 8))
     compiled(input_ids=tokens, labels=tokens).loss.backward()
     forward = [g for g in recorder.graphs if g.kind == "forward"]
     backward = [g for g in recorder.graphs if g.kind == "backward"]
-    assert hosts_of(forward, "addmm") == [None] * 8 + [B] * 8
-    assert hosts_of(forward, "native_layer_norm") == [None] * 4 + [B] * 4 + [None]
-    assert hosts_of(backward, "native_layer_norm_backward") == [None] + [B] * 4 + [None] * 4
-    assert hosts_of(backward, "tanh_backward") == [B] * 2 + [None] * 2
+    assert workers_of(forward, "addmm") == [None] * 8 + [B] * 8
+    assert workers_of(forward, "native_layer_norm") == [None] * 4 + [B] * 4 + [None]
+    assert workers_of(backward, "native_layer_norm_backward") == [None] + [B] * 4 + [None] * 4
+    assert workers_of(backward, "tanh_backward") == [B] * 2 + [None] * 2

@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorwire as tw
 from tensorwire.graph.kinds import SMALL
-from tensorwire.torch.graph.placement.remote_tensor import here_now, lives
+from tensorwire.torch.graph.placement.remote_tensor import here_now, location_of
 from tests.jobs import run_job
 
 
@@ -46,7 +46,7 @@ def epochs(job: tw.Job) -> list[Any]:
     torch.manual_seed(0)
     model = Classifier()
     alone = copy.deepcopy(model)
-    tw.torch.place(model, {"": "worker:0", "body": f"worker:{job.num_workers - 1}"})
+    tw.torch.place(model, {"": 0, "body": job.num_workers - 1})
     compiled = torch.compile(model, backend="tensorwire")
     criterion = torch.compile(nn.functional.cross_entropy, backend="tensorwire")
     found: list[Any] = []
@@ -58,7 +58,7 @@ def epochs(job: tw.Job) -> list[Any]:
         if size * 256 <= SMALL or job.rank == 0:
             found.append((size, torch.equal(logits, right)))
         else:
-            with pytest.raises(tw.errors.LivesElsewhere, match="lives on worker:0"):
+            with pytest.raises(tw.errors.NotOnThisWorker, match="is on worker 0"):
                 logits.sum()
             found.append((size, "elsewhere"))
         losses = [criterion(logits, y), nn.functional.cross_entropy(right, y)]
@@ -76,7 +76,7 @@ def decode(job: tw.Job) -> list[bool]:
     torch.manual_seed(0)
     model = Language().eval()
     alone = copy.deepcopy(model)
-    tw.torch.place(model, {"": "worker:0", "mix": f"worker:{job.num_workers - 1}"})
+    tw.torch.place(model, {"": 0, "mix": job.num_workers - 1})
     texts = []
     with torch.no_grad():
         for one in (torch.compile(model, backend="tensorwire"), alone):
@@ -106,7 +106,7 @@ def test_small_outputs_of_varying_size_are_read_everywhere(workers: int, device:
 def test_an_output_that_is_here_in_this_run_is_like_any_other_tensor() -> None:
     plain = torch.arange(6.0).view(2, 3)
     tensor = here_now(plain.clone())
-    assert lives(tensor) is None
+    assert location_of(tensor) is None
     assert (repr(tensor), tensor.tolist(), str(tensor[0])) == (repr(plain), plain.tolist(), str(plain[0]))
     for made in (copy.deepcopy(tensor), copy.copy(tensor), pickle.loads(pickle.dumps(tensor)), tensor + 0, tensor[:]):
         assert type(made) is torch.Tensor

@@ -15,7 +15,7 @@ from tensorwire.observe import counters
 from tests.jobs import run_job
 from tests.torch.graph.lying import lie
 
-NORM = {"": "worker:0", "norm": "worker:1"}
+NORM = {"": 0, "norm": 1}
 
 
 class Swin(nn.Module):
@@ -45,14 +45,14 @@ class ConvNeXt(nn.Module):
 
 
 def differing(
-    model: nn.Module, x: list[torch.Tensor], hosts: dict[str, str], place: bool = False, **options: Any
+    model: nn.Module, x: list[torch.Tensor], workers: dict[str, int], place: bool = False, **options: Any
 ) -> list[str]:
     """What is not as one process computes the same graphs, in three steps."""
     alone = copy.deepcopy(model)
     if place:
-        tw.torch.place(model, hosts)
+        tw.torch.place(model, workers)
     else:
-        options["hosts"] = hosts
+        options["workers"] = workers
     compiled = torch.compile(model, backend="tensorwire", options=options)
     reference = torch.compile(alone, backend="aot_eager")
     wrong = []
@@ -107,11 +107,11 @@ def test_the_mean_over_tokens(device: str, births: str, ways: list[tuple[bool, s
 def pictures(job: tw.Job) -> list[list[str]]:
     wrong = []
     for last in (False, True):
-        for hosts in (NORM, {**NORM, "before": "worker:1"}):
+        for workers in (NORM, {**NORM, "before": 1}):
             torch.compiler.reset()
             torch.manual_seed(0)
             model = ConvNeXt(torch.channels_last if last else torch.contiguous_format)
-            wrong.append(differing(model, [torch.randn(2, 3, 12, 12) for _ in range(3)], hosts))
+            wrong.append(differing(model, [torch.randn(2, 3, 12, 12) for _ in range(3)], workers))
     return wrong
 
 
@@ -129,8 +129,8 @@ def swin(job: tw.Job) -> list[str]:
     )
     model = transformers.SwinForImageClassification(config)
     later = ("swin.layernorm", "swin.pooler", "classifier")
-    hosts = {"": "worker:0", **dict.fromkeys(later, "worker:1")}
-    return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], hosts)
+    workers = {"": 0, **dict.fromkeys(later, 1)}
+    return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], workers)
 
 
 def test_swin() -> None:
@@ -151,7 +151,7 @@ class Varying(nn.Module):
 def varying(job: tw.Job, most: int | None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Varying()
-    options = {"hosts": {"": "worker:0", "b": "worker:1"}}
+    options = {"workers": {"": 0, "b": 1}}
     compiled = torch.compile(model, backend="tensorwire", options=options)
     reference = torch.compile(copy.deepcopy(model), backend="aot_eager")
     same, copies = [], []

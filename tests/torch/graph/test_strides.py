@@ -14,17 +14,17 @@ from tensorwire.device import Device, LoopbackDevice, TcpDevice
 from tensorwire.errors import Unsupported
 from tensorwire.graph import Analysis, Graph, Output, Unknown, analyze
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
-from tensorwire.graph.party import Party
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
-from tensorwire.torch.graph.capture.importer import Origin, import_graph
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
-from tensorwire.torch.graph.execution.transfers import Post
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.memory.strided import fill
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.lying import lie, mislead
 from tests.torch.graph.together import Together
 
-HOSTS = ("worker:0", "worker:1")
+WORKERS = ("worker 0", "worker 1")
 Function = Callable[..., tuple[torch.Tensor, ...]]
 aten = torch.ops.aten
 
@@ -34,11 +34,13 @@ def cut(module: fx.GraphModule, most: int | None = None, always: bool = False, s
     is not known. ``always``: all is copied. ``saved``: what is given lies on worker 0."""
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     returned = [node for node in next(iter(reversed(module.graph.nodes))).args[0] if isinstance(node, fx.Node)]
-    outputs = [Output(node.name, ("worker:1",)) for node in returned]
-    origin = Origin("saved", HOSTS[:1]) if saved else Origin()
-    graph = import_graph(module, "test", HOSTS, [origin] * len(given), outputs, lambda node: HOSTS[node in returned])
+    outputs = [Output(node.name, ("worker 1",)) for node in returned]
+    origin = InputOrigin("saved", WORKERS[:1]) if saved else InputOrigin()
+    graph = import_graph(
+        module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned]
+    )
     if most is not None:
-        graph = Graph(graph.name, graph.hosts, tuple(_bounded(node, most) for node in graph.nodes), graph.outputs)
+        graph = Graph(graph.name, graph.workers, tuple(_bounded(node, most) for node in graph.nodes), graph.outputs)
     return analyze(graph, copies=always)
 
 
@@ -60,14 +62,14 @@ def second(
     """What worker 1 returns in a third run, and how many copies that run made."""
     with Together(2, device) as together:
 
-        def prepare(party: Party) -> tuple[Any, Any]:
-            wires = party.connect(analysis.plan)
-            return wires, partition(module, analysis, party.me, Post(wires))
+        def prepare(group: WorkerGroup) -> tuple[Any, Any]:
+            wires = group.connect(analysis.plan)
+            return wires, partition(module, analysis, group.me, Transfers(wires))
 
         prepared = together.each(prepare)
 
-        def once(party: Party) -> list[torch.Tensor]:
-            wires, call = prepared[HOSTS.index(party.me)]
+        def once(group: WorkerGroup) -> list[torch.Tensor]:
+            wires, call = prepared[WORKERS.index(group.me)]
             wires.begin()
             results: list[torch.Tensor] = list(call(list(examples)))
             wires.end()
@@ -240,24 +242,24 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
     graph = import_graph(
         module,
         "test",
-        HOSTS,
-        [Origin("parameter", HOSTS[:1])],
-        [Output("relu", HOSTS[1:])],
-        lambda _: HOSTS[1],
+        WORKERS,
+        [InputOrigin("parameter", WORKERS[:1])],
+        [Output("relu", WORKERS[1:])],
+        lambda _: WORKERS[1],
     )
     analysis = analyze(graph)
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     with Together(2, device) as together:
 
-        def once(party: Party) -> torch.Tensor | None:
-            wires = party.connect(analysis.plan)
-            post = Post(wires)
-            call = partition(module, analysis, party.me, post)
+        def once(group: WorkerGroup) -> torch.Tensor | None:
+            wires = group.connect(analysis.plan)
+            transfers = Transfers(wires)
+            call = partition(module, analysis, group.me, transfers)
             found = None
             for step in range(2):
-                if party.me == HOSTS[0] and not step:
-                    post.house(0, weight)
-                elif party.me == HOSTS[0]:
+                if group.me == WORKERS[0] and not step:
+                    transfers.adopt(0, weight)
+                elif group.me == WORKERS[0]:
                     weight.data = {
                         "moved": weight.clone(),
                         "moved and turned": weight.t().contiguous().t(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 from tensorwire.torch.graph.memory.birthplace import Birthplace
-from tensorwire.torch.graph.memory.target import Place, over
+from tensorwire.torch.graph.memory.target import MemoryTarget, over
 from tests.torch.graph.rooms import place, room
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
@@ -33,8 +33,8 @@ def test_where_a_place_may_be() -> None:
     ]:
         arguments: dict[str, Any] = options
         with pytest.raises(ArgumentError, match=what):
-            Place(owner, **arguments)
-    where = Place(place(256).owner, offset=64, nbytes=128)
+            MemoryTarget(owner, **arguments)
+    where = MemoryTarget(place(256).owner, offset=64, nbytes=128)
     result, _ = Birthplace(aten.ones.default)([where], ([32],))
     assert where.owner.tolist() == [0xEE] * 64 + result.untyped_storage().tolist() + [0xEE] * 64
 

@@ -1,4 +1,4 @@
-"""All hosts of a graph in one process: a thread each, over loopback devices, with a dictionary for a coordinator."""
+"""All workers of a graph in one process: a thread each, over loopback devices, with a dictionary for a coordinator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tensorwire.device import Channel, Device, LoopbackDevice
 from tensorwire.errors import PlanMismatch, WaitTimeout
-from tensorwire.graph.party import Party
+from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.testing.patience import patient
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class Book:
     def __init__(self, parties: int) -> None:
         self._entries: dict[str, bytes] = {}
         self._plans: dict[str, list[bytes]] = {}
-        self._parties = parties
+        self._groups = parties
         self._changed = threading.Condition()
 
     def publish(self, key: str, value: bytes, to: list[str] | None = None) -> None:
@@ -42,14 +42,14 @@ class Book:
             plans = self._plans.setdefault(name, [])
             plans.append(digest)
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: len(plans) == self._parties, min(timeout, TIMEOUT)):
+            if not self._changed.wait_for(lambda: len(plans) == self._groups, min(timeout, TIMEOUT)):
                 raise WaitTimeout(name)
             if len(set(plans)) > 1:
                 raise PlanMismatch(name)
 
 
 class Member:
-    """One host: its device, and channels to the others."""
+    """One worker: its device, and channels to the others."""
 
     def __init__(self, index: int, devices: list[Device], book: Book) -> None:
         self.index, self.client = index, book
@@ -63,29 +63,29 @@ class Member:
 
 
 class Together:
-    """``hosts`` parties of one job. ``each(call)`` runs ``call(party)`` for all at once and returns the results."""
+    """``workers`` parties of one job. ``each(call)`` runs ``call(group)`` for all at once and returns the results."""
 
-    def __init__(self, hosts: int, device: Callable[[], Device] = LoopbackDevice) -> None:
-        self._devices = [device() for _ in range(hosts)]
-        book = Book(hosts)
-        members: list[Any] = [Member(index, self._devices, book) for index in range(hosts)]
-        self.parties = [Party(member, hosts, TIMEOUT) for member in members]
-        self._pool = ThreadPoolExecutor(hosts)
+    def __init__(self, workers: int, device: Callable[[], Device] = LoopbackDevice) -> None:
+        self._devices = [device() for _ in range(workers)]
+        book = Book(workers)
+        members: list[Any] = [Member(index, self._devices, book) for index in range(workers)]
+        self.parties = [WorkerGroup(member, workers, TIMEOUT) for member in members]
+        self._pool = ThreadPoolExecutor(workers)
 
-    def each(self, call: Callable[[Party], T]) -> list[T]:
+    def each(self, call: Callable[[WorkerGroup], T]) -> list[T]:
         """The first error of one is raised, once the others have ended; they end because the devices are aborted."""
 
-        def run(party: Party) -> T:
+        def run(group: WorkerGroup) -> T:
             try:
-                return call(party)
+                return call(group)
             except BaseException as error:
                 errors.append(error)
                 for device in self._devices:
-                    device.abort("another host failed")
+                    device.abort("another worker failed")
                 raise
 
         errors: list[BaseException] = []
-        futures = [self._pool.submit(run, party) for party in self.parties]
+        futures = [self._pool.submit(run, group) for group in self.parties]
         wait(futures, TIMEOUT * 2)
         if errors:
             raise errors[0]
@@ -95,8 +95,8 @@ class Together:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for party in self.parties:
-            party.close()
+        for group in self.parties:
+            group.close()
         for device in self._devices:
             device.close()
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""What a worker of a job does in tests: it trains a model that is cut over hosts, and the same one by itself."""
+"""What a worker of a job does in tests: it trains a model that is cut over workers, and the same one by itself."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.job_group import group_of
 from tests.torch.graph import zoo
 
 
 def train(
-    job: tw.Job, name: str, hosts: dict[str, str] | None, seed: int = 0, steps: int = 4, **options: Any
+    job: tw.Job, name: str, workers: dict[str, int] | None, seed: int = 0, steps: int = 4, **options: Any
 ) -> dict[str, Any]:
-    """Trains ``steps`` steps; ``hosts``: by module, or a random cut by ``seed``.
+    """Trains ``steps`` steps; ``workers``: by module, or a random cut by ``seed``.
 
     Returns what differs from one process (``wrong``), the names of the parameters that had gradients here (``here``),
     what the last step counted (``counted``), and the copies that its plans predicted for this worker (``planned``).
@@ -25,23 +25,23 @@ def train(
     defaults = {"replay_random": name in zoo.DROPPING}
     model = zoo.build(name)
     alone = copy.deepcopy(model)
-    hosts = zoo.cut(model, job.num_workers, seed) if hosts is None else hosts
-    compiled = torch.compile(model, backend="tensorwire", options={"hosts": hosts, **defaults, **options})
+    workers = zoo.cut(model, job.num_workers, seed) if workers is None else workers
+    compiled = torch.compile(model, backend="tensorwire", options={"workers": workers, **defaults, **options})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     wrong: list[str] = []
     counted: dict[str, int] = {}
     planned = 0
-    party = party_of(job)
+    group = group_of(job._worker)
     for step in range(steps):
         given = zoo.inputs(name, step)
         before = counters.snapshot()
-        runs = {id(wires): wires.run for wires in party._wires}
+        runs = {id(wires): wires.run for wires in group._wires}
         torch.manual_seed(step)
         loss = zoo.loss_of(compiled(**given))
         loss.backward()
         counted = asdict(counters.since(before))
-        ran = [wires.plan for wires in party._wires if wires.run != runs.get(id(wires), 0)]
-        planned = sum(copies.count for plan in ran for copies in plan.copies if copies.host == party.me)
+        ran = [wires.plan for wires in group._wires if wires.run != runs.get(id(wires), 0)]
+        planned = sum(copies.count for plan in ran for copies in plan.copies if copies.worker == group.me)
         torch.manual_seed(step)
         right = zoo.loss_of(alone(**given))
         right.backward()
@@ -55,19 +55,19 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     for (path, mine), its in zip(model.named_buffers(), alone.buffers(), strict=True):
-        if path.rpartition(".")[0] in _places(model, hosts, job.rank) and not torch.equal(mine, its):
+        if path.rpartition(".")[0] in _places(model, workers, job.rank) and not torch.equal(mine, its):
             wrong.append(f"buffer {path}")
     return {"wrong": wrong, "here": mine_here, "counted": counted, "planned": planned}
 
 
-def _places(model: torch.nn.Module, hosts: dict[str, str], rank: int) -> set[str]:
-    """The modules of this host."""
+def _places(model: torch.nn.Module, workers: dict[str, int], rank: int) -> set[str]:
+    """The modules of this worker."""
     found = set()
     for path, _ in model.named_modules():
         at = path
-        while at and at not in hosts:
+        while at and at not in workers:
             at = at.rpartition(".")[0]
-        if hosts.get(at) == f"worker:{rank}":
+        if workers.get(at) == rank:
             found.add(path)
     return found
 

@@ -9,13 +9,13 @@ import torch
 
 from tensorwire.edge.header import HEADER
 from tensorwire.graph.kinds import BOUNDED, STATIC
-from tensorwire.torch.graph.execution.transfers import Function, Post
+from tensorwire.torch.graph.execution.transfers import Function, Transfers
 from tests.torch.graph.cuts import same_bits
 
 seen: Counter[str] = Counter()  # "births": those that were looked at; "turned": with other strides than traced
 
 
-class WatchedPost(Post):
+class WatchedTransfers(Transfers):
     """What is sent stays what it was. What the plan says is born lies where it says, from the second run on."""
 
     def sender(self, index: int) -> Function:

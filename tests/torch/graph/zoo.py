@@ -69,13 +69,13 @@ def loss_of(result: Any) -> torch.Tensor:
     return result if isinstance(result, torch.Tensor) else result.loss
 
 
-def cut(model: nn.Module, hosts: int, seed: int) -> dict[str, str]:
-    """Random modules on random hosts; where nothing else is said, the first."""
+def cut(model: nn.Module, workers: int, seed: int) -> dict[str, int]:
+    """Random modules on random workers; where nothing else is said, the first."""
     draw = random.Random(seed)
-    placed = {"": "worker:0"}
+    placed = {"": 0}
     seen: set[int] = set()
     for path, module in model.named_modules():
         if path and id(module) not in seen and draw.random() < 0.4:
-            placed[path] = f"worker:{draw.randrange(hosts)}"
+            placed[path] = draw.randrange(workers)
         seen.add(id(module))
     return placed

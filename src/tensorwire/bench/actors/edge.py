@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from tensorwire.bench.actors.ends import Summands, Sums
-from tensorwire.bench.actors.kinds import StaticReceiver, StaticSender, make_receiver, make_sender, sizes
+from tensorwire.bench.actors.edge_kinds import StaticReceiver, StaticSender, make_receiver, make_sender, sizes
+from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, Run, check, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, make_device, polled, since
 from tensorwire.device import Device, RemoteRegion
@@ -29,7 +29,7 @@ _WORD = 64  # bytes in front of the producer's outbox: how far the consumer is, 
 Part = Callable[[int, float], object]  # a step, and how many seconds to wait at most
 
 
-class End:
+class EdgeEnd:
     """One process's end: ``region`` is what the other one's end writes to."""
 
     def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
@@ -54,7 +54,7 @@ class End:
 
 def initiate(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
     """The producer, until its input ends."""
-    end = End(lines, device, _WORD + sizes(kind, nbytes, maps=device.capabilities.maps)[1])
+    end = EdgeEnd(lines, device, _WORD + sizes(kind, nbytes, maps=device.capabilities.maps)[1])
     sender = make_sender(kind, end.channel, end.there.view(), end.region.view(_WORD), nbytes)
     summands, done = Summands(nbytes // 4), Word(end.region, 0, end.channel)
     before = 0  # steps of earlier rounds
@@ -87,7 +87,7 @@ def initiate(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
 
 def target(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
     """The consumer, until its input ends."""
-    end = End(lines, device, sizes(kind, nbytes, maps=device.capabilities.maps)[0])
+    end = EdgeEnd(lines, device, sizes(kind, nbytes, maps=device.capabilities.maps)[0])
     receiver = make_receiver(kind, end.channel, end.region.view(), end.there.view(_WORD), nbytes)
     sums, done = Sums(nbytes // 4), end.there.view(0, 8)
 

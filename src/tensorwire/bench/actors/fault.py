@@ -13,7 +13,7 @@ import sys
 import time
 
 from tensorwire.bench.actors.lines import Lines
-from tensorwire.bench.actors.transfer import SECONDS, End, make_device
+from tensorwire.bench.actors.transfer import SECONDS, TransferEnd, make_device
 from tensorwire.errors import PeerLost
 
 
@@ -30,7 +30,7 @@ def main(role: str, kind: str, mib: str, children: str, heartbeat: str, lost_aft
     """The target is the victim; it ends when it is killed."""
     lines = Lines()
     with make_device(kind, heartbeat=float(heartbeat), lost_after=float(lost_after)) as device:
-        end = End(lines, device, 64)
+        end = TransferEnd(lines, device, 64)
         held = bytearray()
         if role == "target":
             held = bytearray(int(mib) << 20)

@@ -12,12 +12,12 @@ import sys
 from tensorwire.bench.actors.lines import Lines
 
 
-def serve(lines: Lines, host: str) -> None:
+def serve(lines: Lines, interface: str) -> None:
     """The server runs until the benchmark ends it."""
-    command = ["iperf3", "--server", "--bind", host, "--forceflush"]
+    command = ["iperf3", "--server", "--bind", interface, "--forceflush"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     _await(server)
-    lines.hello(host)
+    lines.hello(interface)
     for _ in lines.runs():
         _await(server)  # it takes one client at a time, and is not done when that one is
         lines.answer()
@@ -33,10 +33,10 @@ def _await(server: subprocess.Popen[str]) -> None:
 
 def send(lines: Lines, nbytes: int) -> None:
     """A client a round; the time is what it reports of the bytes that were received."""
-    host = lines.hello()
+    interface = lines.hello()
     for run in lines.runs():
         total = nbytes * run.count
-        command = ["iperf3", "--client", host, "--bytes", str(total), "--congestion", "cubic", "--json"]
+        command = ["iperf3", "--client", interface, "--bytes", str(total), "--congestion", "cubic", "--json"]
         if run.word:
             command.append(f"--{run.word}")
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -47,11 +47,11 @@ def send(lines: Lines, nbytes: int) -> None:
         lines.answer(max(way["seconds"] * total / max(1, way["bytes"]) for way in received))
 
 
-def main(role: str, nbytes: str, host: str) -> None:
+def main(role: str, nbytes: str, interface: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
     if role == "target":
-        serve(lines, host)
+        serve(lines, interface)
     else:
         send(lines, int(nbytes))
 

@@ -46,25 +46,25 @@ class Lines:
 
     def hello(self, ours: str = "-") -> str:
         """Gives our line to the next program of the ring, and returns that program's own line."""
-        self._say(ours)
-        return self._hear()
+        self._send(ours)
+        return self._receive()
 
     def runs(self) -> Iterator[Run]:
         """Says that this program is ready; then its rounds, until the benchmark is done."""
-        self._say("ready")
+        self._send("ready")
         while True:
-            _, round, warm, count, *word = self._hear().split()
+            _, round, warm, count, *word = self._receive().split()
             yield Run(int(round), int(warm), int(count), *word)
 
     def answer(self, seconds: float = 0.0, **counts: float) -> None:
         """The round's timed seconds, and what was counted meanwhile."""
-        self._say(json.dumps({"seconds": seconds, **counts}))
+        self._send(json.dumps({"seconds": seconds, **counts}))
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         self._out.write(line + "\n")
         self._out.flush()
 
-    def _hear(self) -> str:
+    def _receive(self) -> str:
         line = sys.stdin.readline()
         if not line:
             sys.stdout.flush()

@@ -33,28 +33,28 @@ class Work:
         return max(_LEAST, run.count * self.whole // self.nbytes)
 
 
-def command(work: Work, run: Run, host: str, port: int) -> list[str]:
+def command(work: Work, run: Run, interface: str, port: int) -> list[str]:
     """The tool on the port that Tensorwire takes."""
-    choice = select_port(scan_ports(), near=host)
+    choice = select_port(scan_ports(), near=interface)
     device = ["-d", choice.port.device, "-i", str(choice.port.number), "-x", str(choice.gid.index)]
     return [work.tool, *device, "-s", str(work.nbytes), "-n", str(work.messages(run)), "-p", str(port), "-F"]
 
 
-def serve(lines: Lines, work: Work, host: str) -> None:
+def serve(lines: Lines, work: Work, interface: str) -> None:
     """A server a round, on a port that was free before the first one."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+    with socket.create_server((interface, 0), family=socket.AF_INET6 if ":" in interface else socket.AF_INET) as free:
         port = free.getsockname()[1]
-    lines.hello(f"{host} {port}")
+    lines.hello(f"{interface} {port}")
     for run in lines.runs():
-        _run(command(work, run, host, port))
+        _run(command(work, run, interface, port))
         lines.answer()
 
 
-def send(lines: Lines, work: Work, host: str) -> None:
+def send(lines: Lines, work: Work, interface: str) -> None:
     """A client a round; the seconds are those that it reports."""
     there, port = lines.hello().split()
     for run in lines.runs():
-        text = _insist([*command(work, run, host, int(port)), there])
+        text = _insist([*command(work, run, interface, int(port)), there])
         lines.answer(run.count * seconds(work, text))
 
 
@@ -88,10 +88,10 @@ def _run(arguments: list[str]) -> str:
     return done.stdout
 
 
-def main(role: str, tool: str, nbytes: str, whole: str, host: str) -> None:
+def main(role: str, tool: str, nbytes: str, whole: str, interface: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
-    (serve if role == "target" else send)(lines, Work(tool, int(nbytes), int(whole)), host)
+    (serve if role == "target" else send)(lines, Work(tool, int(nbytes), int(whole)), interface)
 
 
 if __name__ == "__main__":

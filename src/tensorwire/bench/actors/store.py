@@ -16,19 +16,28 @@ import traceback
 import msgspec
 import torch
 
+from tensorwire.bench.actors.expected_values import (
+    LEARNING_RATE,
+    Expected,
+    check_gradient,
+    digest,
+    flat,
+    put,
+    put_start,
+    sgd,
+)
 from tensorwire.bench.actors.lines import Lines, Run, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
-from tensorwire.bench.actors.values import LEARNING_RATE, Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.models import Model, find
 from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
 from tensorwire.store import Bucket, StoreClient
-from tensorwire.store.client import agree
-from tensorwire.store.plan import BUCKET_BYTES
-from tensorwire.store.rounds import Operation
 from tensorwire.store.rules import versions
 from tensorwire.store.server import StoreServer
-from tensorwire.store.wiring import StoreSpec
+from tensorwire.store.sharding import BUCKET_BYTES
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import agree
+from tensorwire.store.store_layout import StoreSpec
 
 _NAME = "store/0"
 _NUMERIC = [(0, "lr", -1)]
@@ -84,7 +93,7 @@ class Gradients:
         """The store's parameters become those that training begins with."""
         for i, tensor in enumerate(self._private):
             put_start(tensor, i)
-        self._client.begin(Operation.ASSIGN, [0.0])
+        self._client.begin(StepOperation.ASSIGN, [0.0])
         if self._worker == 0:
             self._push(copied=True)
         self._client.wait()
@@ -100,7 +109,7 @@ class Gradients:
 
     def push(self, *, copied: bool) -> None:
         """Opens a step and sends every bucket."""
-        self._client.begin(Operation.UPDATE, [LEARNING_RATE])
+        self._client.begin(StepOperation.UPDATE, [LEARNING_RATE])
         self._push(copied=copied)
 
     def _push(self, *, copied: bool) -> None:
@@ -112,7 +121,7 @@ class Gradients:
             client.push(bucket)
 
 
-class Worker:
+class StoreWorker:
     """Pushes and pulls in rounds."""
 
     def __init__(self, member: Member, model: Model, rule: str, workers: int, servers: int) -> None:
@@ -182,15 +191,15 @@ class Worker:
         self._member.client.barrier(f"met/{self._met}", self._workers, SECONDS)
 
 
-def serve(lines: Lines, index: int, workers: int, servers: int, device: str, host: str) -> None:
+def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
     """A server's rounds; it is asked about each when the workers have answered."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = "-"
     if index == 0:
-        coordinator = Coordinator(secret, workers=workers, servers=servers, host=host)
+        coordinator = Coordinator(secret, workers=workers, servers=servers, interface=interface)
         address = coordinator.address
     address = lines.hello(address).split()[0]
-    server = Server(Member(address, secret, "server", index, device=device, host=host), workers, servers)
+    server = Server(Member(address, secret, "server", index, device=device, interface=interface), workers, servers)
     before = counts()
     for run in lines.runs():
         server.check(run.round)
@@ -198,25 +207,31 @@ def serve(lines: Lines, index: int, workers: int, servers: int, device: str, hos
         before = counts()
 
 
-def work(lines: Lines, index: int, model: Model, rule: str, sizes: tuple[int, int], device: str, host: str) -> None:
+def work(
+    lines: Lines, index: int, model: Model, rule: str, sizes: tuple[int, int], device: str, interface: str
+) -> None:
     """A worker's rounds."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = lines.hello().split()[0]
-    worker = Worker(Member(address, secret, "worker", index, device=device, host=host), model, rule, *sizes)
+    worker = StoreWorker(
+        Member(address, secret, "worker", index, device=device, interface=interface), model, rule, *sizes
+    )
     for run in lines.runs():
         before = counts()
         seconds = worker.run(run)
         lines.answer(seconds, values=worker.values(), **since(before))
 
 
-def main(role: str, index: str, workload: str, rule: str, workers: str, servers: str, device: str, host: str) -> None:
+def main(
+    role: str, index: str, workload: str, rule: str, workers: str, servers: str, device: str, interface: str
+) -> None:
     """Runs until its input ends."""
     torch.set_num_threads(1)
     lines = Lines()
     if role == "server":
-        serve(lines, int(index), int(workers), int(servers), device, host)
+        serve(lines, int(index), int(workers), int(servers), device, interface)
     else:
-        work(lines, int(index), find(workload), rule, (int(workers), int(servers)), device, host)
+        work(lines, int(index), find(workload), rule, (int(workers), int(servers)), device, interface)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ SECONDS = 120.0  # only a guard against hangs
 DEPTHS = {"verbs": 4}  # writes outstanding in a stream; perftest, beside which verbs is measured, has 128
 
 
-def make_device(kind: str, host: str = "127.0.0.1", heartbeat: float = 1.0, lost_after: float = 10.0) -> Device:
+def make_device(kind: str, interface: str = "127.0.0.1", heartbeat: float = 1.0, lost_after: float = 10.0) -> Device:
     """The device that the command line names."""
-    return find_device(kind).for_job(interface=host, heartbeat=heartbeat, lost_after=lost_after)
+    return find_device(kind).for_job(interface=interface, heartbeat=heartbeat, lost_after=lost_after)
 
 
 def counts() -> dict[str, float]:
@@ -64,7 +64,7 @@ def polled(wait: Callable[[float], object]) -> None:
             return
 
 
-class End:
+class TransferEnd:
     """One end of a transfer: an inbox with a signal word behind the payload, and a source of the same size."""
 
     def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
@@ -193,7 +193,7 @@ class End:
 Part = Callable[[int], object]
 
 
-def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
+def work(end: TransferEnd, role: str, mode: str) -> tuple[Part, Part]:
     """What an end repeats in a mode, and how it warms up."""
     if mode == "ping-pong":
         return (end.ping, end.warm_ping) if role == "initiator" else (end.pong, end.warm_pong)
@@ -207,11 +207,11 @@ def work(end: End, role: str, mode: str) -> tuple[Part, Part]:
     return end.receive, end.receive if mode in ("passive-target", "one-signal") else end.warm_receive
 
 
-def main(role: str, kind: str, nbytes: str, mode: str, host: str, library: str = "") -> None:
+def main(role: str, kind: str, nbytes: str, mode: str, interface: str, library: str = "") -> None:
     """Runs until its input ends."""
     lines = Lines()
-    with make_device(kind, host) as device:
-        end = End(lines, device, int(nbytes))
+    with make_device(kind, interface) as device:
+        end = TransferEnd(lines, device, int(nbytes))
         repeat, warm = work(end, role, mode)
         for run in lines.runs():
             before, slept = counts(), sleeps(device)

@@ -1,4 +1,6 @@
-"""A plan in few words, for people: consecutive operators of one host are a block, and arrows go from block to block."""
+"""A plan in few words, for people: consecutive operators of one worker are a block, and arrows go from block to
+block.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ BORN, LENT, COPIED, BY_VALUE = "born", "lent", "copied", "by value"
 
 @dataclass
 class Block:
-    """Operators of ``host`` that run one after the other. ``level``: how many blocks come before it, at least.
+    """Operators of ``worker`` that run one after the other. ``level``: how many blocks come before it, at least.
     ``labels``: the modules that they belong to, in order; ``ops``: how often each operator is there."""
 
-    host: str
+    worker: str
     level: int
     sends: bool = False
     receives: bool = False
@@ -66,42 +68,42 @@ class _Folder:
 
     def fold(self) -> tuple[list[Block], list[Arrow]]:
         for node in self.graph.nodes:
-            for host in () if node.kind in GIVEN else self.graph.hosts:
-                if host in self.crossing.runs[node.name]:
+            for worker in () if node.kind in GIVEN else self.graph.workers:
+                if worker in self.crossing.runs[node.name]:
                     for name in node.inputs:
-                        self._receive(name, host)
-                    self._current(host).add(node, self.labels.get(node.name))
+                        self._receive(name, worker)
+                    self._current(worker).add(node, self.labels.get(node.name))
             if node.name in self.edges:
                 block = self.sender[node.name] = self._current(self.edges[node.name].source)
                 block.sends = True
         for output in self.graph.outputs:
-            for host in self.graph.hosts:
-                if host in self.crossing.holds[output.name]:
-                    self._receive(output.name, host)
+            for worker in self.graph.workers:
+                if worker in self.crossing.holds[output.name]:
+                    self._receive(output.name, worker)
         arrows = [Arrow(one, other, how, tuple(edges)) for (_, _, how), (one, other, edges) in self.arrows.items()]
         return self.blocks, arrows
 
-    def _current(self, host: str) -> Block:
-        if host not in self.current:
-            self._start(host, 0)
-        return self.current[host]
+    def _current(self, worker: str) -> Block:
+        if worker not in self.current:
+            self._start(worker, 0)
+        return self.current[worker]
 
-    def _start(self, host: str, level: int) -> None:
-        self.current[host] = Block(host, level)
-        self.blocks.append(self.current[host])
+    def _start(self, worker: str, level: int) -> None:
+        self.current[worker] = Block(worker, level)
+        self.blocks.append(self.current[worker])
 
-    def _receive(self, name: str, host: str) -> None:
-        """A new block begins where a host, having sent something, waits for what was sent no earlier."""
+    def _receive(self, name: str, worker: str) -> None:
+        """A new block begins where a worker, having sent something, waits for what was sent no earlier."""
         edge = self.edges.get(name)
-        if edge is None or host not in edge.targets or (name, host) in self.received:
+        if edge is None or worker not in edge.targets or (name, worker) in self.received:
             return
-        self.received.add((name, host))
+        self.received.add((name, worker))
         source = self.sender[name]
-        target = self._current(host)
+        target = self._current(worker)
         if source.level >= target.level:
             if target.sends:
-                self._start(host, source.level + 1)
-            target = self.current[host]
+                self._start(worker, source.level + 1)
+            target = self.current[worker]
             target.level = source.level + 1
         target.receives = True
         key = (id(source), id(target), manner(edge))

@@ -25,25 +25,27 @@ NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 
 @dataclass(frozen=True)
-class Model:
-    """``make()`` makes the module, ``inputs()`` its arguments; ``hosts``: where its modules go, if it says so."""
+class PlannedModel:
+    """``make()`` makes the module, ``inputs()`` its arguments; ``workers``: the rank that runs each of its modules, if
+    it says so.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[], Sequence[Any]]
-    hosts: Mapping[str, str] | None = None
+    workers: Mapping[str, int | str] | None = None
 
 
-def find_model(what: str, batch: int | None) -> Model:
+def find_model(what: str, batch: int | None) -> PlannedModel:
     """The model of that name or script. Raises `ArgumentError` if there is none, or the script fails."""
     if what in NAMES:
         known = MODELS[what]
         size = batch or known.size
         _check_size(known.inputs(1, torch.Generator()), size)
-        return Model(what, lambda: known.build(1), lambda: known.inputs(size, torch.Generator().manual_seed(0)))
+        return PlannedModel(what, lambda: known.build(1), lambda: known.inputs(size, torch.Generator().manual_seed(0)))
     if what == "llama-70b":
         _check_size(llama.tokens(1), batch or 1)
-        return Model(what, llama.model, lambda: llama.tokens(batch or 1))
+        return PlannedModel(what, llama.model, lambda: llama.tokens(batch or 1))
     path = Path(what)
     if path.suffix != ".py" and not path.exists():
         raise ArgumentError(f"there is no model {what!r}: it is {', '.join(NAMES)}, llama-70b, or a Python file")
@@ -65,7 +67,7 @@ def _check_size(one: Sequence[torch.Tensor], batch: int) -> None:
         )
 
 
-def _of_script(path: Path, batch: int | None) -> Model:
+def _of_script(path: Path, batch: int | None) -> PlannedModel:
     script = _Script(path)
     module = script.run(lambda: _import(path))
     for name in ("model", "inputs"):
@@ -75,11 +77,11 @@ def _of_script(path: Path, batch: int | None) -> Model:
     if batch is not None and not takes:
         raise ArgumentError(f"--batch {batch}: inputs() of {path} takes no batch: write def inputs(batch=8)")
     given = () if batch is None else (batch,)
-    hosts = getattr(module, "hosts", None)
-    if hosts is not None and not isinstance(hosts, dict):
-        raise ArgumentError(f"{path}: hosts is a dict of module paths to hosts, not {type(hosts).__name__}")
+    workers = getattr(module, "workers", None)
+    if workers is not None and not isinstance(workers, dict):
+        raise ArgumentError(f"{path}: workers is a dict of module paths to ranks, not {type(workers).__name__}")
     make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
-    return Model(path.stem, make, inputs, hosts)
+    return PlannedModel(path.stem, make, inputs, workers)
 
 
 def _import(path: Path) -> ModuleType:

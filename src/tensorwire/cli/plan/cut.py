@@ -1,34 +1,36 @@
-"""Where the parts of a model may run if nobody says: as many bytes of parameters on each host, in the order of layers.
+"""Where the parts of a model may run if nobody says: as many bytes of parameters on each worker, in the order of
+layers.
 
 No cost is weighed; that is a later story.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tensorwire.errors import ArgumentError
 
 
-def cut(layers: Mapping[str, int], hosts: Sequence[str]) -> dict[str, str]:
-    """A placement of the modules ``layers``, bytes of parameters by path, in the order in which they run.
+def cut(layers: Mapping[str, int], workers: int) -> dict[str, int]:
+    """The rank of the worker that runs each of the modules ``layers``: bytes of parameters by path, in the order in
+    which they run.
 
-    A module of up to half a host's share is not cut in two. Raises `ArgumentError` for fewer modules than hosts.
+    A module of up to half a worker's share is not cut in two. Raises `ArgumentError` for fewer modules than workers.
     """
-    share = sum(layers.values()) / len(hosts)
+    share = sum(layers.values()) / workers
     whole = _whole(layers, share / 2)
     left = sum(nbytes > 0 for nbytes in whole.values())
-    if left < len(hosts):
-        raise ArgumentError(f"{len(hosts)} hosts need as many modules with parameters; the model has {left}")
+    if left < workers:
+        raise ArgumentError(f"{workers} workers need as many modules with parameters; the model has {left}")
     before, last = 0, 0
-    found: dict[str, str] = {}
+    found: dict[str, int] = {}
     for path, nbytes in whole.items():
         if nbytes:  # what has none stays with the one before
             middle = int((before + nbytes / 2) / share)
-            wanted = max(last, middle, len(hosts) - left)  # each host gets one at least
-            last = min(wanted, last + (before > 0), len(hosts) - 1)
+            wanted = max(last, middle, workers - left)  # each worker gets one at least
+            last = min(wanted, last + (before > 0), workers - 1)
             left -= 1
-        found[path] = hosts[last]
+        found[path] = last
         before += nbytes
     return found
 

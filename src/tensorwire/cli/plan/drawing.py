@@ -1,14 +1,14 @@
-"""Plans as pictures: a lane for each host, boxes for what it computes, arrows for what crosses."""
+"""Plans as pictures: a lane for each worker, boxes for what it computes, arrows for what crosses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorwire.charts.lanes import Box, Message, Panel, plot_lanes
+from tensorwire.charts.lanes import Box, LaneMessage, Panel, plot_lanes
 from tensorwire.cli.plan.blocks import BORN, BY_VALUE, COPIED, LENT, Arrow, Block, fold
 from tensorwire.graph.plan import Edge
 from tensorwire.sizes import size_text
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 
 # In the legend's order.
 KINDS = {BORN: "born in registered memory", LENT: "lent parameter", COPIED: "copied once", BY_VALUE: "by value"}
@@ -37,20 +37,20 @@ def panel(planned: Planned) -> Panel:
     count = len(plan.edges)
     title = f"{graph.name}: {len(graph.nodes):,} nodes, {count:,} edge{'s' * (count != 1)}"
     outboxes = dict(plan.outbox)
-    lanes = {host: f"outbox {size_text(outboxes.get(host, 0))}" for host in graph.hosts}
-    boxes = [Box(block.host, block.level, _lines(block)) for block in blocks]
+    lanes = {worker: f"outbox {size_text(outboxes.get(worker, 0))}" for worker in graph.workers}
+    boxes = [Box(block.worker, block.level, _lines(block)) for block in blocks]
     return Panel(title, lanes, boxes, _messages(arrows))
 
 
-def _messages(arrows: Sequence[Arrow]) -> list[Message]:
-    """What goes to several hosts is one message."""
+def _messages(arrows: Sequence[Arrow]) -> list[LaneMessage]:
+    """What goes to several workers is one message."""
     groups: dict[tuple[int, str, tuple[str, ...]], list[Arrow]] = {}
     for arrow in arrows:
         groups.setdefault((id(arrow.source), arrow.manner, tuple(e.name for e in arrow.edges)), []).append(arrow)
     found = []
     for same in groups.values():
-        source, targets = same[0].source, tuple(dict.fromkeys(arrow.target.host for arrow in same))
-        found.append(Message(source.level, source.host, targets, KINDS[same[0].manner], _words(same[0].edges)))
+        source, targets = same[0].source, tuple(dict.fromkeys(arrow.target.worker for arrow in same))
+        found.append(LaneMessage(source.level, source.worker, targets, KINDS[same[0].manner], _words(same[0].edges)))
     return found
 
 

@@ -15,7 +15,7 @@ from tensorwire.cli.plan.blocks import BY_VALUE, LENT, manner
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.sizes import size_text
 from tensorwire.tables import print_table
-from tensorwire.torch.graph.planning.plans import Planned
+from tensorwire.torch.graph.planning.plan_model import Planned
 
 MOST_EDGES = 16  # of a graph, that are shown one by one
 KIB, MIB = 2**10, 2**20
@@ -68,20 +68,20 @@ class Summary:
         how = "cut in the order of its layers, by bytes of parameters" if self.cut else "as it was said"
         click.echo(f"placement, {how}")
         paths: dict[str, list[str]] = defaultdict(list)
-        for path, host in self.placement.items():
-            paths[host].append(path or "the model itself")
+        for path, worker in self.placement.items():
+            paths[worker].append(path or "the model itself")
         if "" not in self.placement and not self.cut:
-            paths[self.planned[0].graph.hosts[0]].append("all others")
+            paths[self.planned[0].graph.workers[0]].append("all others")
         held = self._held()
         rows = []
-        for host in self.planned[0].graph.hosts:
-            some = paths[host]
+        for worker in self.planned[0].graph.workers:
+            some = paths[worker]
             shown = ", ".join(some) if len(some) <= 4 else f"{some[0]}, {some[1]}, ... {some[-1]} ({len(some)} modules)"
-            rows.append((host, shown or "nothing", f"{held[host] / MIB:,.2f}"))
-        print_table(("host", "modules", "MiB of parameters"), rows, left=(0, 1))
+            rows.append((worker, shown or "nothing", f"{held[worker] / MIB:,.2f}"))
+        print_table(("worker", "modules", "MiB of parameters"), rows, left=(0, 1))
 
     def _held(self) -> Counter[str]:
-        """Bytes of parameters and buffers by host; of tied ones, once."""
+        """Bytes of parameters and buffers by worker; of tied ones, once."""
         held: Counter[str] = Counter()
         for planned in self.planned:
             for node in planned.graph.nodes:
@@ -108,26 +108,26 @@ class Summary:
     def _show_copies(self) -> None:
         """What a step copies, of all graphs together."""
         rows = []
-        for host in self.planned[0].graph.hosts:
-            ours = [one for planned in self.planned for one in planned.analysis.plan.copies if one.host == host]
+        for worker in self.planned[0].graph.workers:
+            ours = [one for planned in self.planned for one in planned.analysis.plan.copies if one.worker == worker]
             sent, received, unbounded = (
                 sum(getattr(one, n) for one in ours) for n in ("sent", "received", "unbounded")
             )
             nbytes = f"{sum(one.nbytes for one in ours):,}" + (f", and {unbounded} of any size" if unbounded else "")
-            rows.append((host, f"{sent:,}", f"{received:,}", nbytes))
+            rows.append((worker, f"{sent:,}", f"{received:,}", nbytes))
         click.echo("\ncopies a step, in the steady state")
-        print_table(("host", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
+        print_table(("worker", "of what it sends", "of what it receives", "bytes"), rows, left=(0,))
 
     def _show_memory(self) -> None:
         """What is registered: for all graphs together, since all stay."""
         outboxes, inboxes = self._registered()
         click.echo("\nregistered memory, a bank (a graph begins with two)")
-        rows = [(host, "outbox", f"{nbytes:,}") for host, nbytes in outboxes.items()]
+        rows = [(worker, "outbox", f"{nbytes:,}") for worker, nbytes in outboxes.items()]
         for (source, target), nbytes in sorted(inboxes.items(), key=lambda one: one[0][::-1]):
             rows.append((target, f"inbox for {source}, unless it maps that outbox", f"{nbytes:,}"))
         for planned in self.planned:
-            rows += [(host, "parameters that it lends", f"{n:,}") for host, n in planned.analysis.plan.lent.items()]
-        print_table(("host", "memory", "bytes"), rows, left=(0, 1))
+            rows += [(worker, "parameters that it lends", f"{n:,}") for worker, n in planned.analysis.plan.lent.items()]
+        print_table(("worker", "memory", "bytes"), rows, left=(0, 1))
 
     def _registered(self) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
         outboxes: Counter[str] = Counter()
@@ -156,8 +156,8 @@ class Summary:
             "seconds": {"tracing": self.seconds[0], "analysis": self.seconds[1]},
             "placement": dict(self.placement),
             "graphs": [planned.analysis.plan.to_json() for planned in self.planned],
-            "outboxes": [{"host": host, "nbytes": n} for host, n in outboxes.items()],
-            "inboxes": [{"host": target, "of": source, "nbytes": n} for (source, target), n in inboxes.items()],
+            "outboxes": [{"worker": worker, "nbytes": n} for worker, n in outboxes.items()],
+            "inboxes": [{"worker": target, "of": source, "nbytes": n} for (source, target), n in inboxes.items()],
         }
         return msgspec.json.format(msgspec.json.encode(record), indent=2).decode() + "\n"
 

@@ -48,10 +48,10 @@ _END, _LARGEST_KEY = 2**64, 2**32 - 1
 NEVER_REPORTS = 7  # retries: some NICs take this for "for ever"
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
+class VerbsAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a verbs device is set up from, and the token that admits to it."""
 
-    host: str
+    interface: str
     port: int
     token: bytes
     kind: Literal["verbs"]
@@ -67,7 +67,7 @@ class VerbsDevice(Device):
 
     Args:
         port: The RDMA port, such as ``mlx5_0`` or ``mlx5_0:1``; None: chosen, as ``tensorwire doctor`` shows.
-        host: The IP address on which connections for the set-up come in; by default only from this machine.
+        interface: The IP address on which connections for the set-up come in; by default only from this machine.
         gid_index: Which of the port's GIDs to use; None: chosen.
         queue_pairs: How many queue pairs, and so ``lanes``, a channel has.
         completion_queues: How many completion queues all queue pairs share.
@@ -90,7 +90,7 @@ class VerbsDevice(Device):
         self,
         port: str | None = None,
         *,
-        host: str = "127.0.0.1",
+        interface: str = "127.0.0.1",
         gid_index: int | None = None,
         queue_pairs: int = 1,
         completion_queues: int = 1,
@@ -101,14 +101,14 @@ class VerbsDevice(Device):
     ) -> None:
         super().__init__()
         _check_settings(queue_pairs, completion_queues, signals, retries, timeout_exponent, heartbeat)
-        choice = select_port(scan_ports(), port=port, gid_index=gid_index, near=host)
+        choice = select_port(scan_ports(), port=port, gid_index=gid_index, near=interface)
         self._settings = QueuePairSettings(queue_pairs, signals, timeout_exponent, retries)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._ending = threading.Lock()  # held until a connection has really ended
         self._connections: set[Connection] = set()  # both ways
         self._exposed: dict[int, tuple[Region, Any]] = {}
-        listener = self._listen(host)
+        listener = self._listen(interface)
         try:
             self._nic = Nic(
                 choice,
@@ -123,26 +123,26 @@ class VerbsDevice(Device):
             close_socket(listener)
             raise
         self._monitor = Monitor()
-        self._address = Address(host, listener.getsockname()[1], self._token, "verbs")
+        self._address = VerbsAddress(interface, listener.getsockname()[1], self._token, "verbs")
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-verbs-setup")
 
     @classmethod
     def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> VerbsDevice:
-        return cls(host=interface, heartbeat=heartbeat)  # retries and timeout_exponent say when a peer is lost
+        return cls(interface=interface, heartbeat=heartbeat)  # retries and timeout_exponent say when a peer is lost
 
     @classmethod
     def check_available(cls) -> None:
         select_port(scan_ports())
 
-    def _listen(self, host: str) -> socket.socket:
-        listener = _socket(host)
+    def _listen(self, interface: str) -> socket.socket:
+        listener = _socket(interface)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, 0))
+            listener.bind((interface, 0))
             listener.listen(128)
         except OSError as error:
             close_socket(listener)
-            raise ArgumentError(f"verbs: cannot listen on {host}: {error.strerror}") from None
+            raise ArgumentError(f"verbs: cannot listen on {interface}: {error.strerror}") from None
         return listener
 
     @property
@@ -152,29 +152,29 @@ class VerbsDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
-            where = msgspec.msgpack.decode(address, type=Address)
+            where = msgspec.msgpack.decode(address, type=VerbsAddress)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError("not the address of a verbs device") from None
         return handshake.persist(lambda left: self._dial(where, left), timeout)
 
-    def _dial(self, where: Address, timeout: float) -> Channel:
-        sock = _socket(where.host)
+    def _dial(self, where: VerbsAddress, timeout: float) -> Channel:
+        sock = _socket(where.interface)
         try:
             sock.settimeout(timeout)
             try:
-                sock.connect((where.host, where.port))
-            except (OverflowError, TypeError, ValueError):  # no socket has such a host or port
+                sock.connect((where.interface, where.port))
+            except (OverflowError, TypeError, ValueError):  # no socket has such an interface or port
                 raise ArgumentError("not the address of a verbs device") from None
             handshake.initiate(sock, where.token, _PURPOSE + _TERMS.pack(self._address.device))
             return self._open(sock, where)
         except BaseException as error:
             close_socket(sock)
             if isinstance(error, OSError) and not isinstance(error, PeerLost):
-                raise PeerLost(f"verbs: cannot reach {where.host}:{where.port}: {error}") from None
+                raise PeerLost(f"verbs: cannot reach {where.interface}:{where.port}: {error}") from None
             raise
 
-    def _open(self, sock: socket.socket, where: Address) -> Channel:
-        life = Life(self.life, _in_words(where.host, where.port))
+    def _open(self, sock: socket.socket, where: VerbsAddress) -> Channel:
+        life = Life(self.life, _in_words(where.interface, where.port))
         connection = Connection(self._nic, self._settings, sock, life, where.device)
         try:
             connection.open()
@@ -491,13 +491,13 @@ def _check_settings(
         )
 
 
-def _socket(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _socket(interface: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return sock
 
 
-def _in_words(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _in_words(interface: str, port: int) -> str:
+    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"

@@ -23,7 +23,7 @@ from typing import Any
 from tensorwire._native import Memory
 from tensorwire.device.region import Access
 from tensorwire.device.verbs.registrations import MR, Domain, Registrations, local_access, remote_access
-from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB, Slab, new_memory, rounded
+from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB, MemorySlab, new_memory, rounded
 from tensorwire.errors import OutOfMemory
 
 KEPT = 256  # registrations of memory that nothing uses now
@@ -52,7 +52,7 @@ class Registrar:
     def __init__(self, domain: Domain, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._registrations = Registrations(domain)
         self._bounds = kept, kept_bytes
-        self._slabs: list[Slab] = []
+        self._slabs: list[MemorySlab] = []
         self._used: dict[_Key, _Lent] = {}
         self._idle: OrderedDict[_Key, _Lent] = OrderedDict()  # the longest unused first
         self._spare: Memory | None = None
@@ -158,7 +158,7 @@ class Registrar:
         memory.lies_in(slab.memory, offset)
         return memory
 
-    def _place(self, size: int) -> tuple[Slab, int]:
+    def _place(self, size: int) -> tuple[MemorySlab, int]:
         for slab in self._slabs:
             offset = slab.acquire(size)
             if offset is not None:
@@ -171,13 +171,13 @@ class Registrar:
         assert offset is not None
         return slab, offset
 
-    def _add(self, nbytes: int, *, shared: bool) -> Slab:
+    def _add(self, nbytes: int, *, shared: bool) -> MemorySlab:
         memory = new_memory(nbytes)
-        slab = Slab(memory, self._pin(memory.address, nbytes, local_access()), shared=shared)
+        slab = MemorySlab(memory, self._pin(memory.address, nbytes, local_access()), shared=shared)
         self._slabs.append(slab)
         return slab
 
-    def _release(self, slab: Slab, offset: int, size: int) -> None:
+    def _release(self, slab: MemorySlab, offset: int, size: int) -> None:
         if slab not in self._slabs:  # closed
             return
         if slab.shared:
@@ -187,7 +187,7 @@ class Registrar:
         self._slabs.remove(slab)
         self._registrations.end(slab.mr)
 
-    def _slab_of(self, address: int) -> Slab | None:
+    def _slab_of(self, address: int) -> MemorySlab | None:
         return next((slab for slab in self._slabs if slab.holds(address)), None)
 
     def _place_of(self, memory: Memory) -> Memory:

@@ -21,7 +21,7 @@ ACTIVE = "ACTIVE"
 
 
 @dataclass(frozen=True)
-class Answer:
+class PortAttributes:
     """What libibverbs alone knows of a port: bytes, and the table of GIDs with its empty places."""
 
     mtu: int
@@ -29,7 +29,7 @@ class Answer:
     gids: Sequence[bytes]
 
 
-Query = Callable[[str, int], Answer]
+Query = Callable[[str, int], PortAttributes]
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def has_active_port(root: Path = DEVICES) -> bool:
     return any(_state(path) == ACTIVE and not _foreign(path.parent.parent) for path in _port_paths(root))
 
 
-def query(device: str, number: int) -> Answer:
+def query(device: str, number: int) -> PortAttributes:
     """Asks libibverbs. Raises `VerbsUnavailable`."""
     context = open_device(device)
     try:
         port = context.query_port(number)
         gids = [_raw(context, number, index) for index in range(port.gid_tbl_len)]
-        return Answer(128 << int(port.active_mtu), int(port.max_msg_sz), gids)
+        return PortAttributes(128 << int(port.active_mtu), int(port.max_msg_sz), gids)
     except OSError as error:
         raise VerbsUnavailable(f"{device}:{number} does not say what it can: {error}") from None
     finally:
@@ -153,7 +153,7 @@ def _read_port(path: Path) -> Port:
     return Port(device.name, int(path.name), _state(path), layer, 0, lid, 0, (), _foreign(device), _text(path / "rate"))
 
 
-def _completed(port: Port, path: Path, answer: Answer) -> Port:
+def _completed(port: Port, path: Path, answer: PortAttributes) -> Port:
     gids = tuple(_gids(path, answer.gids, port.link_layer == INFINIBAND))
     return replace(port, mtu=answer.mtu, max_message=answer.max_message, gids=gids)
 

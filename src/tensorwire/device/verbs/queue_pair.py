@@ -435,7 +435,7 @@ class QueuePair:
         else:
             self.life.notify(self.callbacks.notices, token)
             self.nic.life.notify(self.callbacks.notices, token)
-        self.callbacks.rescue(token)
+        self.callbacks.run_orphan(token)
 
 
 def _mtu(nbytes: int) -> int:

@@ -36,7 +36,7 @@ def new_memory(nbytes: int) -> Memory:
     return memory
 
 
-class Slab:
+class MemorySlab:
     """One registered mapping. ``shared``: it is for many pieces. Not safe to use from several threads."""
 
     def __init__(self, memory: Memory, mr: MR, *, shared: bool) -> None:

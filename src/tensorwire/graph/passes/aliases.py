@@ -20,7 +20,9 @@ class Aliases:
         return self._root[name]
 
     def changed_views(self) -> set[str]:
-        """The views of what several hosts were given and somebody changes: each host needs them of its own memory."""
+        """The views of what several workers were given and somebody changes: each worker needs them of its own
+        memory.
+        """
         shared = {name for name in self.written if (root := self._root[name]).kind in GIVEN and _on_several(root)}
         return {node.name for node in self._views if self._root[node.name].name in shared}
 

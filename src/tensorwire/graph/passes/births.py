@@ -33,12 +33,12 @@ class Birth:
 
 
 def callers(graph: Graph, crossing: Crossings, aliases: Aliases) -> set[tuple[str, str]]:
-    """The values, by their root, whose memory users get into their hands, and the hosts on which they do."""
+    """The values, by their root, whose memory users get into their hands, and the workers on which they do."""
     return {
-        (aliases.root(output.name).name, host)
+        (aliases.root(output.name).name, worker)
         for output in graph.outputs
         if output.caller
-        for host in output.to or crossing.holds[output.name]
+        for worker in output.to or crossing.holds[output.name]
     }
 
 

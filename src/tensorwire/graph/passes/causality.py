@@ -1,6 +1,6 @@
-"""What each host can know of the others' progress, by what it has received: vector clocks over the global order.
+"""What each worker can know of the others' progress, by what it has received: vector clocks over the global order.
 
-A slot may be filled again, without asking anybody, once its host knows that everyone is done with what lay there.
+A slot may be filled again, without asking anybody, once its worker knows that everyone is done with what lay there.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Iterator, Mapping
 from tensorwire.graph.ir import Graph
 from tensorwire.graph.passes.crossing import Crossings
 
-Clock = dict[str, int]  # by host, the place in the order up to which it is known to have come
+Clock = dict[str, int]  # by worker, the place in the order up to which it is known to have come
 
 
 def walk(graph: Graph, crossing: Crossings) -> Iterator[tuple[int, Mapping[str, Clock]]]:
-    """For each node in order: its place, and what each host knows when it runs that node, its operands received.
+    """For each node in order: its place, and what each worker knows when it runs that node, its operands received.
 
     Values are sent when they were computed, and received where they are first used.
     """
-    knows: dict[str, Clock] = {host: dict.fromkeys(graph.hosts, -1) for host in graph.hosts}
+    knows: dict[str, Clock] = {worker: dict.fromkeys(graph.workers, -1) for worker in graph.workers}
     letters: dict[str, Clock] = {}  # what a sent value tells of its sender's knowledge
     opened: set[tuple[str, str]] = set()
     for place, node in enumerate(graph.nodes):
         at = crossing.runs.get(node.name, ())
-        for host in at:
+        for worker in at:
             for name in node.inputs:
-                if name in letters and host in crossing.sent[name][1] and (name, host) not in opened:
-                    opened.add((name, host))
-                    _merge(knows[host], letters[name])
+                if name in letters and worker in crossing.sent[name][1] and (name, worker) not in opened:
+                    opened.add((name, worker))
+                    _merge(knows[worker], letters[name])
         yield place, knows
-        for host in at:
-            knows[host][host] = place
+        for worker in at:
+            knows[worker][worker] = place
         if node.name in crossing.sent:
             source = crossing.sent[node.name][0]
             knows[source][source] = max(knows[source][source], place)
@@ -38,6 +38,6 @@ def walk(graph: Graph, crossing: Crossings) -> Iterator[tuple[int, Mapping[str, 
 
 
 def _merge(mine: Clock, theirs: Clock) -> None:
-    for host, place in theirs.items():
-        if place > mine[host]:
-            mine[host] = place
+    for worker, place in theirs.items():
+        if place > mine[worker]:
+            mine[worker] = place

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What ``host`` copies in one run in the steady state.
+    """What ``worker`` copies in one run in the steady state.
 
     ``sent``: copies of what it sends and what was not born in registered memory. ``received``: copies of what it
     receives for its caller, who may keep and change it. ``count``: both. ``nbytes``: bytes of the copies whose size is
@@ -23,7 +23,7 @@ class Copies:
     it is small there are at most as many.
     """
 
-    host: str
+    worker: str
     count: int
     sent: int
     received: int
@@ -31,25 +31,29 @@ class Copies:
     unbounded: int
 
 
-def predicted(hosts: Sequence[str], edges: Iterable[Edge], callers: Collection[tuple[str, str]]) -> tuple[Copies, ...]:
-    """Of each host that copies anything. ``callers``: by value and host, what a host receives for its caller."""
-    sent: dict[str, list[Edge]] = {host: [] for host in hosts}
-    received: dict[str, list[Edge]] = {host: [] for host in hosts}
+def predicted(
+    workers: Sequence[str], edges: Iterable[Edge], callers: Collection[tuple[str, str]]
+) -> tuple[Copies, ...]:
+    """Of each worker that copies anything. ``callers``: by value and worker, what a worker receives for its caller."""
+    sent: dict[str, list[Edge]] = {worker: [] for worker in workers}
+    received: dict[str, list[Edge]] = {worker: [] for worker in workers}
     for edge in edges:
         if edge.kind == VALUE:  # it has no memory of its own to be copied to
             continue
         if not edge.birthplace and not edge.lent:
             sent[edge.source].append(edge)
-        for host in edge.targets:
-            if edge.if_small or (edge.name, host) in callers:
-                received[host].append(edge)
-    return tuple(_copies(host, sent[host], received[host]) for host in hosts if sent[host] or received[host])
+        for worker in edge.targets:
+            if edge.if_small or (edge.name, worker) in callers:
+                received[worker].append(edge)
+    return tuple(
+        _copies(worker, sent[worker], received[worker]) for worker in workers if sent[worker] or received[worker]
+    )
 
 
-def _copies(host: str, sent: Sequence[Edge], received: Sequence[Edge]) -> Copies:
+def _copies(worker: str, sent: Sequence[Edge], received: Sequence[Edge]) -> Copies:
     sizes = [_nbytes(edge) for edge in (*sent, *received)]
     known = [size for size in sizes if size is not None]
-    return Copies(host, len(sizes), len(sent), len(received), sum(known), len(sizes) - len(known))
+    return Copies(worker, len(sizes), len(sent), len(received), sum(known), len(sizes) - len(known))
 
 
 def _nbytes(edge: Edge) -> int | None:

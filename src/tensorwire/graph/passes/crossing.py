@@ -1,4 +1,4 @@
-"""Which values cross to which hosts: each at most once, and what is cheap to compute there not at all."""
+"""Which values cross to which workers: each at most once, and what is cheap to compute there not at all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tensorwire.errors import ArgumentError
 from tensorwire.graph.ir import GIVEN, INPUT, ITEM, Graph, Node
 from tensorwire.graph.passes.aliases import Aliases
+from tensorwire.graph.passes.in_place_writes import Workers, check_writes, writers
 from tensorwire.graph.passes.views import following
-from tensorwire.graph.passes.writes import Hosts, check_writes, writers
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Crossings:
     and to whom each value that crosses is sent, in the graph's order. ``if_small``: what is sent only in runs in which
     it is small; its targets do not hold it for sure. All by name."""
 
-    runs: dict[str, Hosts]
-    holds: dict[str, Hosts]
+    runs: dict[str, Workers]
+    holds: dict[str, Workers]
     sent: dict[str, tuple[str, tuple[str, ...]]]
     if_small: frozenset[str] = frozenset()
 
 
-def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None) -> Crossings:
+def crossings(graph: Graph, assignment: dict[str, str], aliases: Aliases | None = None) -> Crossings:
     """Walks back from what is wanted. Raises `ArgumentError` for a value that is needed and that nobody has, and for
     one that would be read elsewhere after it was changed in place."""
     aliases = aliases or Aliases(graph)
@@ -34,42 +34,45 @@ def crossings(graph: Graph, home: dict[str, str], aliases: Aliases | None = None
         need[output.name].update(() if output.if_small else output.to)
         wished[output.name].update(output.to if output.if_small else ())
     kept = set(need)
-    runs = _runs(graph, home, aliases, need)
+    runs = _runs(graph, assignment, aliases, need)
     check_writes(graph, runs, aliases)
-    holds: dict[str, Hosts] = {}
+    holds: dict[str, Workers] = {}
     sent: dict[str, tuple[str, tuple[str, ...]]] = {}
     if_small = set()
     for node in graph.nodes:
         at = runs[node.name] if node.name in runs else _given(graph, node, need[node.name], node.name in kept)
-        missing = Hosts() if node.tuple_ else Hosts(need[node.name]) - at
-        others = Hosts(wished[node.name]) - at if node.name in wished else Hosts()
+        missing = Workers() if node.tuple_ else Workers(need[node.name]) - at
+        others = Workers(wished[node.name]) - at if node.name in wished else Workers()
         if missing:  # it crosses anyway: then to all
             missing |= others
         elif others:
             if_small.add(node.name)
         if missing or others:
-            sent[node.name] = (_source(graph, node, home, at, missing or others), _ordered(graph, missing or others))
+            sent[node.name] = (
+                _source(graph, node, assignment, at, missing or others),
+                _ordered(graph, missing or others),
+            )
         holds[node.name] = at | missing
     return Crossings(runs, holds, sent, frozenset(if_small))
 
 
-def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Hosts]:
+def _runs(graph: Graph, assignment: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Workers]:
     """Where every operator runs. Notes in ``need`` where each value is wanted."""
     kept = set(need)
-    wandering = _replicable(graph, aliases)
-    follow = following(graph, home) | aliases.changed_views()
+    replicable = _replicable(graph, aliases)
+    follow = following(graph, assignment) | aliases.changed_views()
     for node in graph.nodes:
-        if node.name in follow and (node.kind != ITEM or node.inputs[0] in wandering):
-            wandering.add(node.name)
-    writing = writers(graph, home, aliases, wandering)
-    runs: dict[str, Hosts] = {}
+        if node.name in follow and (node.kind != ITEM or node.inputs[0] in replicable):
+            replicable.add(node.name)
+    writing = writers(graph, assignment, aliases, replicable)
+    runs: dict[str, Workers] = {}
     for node in reversed(graph.nodes):
         if node.kind in GIVEN:
             continue
-        if node.name in wandering:
-            where = frozenset(need[node.name] or ({home[node.name]} if node.name in kept else ()))
+        if node.name in replicable:
+            where = frozenset(need[node.name] or ({assignment[node.name]} if node.name in kept else ()))
         else:
-            where = writing.get(node.name) or frozenset({home[node.name]})
+            where = writing.get(node.name) or frozenset({assignment[node.name]})
         runs[node.name] = where
         for name in node.inputs:
             need[name].update(where)
@@ -77,13 +80,13 @@ def _runs(graph: Graph, home: dict[str, str], aliases: Aliases, need: dict[str, 
 
 
 def _replicable(graph: Graph, aliases: Aliases) -> set[str]:
-    """What any host can compute by itself from what all of them have."""
+    """What any worker can compute by itself from what all of them have."""
     free: set[str] = set()
     for node in graph.nodes:
         if aliases.root(node.name).name in aliases.written:
             continue
         if node.kind in GIVEN:
-            if node.present is None or len(node.present) == len(graph.hosts):
+            if node.present is None or len(node.present) == len(graph.workers):
                 free.add(node.name)
         elif _cheap(node) and all(name in free for name in node.inputs):
             free.add(node.name)
@@ -94,23 +97,23 @@ def _cheap(node: Node) -> bool:
     return not (node.random or node.writes) and (node.cheap or node.kind == ITEM or node.alias is not None)
 
 
-def _source(graph: Graph, node: Node, home: dict[str, str], at: Hosts, missing: Hosts) -> str:
+def _source(graph: Graph, node: Node, assignment: dict[str, str], at: Workers, missing: Workers) -> str:
     if not at:
         where = ", ".join(sorted(missing))
         raise ArgumentError(f"graph {graph.name}: {node.name} ({node.op}) is needed on {where}; nobody has it")
-    host = home.get(node.name)
-    return host if host in at else next(host for host in graph.hosts if host in at)
+    worker = assignment.get(node.name)
+    return worker if worker in at else next(worker for worker in graph.workers if worker in at)
 
 
-def _given(graph: Graph, node: Node, need: set[str], kept: bool) -> Hosts:
+def _given(graph: Graph, node: Node, need: set[str], kept: bool) -> Workers:
     """Where a value is from the beginning. What the caller passes to all has to be right only where it is read, and
     counts as present only there; what is kept without being read, everywhere."""
     if node.present is not None:
         return frozenset(node.present)
     if node.kind != INPUT or (kept and not need):
-        return frozenset(graph.hosts)
+        return frozenset(graph.workers)
     return frozenset(need)
 
 
-def _ordered(graph: Graph, hosts: Hosts) -> tuple[str, ...]:
-    return tuple(host for host in graph.hosts if host in hosts)
+def _ordered(graph: Graph, workers: Workers) -> tuple[str, ...]:
+    return tuple(worker for worker in graph.workers if worker in workers)

@@ -1,4 +1,6 @@
-"""Where in a host's outbox each tensor lies: slots are used again over a step as soon as everyone is done with them."""
+"""Where in a worker's outbox each tensor lies: slots are used again over a step as soon as everyone is done with
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FOREVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """``at``: the offset of each sent value's memory in its source's outbox. ``nbytes``: of
     all that lies in each outbox."""
 
@@ -31,8 +33,8 @@ class Layout:
 
 
 @dataclass
-class _Tenant:
-    """One piece of memory: who lives there, and until when each host uses it."""
+class _Allocation:
+    """One piece of memory: what lies there, and until when each worker uses it."""
 
     source: str
     begin: int  # the place in the order from which it is filled
@@ -43,86 +45,86 @@ class _Tenant:
 
 
 class _Outbox:
-    """Who lives in a host's outbox. A tenant is out when its host knows that every host is done with it.
+    """The memory in use of a worker's outbox. An allocation ends once its worker knows that all are done with it.
 
-    Each is watched at one host that may not be done; when that one is, at the next. So a move costs a logarithm.
+    Each is watched at one worker that may not be done; when that one is, at the next. So a move costs a logarithm.
     """
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
         self.space = Space()
-        self._watched: dict[str, list[tuple[int, int, _Tenant]]] = defaultdict(list)  # heaps, by last use
+        self._watched: dict[str, list[tuple[int, int, _Allocation]]] = defaultdict(list)  # heaps, by last use
         self._number = 0  # so that no two entries of a heap are equal
 
-    def enter(self, tenant: _Tenant, place: int, clock: Clock) -> None:
-        """Gives ``tenant`` a slot at ``place`` of the order, when its host knows ``clock``."""
-        for host, heap in list(self._watched.items()):
-            while heap and heap[0][0] < self._done(host, place, clock):
+    def enter(self, allocation: _Allocation, place: int, clock: Clock) -> None:
+        """Gives ``allocation`` a slot at ``place`` of the order, when its worker knows ``clock``."""
+        for worker, heap in list(self._watched.items()):
+            while heap and heap[0][0] < self._done(worker, place, clock):
                 self._watch(heappop(heap)[2], place, clock)
-        tenant.offset = self.space.take(tenant.nbytes)
-        self._watch(tenant, place, clock)
+        allocation.offset = self.space.allocate(allocation.nbytes)
+        self._watch(allocation, place, clock)
 
-    def _done(self, host: str, place: int, clock: Clock) -> int:
-        """The place before which ``host`` is done with all."""
-        return place if host == self.host else clock[host] + 1
+    def _done(self, worker: str, place: int, clock: Clock) -> int:
+        """The place before which ``worker`` is done with all."""
+        return place if worker == self.worker else clock[worker] + 1
 
-    def _watch(self, tenant: _Tenant, place: int, clock: Clock) -> None:
-        """Watches a host that may not be done with it; if there is none, its memory is free."""
-        for host, last in tenant.last.items():
-            if last >= self._done(host, place, clock):
+    def _watch(self, allocation: _Allocation, place: int, clock: Clock) -> None:
+        """Watches a worker that may not be done with it; if there is none, its memory is free."""
+        for worker, last in allocation.last.items():
+            if last >= self._done(worker, place, clock):
                 self._number += 1
-                heappush(self._watched[host], (last, self._number, tenant))
+                heappush(self._watched[worker], (last, self._number, allocation))
                 return
-        self.space.give(tenant.offset, tenant.nbytes)
+        self.space.free(allocation.offset, allocation.nbytes)
 
 
 def layout(
     graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
-) -> Layout:
+) -> SlotLayout:
     """Places every value in ``sizes``: the bytes, by name, of each that lies in an outbox."""
-    begins: dict[int, list[_Tenant]] = defaultdict(list)
-    for tenant in _tenants(graph, crossing, birth, aliases, sizes):
-        begins[tenant.begin].append(tenant)
-    outboxes = {host: _Outbox(host) for host in graph.hosts}
+    begins: dict[int, list[_Allocation]] = defaultdict(list)
+    for allocation in _allocations(graph, crossing, birth, aliases, sizes):
+        begins[allocation.begin].append(allocation)
+    outboxes = {worker: _Outbox(worker) for worker in graph.workers}
     at: dict[str, int] = {}
     for place, knows in walk(graph, crossing):
-        for tenant in begins.get(place, ()):
-            outboxes[tenant.source].enter(tenant, place, knows[tenant.source])
-            at.update(dict.fromkeys(tenant.names, tenant.offset))
-    return Layout(at, {host: outbox.space.nbytes for host, outbox in outboxes.items()})
+        for allocation in begins.get(place, ()):
+            outboxes[allocation.source].enter(allocation, place, knows[allocation.source])
+            at.update(dict.fromkeys(allocation.names, allocation.offset))
+    return SlotLayout(at, {worker: outbox.space.nbytes for worker, outbox in outboxes.items()})
 
 
-def _tenants(
+def _allocations(
     graph: Graph, crossing: Crossings, birth: Mapping[str, Birth], aliases: Aliases, sizes: Mapping[str, int]
-) -> list[_Tenant]:
+) -> list[_Allocation]:
     """Values that are born as one output share its memory; what is copied has memory of its own."""
     last = _last_uses(graph, crossing, aliases)
-    found: dict[tuple[str, str, bool], _Tenant] = {}
+    found: dict[tuple[str, str, bool], _Allocation] = {}
     for name, nbytes in sizes.items():
         source, targets = crossing.sent[name]
         root, born = birth[name].root, birth[name].operator
         if kind_of(graph.node(name).spec) == DYNAMIC:
             born = None  # elsewhere: only its headers lie here
         key = (source, root if born else name, born is not None)
-        tenant = found.get(key)
-        if tenant is None:
-            tenant = found[key] = _Tenant(source, graph.place[born or name], round_up(nbytes, ALIGNMENT))
-        tenant.names.append(name)
-        tenant.last[source] = max(tenant.last.get(source, -1), graph.place[name])
-        for host in (*targets, *((source,) if born else ())):
-            tenant.last[host] = max(tenant.last.get(host, -1), last.get((root, host), -1))
+        allocation = found.get(key)
+        if allocation is None:
+            allocation = found[key] = _Allocation(source, graph.place[born or name], round_up(nbytes, ALIGNMENT))
+        allocation.names.append(name)
+        allocation.last[source] = max(allocation.last.get(source, -1), graph.place[name])
+        for worker in (*targets, *((source,) if born else ())):
+            allocation.last[worker] = max(allocation.last.get(worker, -1), last.get((root, worker), -1))
     return list(found.values())
 
 
 def _last_uses(graph: Graph, crossing: Crossings, aliases: Aliases) -> dict[tuple[str, str], int]:
-    """By root and host, the place of the last operator there that uses any view of it."""
+    """By root and worker, the place of the last operator there that uses any view of it."""
     last: dict[tuple[str, str], int] = {}
     for place, node in enumerate(graph.nodes):
-        for host in crossing.runs.get(node.name, ()):
+        for worker in crossing.runs.get(node.name, ()):
             for name in node.inputs:
-                last[aliases.root(name).name, host] = place
+                last[aliases.root(name).name, worker] = place
     for output in graph.outputs:
         wishing = crossing.sent[output.name][1] if output.name in crossing.if_small else ()
-        for host in (*crossing.holds[output.name], *wishing):
-            last[aliases.root(output.name).name, host] = FOREVER
+        for worker in (*crossing.holds[output.name], *wishing):
+            last[aliases.root(output.name).name, worker] = FOREVER
     return last

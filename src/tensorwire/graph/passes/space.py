@@ -16,7 +16,7 @@ class Space:
         self._sizes: list[int] = []  # that holes have, in order
         self._offsets: dict[int, list[int]] = {}  # by size, heaps; what is no hole any more is passed by
 
-    def take(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """The offset of so many bytes that nobody has: of the smallest hole that is long enough, else at the end."""
         at = bisect_left(self._sizes, nbytes)
         while at < len(self._sizes):
@@ -36,7 +36,7 @@ class Space:
         self.nbytes = offset + nbytes
         return offset
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         """Gives back what was taken."""
         before, behind = self._to.get(offset, 0), self._from.get(offset + nbytes, 0)
         self._close(offset - before, before)

@@ -10,10 +10,10 @@ from collections import defaultdict
 from tensorwire.graph.ir import Graph, Node
 
 
-def following(graph: Graph, home: dict[str, str]) -> set[str]:
+def following(graph: Graph, assignment: dict[str, str]) -> set[str]:
     """The views, by name, that run where they are wanted instead of crossing.
 
-    Several narrow views of one base that go to one host count together.
+    Several narrow views of one base that go to one worker count together.
     """
     views = {node.name: node for node in graph.nodes if node.alias is not None and not (node.writes or node.random)}
     bases = _bases(graph, views)
@@ -23,13 +23,13 @@ def following(graph: Graph, home: dict[str, str]) -> set[str]:
     narrow: dict[tuple[str, str], list[str]] = defaultdict(list)
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:
-        host = home.get(node.name)
-        if host is None:
+        worker = assignment.get(node.name)
+        if worker is None:
             continue
         for name in node.inputs:
-            if name in views and name not in found and home[name] != host and (name, host) not in seen:
-                seen.add((name, host))
-                narrow[bases[name].name, host].append(name)
+            if name in views and name not in found and assignment[name] != worker and (name, worker) not in seen:
+                seen.add((name, worker))
+                narrow[bases[name].name, worker].append(name)
     for (base, _), group in narrow.items():
         whole = _nbytes(graph.node(base))
         if whole and sum(_nbytes(views[name]) or 0 for name in group) * 2 >= whole:

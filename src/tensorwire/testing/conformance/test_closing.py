@@ -16,7 +16,7 @@ from tensorwire.device import Channel, Completion, Region, RemoteRegion
 from tensorwire.errors import AuthenticationError, DeviceError, PeerLost, RegionClosed, RemoteAccessError
 from tensorwire.testing.fixtures import FarPair, InThread, Pair
 from tensorwire.testing.patterns import SECONDS, array
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 NBYTES = 200_000
 MOMENTS = range(6)  # seeds
@@ -161,7 +161,7 @@ def test_a_closed_channel_lets_go_of_its_memory_at_once(far: FarPair) -> None:
     back.append(0)
 
 
-def test_closing_twice_and_in_any_order(spec: Spec) -> None:
+def test_closing_twice_and_in_any_order(spec: DeviceSpec) -> None:
     for order in ("cti", "cit", "itc", "tic", "ict", "tci"):
         initiator, target = spec.make(), spec.make()
         channel: Channel = initiator.connect(target.address)
@@ -177,7 +177,7 @@ def test_closing_twice_and_in_any_order(spec: Spec) -> None:
             channel.signal(remote.view(), 2).wait(SECONDS)
 
 
-def test_it_is_closed_once_either_of_two_closes_returns(spec: Spec, in_thread: InThread) -> None:
+def test_it_is_closed_once_either_of_two_closes_returns(spec: DeviceSpec, in_thread: InThread) -> None:
     with spec.make() as initiator, spec.make() as target:
         for _ in range(30):
             channel = initiator.connect(target.address)
@@ -193,7 +193,7 @@ def test_it_is_closed_once_either_of_two_closes_returns(spec: Spec, in_thread: I
             assert lost == [True, True]
 
 
-def test_closing_while_others_connect(spec: Spec, in_thread: InThread) -> None:
+def test_closing_while_others_connect(spec: DeviceSpec, in_thread: InThread) -> None:
     for moment in (0, 1, 3, 8):
         with spec.make() as initiator:
             target = spec.make()

@@ -8,10 +8,10 @@ from tensorwire.errors import ArgumentError, PeerLost
 from tensorwire.testing.fixtures import InThread, Pair
 from tensorwire.testing.patterns import GONE, SECONDS, noise
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
-def test_a_device_that_is_gone_cannot_be_reached(spec: Spec) -> None:
+def test_a_device_that_is_gone_cannot_be_reached(spec: DeviceSpec) -> None:
     with spec.make() as device:
         address = device.address
     with spec.make() as other:
@@ -21,7 +21,7 @@ def test_a_device_that_is_gone_cannot_be_reached(spec: Spec) -> None:
             device.connect(other.address, timeout=SECONDS)
 
 
-def test_many_connect_at_once(spec: Spec, in_thread: InThread) -> None:
+def test_many_connect_at_once(spec: DeviceSpec, in_thread: InThread) -> None:
     with spec.make() as device, spec.make() as other:
         region = device.allocate(16 * 8)
 
@@ -41,14 +41,14 @@ def test_an_address_of_another_kind_is_refused(pair: Pair) -> None:
             pair.initiator.connect(address)
 
 
-def test_a_device_may_connect_to_itself(spec: Spec) -> None:
+def test_a_device_may_connect_to_itself(spec: DeviceSpec) -> None:
     with spec.make() as device, device.connect(device.address) as channel:
         region, source = device.allocate(100), device.register(bytes(range(100)))
         channel.write(source.view(), region.remote().view()).wait(SECONDS)
         assert bytes(region) == bytes(range(100))
 
 
-def test_a_peer_that_comes_back_is_another_one(far_spec: Spec) -> None:
+def test_a_peer_that_comes_back_is_another_one(far_spec: DeviceSpec) -> None:
     """The old channel stays lost, and a new one works beside it."""
     with far_spec.make() as device:
         with Peer(far_spec) as first:

@@ -16,7 +16,7 @@ from tensorwire.errors import PeerLost
 from tensorwire.testing.fixtures import FarPair, InThread
 from tensorwire.testing.patterns import GONE, SECONDS, array, until_asleep
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
 def killed_when_asleep(peer: Peer, in_thread: InThread) -> None:
@@ -37,7 +37,7 @@ def test_death_wakes_a_wait_on_a_region(far: FarPair) -> None:
     far.peer.kill()
 
 
-def test_death_wakes_a_wait_that_names_no_channel(far_spec: Spec) -> None:
+def test_death_wakes_a_wait_that_names_no_channel(far_spec: DeviceSpec) -> None:
     with far_spec.make() as device, Peer(far_spec) as peer:
         region = device.allocate(8)
         peer.call("connect", device.address)  # the only connection is the peer's own
@@ -129,7 +129,7 @@ def test_a_forked_child_does_not_hide_a_death(far: FarPair) -> None:
         os.close(pidfd)
 
 
-def test_a_forked_child_can_use_nothing_and_disturbs_nobody(spec: Spec) -> None:
+def test_a_forked_child_can_use_nothing_and_disturbs_nobody(spec: DeviceSpec) -> None:
     with Peer(spec) as peer:
         remote = peer.allocate(64)
         peer.call("connect", peer.address)

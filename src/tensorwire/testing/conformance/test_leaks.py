@@ -11,7 +11,7 @@ from pathlib import Path
 from tensorwire.device import Channel, Device, RemoteRegion
 from tensorwire.testing.fixtures import FarPair, Pair
 from tensorwire.testing.patterns import SECONDS
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def test_connecting_and_closing(pair: Pair) -> None:
     check_flat(before)
 
 
-def test_opening_and_closing_devices(spec: Spec) -> None:
+def test_opening_and_closing_devices(spec: DeviceSpec) -> None:
     def use() -> None:
         with spec.make() as a, spec.make() as b, a.connect(b.address) as channel:
             channel.signal(b.allocate(8).remote().view(), 1).wait(SECONDS)

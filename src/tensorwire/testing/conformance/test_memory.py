@@ -13,14 +13,14 @@ from tensorwire.device.verbs.registrations import pinned_bytes
 from tensorwire.errors import OutOfMemory
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import array, resident
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_memory_is_zeroed_aligned_and_writable(spec: Spec) -> None:
+def test_memory_is_zeroed_aligned_and_writable(spec: DeviceSpec) -> None:
     with spec.make() as device:
         for nbytes in (0, 1, 4096, 4097, 1 << 20):
             for alignment in (1, 64, 4096):
@@ -31,7 +31,7 @@ def test_memory_is_zeroed_aligned_and_writable(spec: Spec) -> None:
                 array(region)[:] = 255
 
 
-def test_an_array_outlives_its_region_and_its_device(spec: Spec) -> None:
+def test_an_array_outlives_its_region_and_its_device(spec: DeviceSpec) -> None:
     with spec.make() as device:
         here = array(device.allocate(4096))
         there = np.from_dlpack(device.allocate(4096))
@@ -41,20 +41,20 @@ def test_an_array_outlives_its_region_and_its_device(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 46, 1 << 56, (1 << 56) + 1, 1 << 62, 2**64 - 1, 2**64, 2**80])
-def test_absurd_sizes_are_out_of_memory(spec: Spec, nbytes: int) -> None:
+def test_absurd_sizes_are_out_of_memory(spec: DeviceSpec, nbytes: int) -> None:
     with spec.make() as device:
         with pytest.raises(OutOfMemory, match=str(nbytes)):
             device.allocate(nbytes)
         assert device.allocate(8).nbytes == 8
 
 
-def test_more_than_the_machine_has_is_out_of_memory(spec: Spec) -> None:
+def test_more_than_the_machine_has_is_out_of_memory(spec: DeviceSpec) -> None:
     available = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
     with spec.make() as device, pytest.raises(OutOfMemory):
         device.allocate(available + (64 << 20))
 
 
-def test_a_capability_is_the_same_each_time_and_another_for_each_access(spec: Spec) -> None:
+def test_a_capability_is_the_same_each_time_and_another_for_each_access(spec: DeviceSpec) -> None:
     with spec.make() as device, device.allocate(64) as region:
         accesses: tuple[Access, ...] = ("read", "write")
         for access in accesses:

@@ -15,7 +15,7 @@ from tensorwire.errors import PeerLost, RegionClosed, WaitTimeout
 from tensorwire.testing.fixtures import FarPair, InThread, Pair
 from tensorwire.testing.patterns import SECONDS, array, until_asleep
 from tensorwire.testing.peer import Peer
-from tensorwire.testing.spec import Spec
+from tensorwire.testing.spec import DeviceSpec
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 1e-6, 1e-4, 1e-3, 0.02, 0.15])
@@ -153,7 +153,7 @@ def test_a_timed_out_write_goes_on(far: FarPair) -> None:
     assert far.peer.call("content", remote.key, (32 << 20) - 4, 4) == b"\x04" * 4
 
 
-def test_ctrl_c_ends_a_wait(spec: Spec) -> None:
+def test_ctrl_c_ends_a_wait(spec: DeviceSpec) -> None:
     with Peer(spec) as peer:
         remote = peer.allocate(8)
         peer.start("wait", remote.key, 1, 600.0)
@@ -162,13 +162,13 @@ def test_ctrl_c_ends_a_wait(spec: Spec) -> None:
         assert peer.finish() == "interrupted"
 
 
-def test_a_waiting_daemon_thread_lets_the_interpreter_end(spec: Spec) -> None:
+def test_a_waiting_daemon_thread_lets_the_interpreter_end(spec: DeviceSpec) -> None:
     script = f"""
 import os, sys, threading
 sys.path[:] = {sys.path!r}
 from tensorwire.testing.patterns import until_asleep
-from tensorwire.testing.spec import Spec
-device, other = Spec({spec.text!r}).make(), Spec({spec.text!r}).make()
+from tensorwire.testing.spec import DeviceSpec
+device, other = DeviceSpec({spec.text!r}).make(), DeviceSpec({spec.text!r}).make()
 channel = device.connect(other.address)
 channel.on_lost(print)
 regions = [device.allocate(8) for _ in range(4)]

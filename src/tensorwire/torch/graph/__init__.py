@@ -1,1 +1,1 @@
-"""PyTorch models whose parts run on several hosts: captured, analyzed, and run with one-sided writes alone."""
+"""PyTorch models whose parts run on several workers: captured, analyzed, and run with one-sided writes alone."""

@@ -1,6 +1,6 @@
-"""The backend of torch.compile: what dynamo captures is planned by all hosts, and each runs its own part.
+"""The backend of torch.compile: what dynamo captures is planned by all workers, and each runs its own part.
 
-Where nobody said a host, each runs all of it by itself.
+Where nothing was placed, each runs all of it by itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import fx
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch import current_worker
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
-from tensorwire.torch.graph.execution.compiled_graph import HERE, HOME, Backward, Forward
-from tensorwire.torch.graph.options import Options
-from tensorwire.torch.graph.placement.remote_tensor import elsewhere, here_now
+from tensorwire.torch.graph.compile_options import CompileOptions
+from tensorwire.torch.graph.execution.compiled_graph import HERE, HOLDER, Backward, Forward
+from tensorwire.torch.graph.placement.remote_tensor import here_now, make_remote
 from tensorwire.torch.graph.placement.scope import Scope
 
-# In 2.10 the hosts capture different graphs of what takes an output of another graph; 2.9 traces no block of a host.
+# In 2.10 the workers capture different graphs of what takes an output of another graph; 2.9 traces no block of a
+# worker.
 _OLDEST = "2.11"
 _log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
@@ -34,11 +35,11 @@ _forwards: weakref.WeakKeyDictionary[Any, Forward] = weakref.WeakKeyDictionary()
 _captured = threading.Event()  # whether dynamo came with a graph
 
 
-def _tell_of_nothing() -> None:
+def _warn_of_nothing() -> None:
     if not _captured.is_set():
         _log.warning(
             "torch.compile(backend='tensorwire') was called, and captured nothing: every worker ran all of the model. "
-            "TORCH_LOGS=graph_breaks says why; tensorwire.torch.place(model, hosts) makes it an error"
+            "TORCH_LOGS=graph_breaks says why; tensorwire.torch.place(model, workers) makes it an error"
         )
 
 
@@ -47,7 +48,7 @@ def _watch() -> None:
     with contextlib.suppress(ArgumentError):  # there is no job yet
         worker = current_worker()
         if worker.rank == 0:
-            worker.at_close(_tell_of_nothing)
+            worker.at_close(_warn_of_nothing)
 
 
 _watch()
@@ -57,9 +58,9 @@ _watch()
 def backend(
     module: fx.GraphModule, examples: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """``torch.compile(model, backend="tensorwire", options={"hosts": {...}})``; see `Options`.
+    """``torch.compile(model, backend="tensorwire", options={"workers": {...}})``; see `CompileOptions`.
 
-    Call it in every process of the job, with the same model and arguments of the same shapes. Where nobody said a host,
+    Call it in every process of the job, with the same model and arguments of the same shapes. Where nothing was placed,
     each process runs all of it, and knows of no other; gradients are born in the slots of a `StoreOptimizer`.
 
     Raises `ArgumentError` for wrong options and for a process that is in no job, `Unsupported` for a torch before 2.11.
@@ -67,8 +68,8 @@ def backend(
     if torch.__version__ < _OLDEST:
         raise Unsupported(f"backend='tensorwire' needs torch {_OLDEST} or newer, and this is {torch.__version__}")
     _captured.set()
-    chosen, worker = Options.of(options), current_worker()
-    scope = Scope.of_frame(chosen.hosts)
+    chosen, worker = CompileOptions.of(options), current_worker()
+    scope = Scope.of_frame(chosen.workers)
     parts: list[Forward] = []
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Boxed:
@@ -96,22 +97,22 @@ def backend(
 
 def _marked(results: Any, part: Forward) -> Any:
     """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
-    if part.analysis is None:  # nobody said a host: all have everything
+    if part.analysis is None:  # nothing was placed: all have everything
         return results
-    crossing, hosts, me = part.analysis.crossing, part.party.hosts, part.party.me
+    crossing, workers, me = part.analysis.crossing, part.group.workers, part.group.me
     skip = part.metadata.num_mutated_inp_runtime_indices
     for value, node in zip(results, part.returned[skip:], strict=False):
         if not isinstance(value, torch.Tensor) or not isinstance(node, fx.Node):
             continue
-        having = [host for host in hosts if host in crossing.holds[node.name]]
-        if len(having) == len(hosts):
+        having = [worker for worker in workers if worker in crossing.holds[node.name]]
+        if len(having) == len(workers):
             continue
         here = node.name in crossing.if_small and node.name not in part.stayed
         if here or me in having:
-            setattr(value, HOME, having[0])
+            setattr(value, HOLDER, having[0])
             setattr(value, HERE, here)
             if me not in having:
                 here_now(value)
         else:
-            elsewhere(value, f"output {node.name!r}", having[0], advice=_ADVICE)
+            make_remote(value, f"output {node.name!r}", having[0], advice=_ADVICE)
     return results

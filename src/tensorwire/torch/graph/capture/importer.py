@@ -52,7 +52,7 @@ _CHEAP = frozenset(
 
 
 @dataclass(frozen=True)
-class Origin:
+class InputOrigin:
     """Where a placeholder's value comes from: ``kind`` and ``present`` of its node."""
 
     kind: str = INPUT
@@ -62,10 +62,10 @@ class Origin:
 def import_graph(
     module: fx.GraphModule,
     name: str,
-    hosts: tuple[str, ...],
-    origins: Sequence[Origin],
+    workers: tuple[str, ...],
+    origins: Sequence[InputOrigin],
     outputs: Sequence[Output],
-    host_of: HostOf,
+    worker_of: HostOf,
 ) -> Graph:
     """Our graph of ``module``: ``origins`` one a placeholder, in their order."""
     given, known = iter(origins), set[Any]()
@@ -73,10 +73,10 @@ def import_graph(
     for node in module.graph.nodes:
         if node.op != "output":
             symbols = _symbols(node.meta.get("val"))
-            made = _node(node, given, host_of)
+            made = _node(node, given, worker_of)
             nodes.append(made if symbols <= known or made.kind in GIVEN else replace(made, sized=False))
             known |= symbols
-    return Graph(name, hosts, tuple(nodes), tuple(outputs))
+    return Graph(name, workers, tuple(nodes), tuple(outputs))
 
 
 def _symbols(value: Any) -> set[Any]:
@@ -88,7 +88,7 @@ def _symbols(value: Any) -> set[Any]:
     return {symbol for item in value for symbol in _symbols(item)} if _is_tuple(value) else set()
 
 
-def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
+def _node(node: fx.Node, given: Any, worker_of: HostOf) -> Node:
     value = node.meta.get("val")
     _check_layout(node, value)
     spec = spec_of(value) if isinstance(value, torch.Tensor) else None
@@ -100,7 +100,7 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
     inputs = tuple(dict.fromkeys(operand.name for operand in node.all_input_nodes))
     if node.target is operator.getitem:
         index: Any = node.args[1]
-        return Node(node.name, "item", inputs, ITEM, spec, host_of(node), alias=alias_of(node, value), index=index)
+        return Node(node.name, "item", inputs, ITEM, spec, worker_of(node), alias=alias_of(node, value), index=index)
     writes = _writes(node)
     alias = alias_of(node, value)
     target: Any = node.target
@@ -111,7 +111,7 @@ def _node(node: fx.Node, given: Any, host_of: HostOf) -> Node:
         inputs,
         CALL,
         spec,
-        host_of(node),
+        worker_of(node),
         alias=alias,
         writes=writes,
         fresh=alias is None and _allocates(target),

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` where every host has the gradients of its own parameters."""
+"""``clip_grad_norm_`` where every worker has the gradients of its own parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.graph.exchange import Exchange
 from tensorwire.launch import Worker, current_worker
-from tensorwire.torch.graph.execution.workers import party_of
+from tensorwire.torch.graph.execution.job_group import group_of
 
 # By number of parameters.
 _exchanges: weakref.WeakKeyDictionary[Worker, dict[int, Exchange]] = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ def clip_grad_norm_(
     made = _exchanges.setdefault(worker, {})
     exchange = made.get(len(given))
     if exchange is None:
-        exchange = made[len(given)] = Exchange(party_of(worker), f"norms of {len(given)} gradients", 2 * len(given))
+        exchange = made[len(given)] = Exchange(group_of(worker), f"norms of {len(given)} gradients", 2 * len(given))
     mine = numpy.full(2 * len(given), numpy.nan)
     norms = [None if p.grad is None else torch.linalg.vector_norm(p.grad, norm_type) for p in given]
     for at, norm in enumerate(norms):
@@ -64,7 +64,7 @@ def clip_grad_norm_(
         raise worker.member.explain(error) from None
     total = _total(given, told, norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all hosts is {total.item()}")
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all workers is {total.item()}")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
     return total
 
@@ -73,7 +73,7 @@ def _total(given: list[torch.Tensor], told: dict[str, Any], norm_type: float) ->
     """As `torch.nn.utils.get_total_norm` has it: the norm of all norms, in the order of the parameters."""
     norms = []
     for at, parameter in enumerate(given):
-        having = [host for host, numbers in told.items() if numbers[2 * at]]
+        having = [worker for worker, numbers in told.items() if numbers[2 * at]]
         if len(having) > 1:
             raise ArgumentError(f"parameter {at} has a gradient on {', '.join(having)}: which one counts?")
         if having:

@@ -1,4 +1,4 @@
-"""One captured graph at this host: planned when it first runs, because only then it is known where its inputs are."""
+"""One captured graph at this worker: planned when it first runs, because only then it is known where its inputs are."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
 from tensorwire.graph.wires import Wires
 from tensorwire.launch import Worker
-from tensorwire.torch.graph.capture.importer import Origin, import_graph, spec_of
+from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph, spec_of
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
+from tensorwire.torch.graph.compile_options import CompileOptions
+from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.replica import gradients, replica, slots_of_inputs
-from tensorwire.torch.graph.execution.transfers import Post
-from tensorwire.torch.graph.execution.workers import party_of
-from tensorwire.torch.graph.options import Options
+from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
-from tensorwire.torch.graph.placement.registry import note_alone, owner_of
-from tensorwire.torch.graph.placement.remote_tensor import lives
-from tensorwire.torch.graph.placement.scope import Scope, host_of
+from tensorwire.torch.graph.placement.placed_models import note_alone, owner_of
+from tensorwire.torch.graph.placement.remote_tensor import location_of
+from tensorwire.torch.graph.placement.scope import Scope, worker_of
 
-HOME = "_tensorwire_home"  # attribute of an output that not every host has in every run: the host that always has it
+# An attribute of an output that not every worker has in every run: the worker that always has it.
+HOLDER = "_tensorwire_holder"
 HERE = "_tensorwire_here"  # attribute of such an output that all have in this run
 
 
-class Part:
+class CompiledGraph:
     """A graph of one frame that was compiled."""
 
     what = ""
-    keeps = False  # something in the place of values for the backward graph that another host has
+    keeps = False  # something in the place of values for the backward graph that another worker has
 
-    def __init__(self, module: fx.GraphModule, worker: Worker, options: Options, scope: Scope) -> None:
+    def __init__(self, module: fx.GraphModule, worker: Worker, options: CompileOptions, scope: Scope) -> None:
         self.module, self.worker, self.options, self.scope = module, worker, options, scope
-        self.party = party_of(worker)
+        self.group = group_of(worker)
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
         self._wires: Wires | None = None
-        self._post: Post | None = None
+        self._transfers: Transfers | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
-        self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every host
+        self.stayed: frozenset[str] = frozenset()  # results of the last run that were too large for every worker
 
     def __call__(self, args: list[Any]) -> Any:
-        """Runs this host's part. An error here is one of the whole job: the others wait for what will not come.
+        """Runs this worker's part. An error here is one of the whole job: the others wait for what will not come.
 
-        Where nobody said a host, it runs all of it, and nobody waits for it.
+        Where nothing was placed, it runs all of it, and nobody waits for it.
         """
         if self._run is None and self._replica is None and self.is_replica(args):
             self._replica = self.replica()
@@ -60,12 +61,12 @@ class Part:
             if self._run is None:
                 self._run = self._prepare(args)
             assert self._wires is not None
-            assert self._post is not None
+            assert self._transfers is not None
             self.enter(args)
             self._wires.begin()
             results = self._run(args)
             self._wires.end()
-            self.stayed = self._post.take_stayed()
+            self.stayed = self._transfers.take_stayed()
             return results
         except TensorwireError as error:
             explained = self.worker.member.explain(error)
@@ -80,7 +81,7 @@ class Part:
         """Before each run."""
 
     def is_replica(self, args: list[Any]) -> bool:
-        """Whether nobody said a host."""
+        """Whether nothing was placed."""
         raise NotImplementedError
 
     def replica(self) -> Boxed:
@@ -98,28 +99,28 @@ class Part:
         graph = self._import(args)
         self.analysis = analyze(graph, copies=self.options.mode == "copy")
         plan = self.analysis.plan
-        wires = self._wires = self.party.connect(plan, self.borrowed())
-        post = self._post = Post(wires)
+        wires = self._wires = self.group.connect(plan, self.borrowed())
+        transfers = self._transfers = Transfers(wires)
         places = {node.name: place for place, node in enumerate(self.given)}
         for index, edge in enumerate(plan.edges):
-            if edge.lent and edge.source == self.party.me:
-                post.house(index, args[places[edge.name]])
+            if edge.lent and edge.source == self.group.me:
+                transfers.adopt(index, args[places[edge.name]])
         shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
         replays = self.options.replay_random
         return partition(
-            self.module, self.analysis, self.party.me, post, shown=shown, keeps=self.keeps, replays=replays
+            self.module, self.analysis, self.group.me, transfers, shown=shown, keeps=self.keeps, replays=replays
         )
 
     def _import(self, args: list[Any]) -> Graph:
-        name = f"{self.party.next_number} ({self.what})"
+        name = f"{self.group.next_number} ({self.what})"
         origins, outputs = self.origins(args), self.outputs()
-        return import_graph(self.module, name, self.party.hosts, origins, outputs, self.host_of)
+        return import_graph(self.module, name, self.group.workers, origins, outputs, self.worker_of)
 
-    def host_of(self, node: fx.Node) -> str | None:
+    def worker_of(self, node: fx.Node) -> str | None:
         """Where the user put a node."""
-        return host_of(self.scope, node, backward=False)
+        return worker_of(self.scope, node, backward=False)
 
-    def origins(self, args: list[Any]) -> list[Origin]:
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
         """Where each argument is."""
         raise NotImplementedError
 
@@ -132,66 +133,70 @@ class Part:
         return frozenset()
 
 
-class Forward(Part):
+class Forward(CompiledGraph):
     """A forward graph, or one without gradients. ``metadata``: of AOTAutograd."""
 
     what = "forward"
     keeps = True
 
-    def __init__(self, module: fx.GraphModule, worker: Worker, options: Options, scope: Scope, metadata: Any) -> None:
+    def __init__(
+        self, module: fx.GraphModule, worker: Worker, options: CompileOptions, scope: Scope, metadata: Any
+    ) -> None:
         super().__init__(module, worker, options, scope)
         self.metadata = metadata
         self._static = frozenset(metadata.static_input_indices)
-        self.homes: list[Origin] = []
+        self.planned_origins: list[InputOrigin] = []
 
     def is_replica(self, args: list[Any]) -> bool:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         return (
             self.scope.spot is None
-            and not any(map(self.scope.host_of, self.module.graph.nodes))
-            and not any(home_of(tensor) or owner_of(tensor) for tensor in tensors)
+            and not any(map(self.scope.worker_of, self.module.graph.nodes))
+            and not any(holder_of(tensor) or owner_of(tensor) for tensor in tensors)
         )
 
     def enter(self, args: list[Any]) -> None:
         self.scope.enter()
-        for place, (value, origin) in enumerate(zip(args, self.homes, strict=False)):  # a replica has no homes
+        pairs = zip(args, self.planned_origins, strict=False)  # a replica has no origins
+        for place, (value, origin) in enumerate(pairs):
             if not isinstance(value, torch.Tensor):
                 continue
             if place not in self._static:
-                self._check_home(place, value, origin)
-            elif origin.present != (self.party.me,) and lives(value) is None:  # its model has its hosts from options
+                self._check_holder(place, value, origin)
+            elif origin.present != (self.group.me,) and location_of(value) is None:
+                # The model was placed by options.
                 only_with_gradient(value)
 
-    def _check_home(self, place: int, value: torch.Tensor, origin: Origin) -> None:
-        now, planned = home_of(value), origin.present[0] if origin.present else None
+    def _check_holder(self, place: int, value: torch.Tensor, origin: InputOrigin) -> None:
+        now, planned = holder_of(value), origin.present[0] if origin.present else None
         if now not in (None, planned) and not getattr(value, HERE, False):
             raise ArgumentError(
                 f"argument {place} of graph {self.what} is on {now} now; when the graph was planned it was on "
-                f"{planned or 'every host'}"
+                f"{planned or 'every worker'}"
             )
 
-    def origins(self, args: list[Any]) -> list[Origin]:
-        users = {node.name: next(filter(None, map(self.scope.host_of, node.users)), None) for node in self.given}
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
+        users = {node.name: next(filter(None, map(self.scope.worker_of, node.users)), None) for node in self.given}
         for place, (node, value) in enumerate(zip(self.given, args, strict=True)):
             if place in self._static:
                 owner = owner_of(value) if isinstance(value, torch.Tensor) else None
-                host = (owner.host if owner is not None else None) or users[node.name] or self.party.hosts[0]
-                self.homes.append(Origin(PARAMETER, (host,)))
+                worker = (owner.worker if owner is not None else None) or users[node.name] or self.group.workers[0]
+                self.planned_origins.append(InputOrigin(PARAMETER, (worker,)))
             else:
-                home = home_of(value) if isinstance(value, torch.Tensor) else None
-                self.homes.append(Origin(INPUT, None if home is None else (home,)))
-        return self.homes
+                holder = holder_of(value) if isinstance(value, torch.Tensor) else None
+                self.planned_origins.append(InputOrigin(INPUT, None if holder is None else (holder,)))
+        return self.planned_origins
 
     def outputs(self) -> list[Output]:
         seen = self.metadata.num_forward_returns
         return [
-            output(value, self.party.hosts, caller=place < seen, everything=self.options.outputs == "all")
+            output(value, self.group.workers, caller=place < seen, everything=self.options.outputs == "all")
             for place, value in enumerate(self.returned)
             if isinstance(value, fx.Node)
         ]
 
 
-class Backward(Part):
+class Backward(CompiledGraph):
     """The backward graph of ``forward``."""
 
     what = "backward"
@@ -214,28 +219,28 @@ class Backward(Part):
         if self._bears:
             args.append(slots_of_inputs(self._tensors))
 
-    def host_of(self, node: fx.Node) -> str | None:
-        return host_of(self.scope, node, backward=True)
+    def worker_of(self, node: fx.Node) -> str | None:
+        return worker_of(self.scope, node, backward=True)
 
     def _planned(self) -> Analysis:
         assert self.forward.analysis is not None
         return self.forward.analysis
 
-    def origins(self, args: list[Any]) -> list[Origin]:
+    def origins(self, args: list[Any]) -> list[InputOrigin]:
         holds = self._planned().crossing.holds
         return [
-            Origin(SAVED, tuple(host for host in self.party.hosts if host in holds[node.name]))
+            InputOrigin(SAVED, tuple(worker for worker in self.group.workers if worker in holds[node.name]))
             if node.name in holds
-            else Origin(INPUT)
+            else InputOrigin(INPUT)
             for node in self.given
         ]
 
     def outputs(self) -> list[Output]:
         """A gradient goes to where what it is of is."""
-        homes = self.forward.homes
+        origins = self.forward.planned_origins
         return [
-            Output(value.name, origin.present or self.party.hosts, True)
-            for origin, value in zip(homes, self.returned, strict=False)
+            Output(value.name, origin.present or self.group.workers, True)
+            for origin, value in zip(origins, self.returned, strict=False)
             if isinstance(value, fx.Node)
         ]
 
@@ -243,8 +248,8 @@ class Backward(Part):
         return self._planned().plan.loans
 
 
-def output(node: fx.Node, hosts: tuple[str, ...], *, caller: bool, everything: bool = False) -> Output:
-    """Which of ``hosts`` get a result of a graph. With ``everything`` all get each that is the ``caller``'s.
+def output(node: fx.Node, workers: tuple[str, ...], *, caller: bool, everything: bool = False) -> Output:
+    """Which of ``workers`` get a result of a graph. With ``everything`` all get each that is the ``caller``'s.
 
     Else all get numbers and tensors that are small. Whether a tensor is whose size varies, each run decides.
     """
@@ -252,20 +257,20 @@ def output(node: fx.Node, hosts: tuple[str, ...], *, caller: bool, everything: b
         return Output(node.name)
     value = node.meta.get("val")
     if everything or not isinstance(value, torch.Tensor):
-        return Output(node.name, hosts, True)
+        return Output(node.name, workers, True)
     elements = spec_of(value).elements
     if elements is not None and elements * value.element_size() <= SMALL:
-        return Output(node.name, hosts, True)
+        return Output(node.name, workers, True)
     varies = elements is None or not isinstance(value.numel(), int)
     if varies and value.dim() <= MOST_DIMENSIONS:
-        return Output(node.name, hosts, True, if_small=True)
+        return Output(node.name, workers, True, if_small=True)
     return Output(node.name, (), True)
 
 
-def home_of(value: torch.Tensor) -> str | None:
-    """The only host that has ``value``, if there is but one."""
-    elsewhere = lives(value)
-    if elsewhere is not None:
-        return elsewhere.host
-    home = getattr(value, HOME, None)
-    return None if home is None else str(home)
+def holder_of(value: torch.Tensor) -> str | None:
+    """The only worker that has ``value``, if there is but one."""
+    location = location_of(value)
+    if location is not None:
+        return location.worker
+    holder = getattr(value, HOLDER, None)
+    return None if holder is None else str(holder)

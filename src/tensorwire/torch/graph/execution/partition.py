@@ -1,4 +1,4 @@
-"""One host's part of a graph as a function of its own: its operators, and between them what comes and goes."""
+"""One worker's part of a graph as a function of its own: its operators, and between them what comes and goes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tensorwire.errors import Unsupported
 from tensorwire.graph import Analysis
 from tensorwire.torch.graph.capture.joint import Boxed, function_of
 from tensorwire.torch.graph.execution.random_numbers import replay
-from tensorwire.torch.graph.execution.transfers import Post
-from tensorwire.torch.graph.placement.placeholders import kept_elsewhere, length_of, shown_elsewhere
+from tensorwire.torch.graph.execution.transfers import Transfers
+from tensorwire.torch.graph.placement.placeholders import kept_placeholder, length_of, shown_placeholder
 
 
 def partition(
     module: fx.GraphModule,
     analysis: Analysis,
     me: str,
-    post: Post,
+    transfers: Transfers,
     *,
     shown: Collection[str] = (),
     keeps: bool = False,
@@ -31,9 +31,9 @@ def partition(
 
     What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
     without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. With ``replays`` random
-    numbers are drawn for the operators of other hosts, too.
+    numbers are drawn for the operators of other workers, too.
     """
-    return _Builder(module, analysis, me, post, set(shown), keeps, replays).build()
+    return _Builder(module, analysis, me, transfers, set(shown), keeps, replays).build()
 
 
 class _Builder:
@@ -42,15 +42,15 @@ class _Builder:
         module: fx.GraphModule,
         analysis: Analysis,
         me: str,
-        post: Post,
+        transfers: Transfers,
         shown: set[str],
         keeps: bool,
         replays: bool,
     ) -> None:
-        self.module, self.analysis, self.me, self.post = module, analysis, me, post
+        self.module, self.analysis, self.me, self.transfers = module, analysis, me, transfers
         self.shown, self.keeps, self.replays = shown, keeps, replays
-        self.gets = {name for name, hosts in analysis.plan.gets if me in hosts}
-        self.inputs = {name for name, _ in analysis.plan.reads}  # which every host passes
+        self.gets = {name for name, workers in analysis.plan.gets if me in workers}
+        self.inputs = {name for name, _ in analysis.plan.reads}  # which every worker passes
         self.graph = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.received: set[str] = set()
@@ -78,7 +78,7 @@ class _Builder:
                 self._call(replay(node))
             sent = crossing.sent.get(node.name)
             if sent is not None and sent[0] == self.me:
-                self._call(self.post.sender(self.places[node.name]), self.made[node.name])
+                self._call(self.transfers.sender(self.places[node.name]), self.made[node.name])
         return function_of(self.graph, self.module)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
@@ -90,7 +90,7 @@ class _Builder:
             self._note_number(node, made)
 
     def _is_here(self, name: str) -> bool:
-        """Whether an argument has its right shape here. Something stands for what only another host has kept."""
+        """Whether an argument has its right shape here. Something stands for what only another worker has kept."""
         crossing = self.analysis.crossing
         received = name in crossing.sent and self.me in crossing.sent[name][1]
         return name in self.inputs or (self.me in crossing.holds[name] and not received)
@@ -102,7 +102,7 @@ class _Builder:
             self.received.add(node.name)
             dtype = getattr(node.meta["val"], "dtype", None)
             own = (node.name, self.me) in self.analysis.plan.callers
-            made = self.made[node.name] = self._call(self.post.receiver(self.places[node.name], dtype, own=own))
+            made = self.made[node.name] = self._call(self.transfers.receiver(self.places[node.name], dtype, own=own))
             self._note_number(node, made)
         return self.made[node.name]
 
@@ -128,9 +128,9 @@ class _Builder:
         index = {self.analysis.plan.edges[edge].index: edge for edge in births}
         try:
             sizes = {edge: self._lengths(outputs[output]) for output, edge in index.items()}
-        except Unsupported:  # it depends on a number that only another host has: copied when it is sent
+        except Unsupported:  # it depends on a number that only another worker has: copied when it is sent
             return self.graph.call_function(node.target, args, kwargs)
-        birth = self.post.birthplace(node.target, index, [outputs[output].dtype for output in index])
+        birth = self.transfers.birthplace(node.target, index, [outputs[output].dtype for output in index])
         return self._call(birth, list(sizes.values()), args, kwargs)
 
     def _lengths(self, traced: torch.Tensor) -> list[Any]:
@@ -151,8 +151,8 @@ class _Builder:
             return self._value(value)
         traced = value.meta["val"]
         if value.name in self.shown:
-            return self._call(shown_elsewhere(traced), *self._lengths(traced))
-        return self._call(kept_elsewhere(traced)) if self.keeps else None
+            return self._call(shown_placeholder(traced), *self._lengths(traced))
+        return self._call(kept_placeholder(traced)) if self.keeps else None
 
     def _length(self, length: Any) -> Any:
         """A number, or the node that computes it from numbers that are here."""

@@ -19,7 +19,7 @@ from tensorwire.observe import counters
 from tensorwire.torch.graph.execution.sending import layout
 from tensorwire.torch.graph.memory.strided import fill
 from tensorwire.torch.graph.memory.target import over
-from tensorwire.torch.graph.placement.remote_tensor import hollow
+from tensorwire.torch.graph.placement.remote_tensor import reserve
 
 Receive = Callable[[], Any]
 _ANY = 2**63
@@ -81,7 +81,7 @@ def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: s
         spec = _spec(edge, unpack(held.data, at, _ANY).spec)
         if math.prod(spec.shape) * dtype.itemsize > most:
             stayed.add(edge.name)
-            return hollow(spec.shape, spec.strides or contiguous(spec.shape), dtype)
+            return reserve(spec.shape, spec.strides or contiguous(spec.shape), dtype)
         return _copied(over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER))
 
     return receive

@@ -1,4 +1,4 @@
-"""A graph that every host runs by itself, because nobody said a host: data parallel training.
+"""A graph that every worker runs by itself, because nothing was placed: data parallel training.
 
 Gradients of parameters that a `StoreOptimizer` has are born in the store's slots, so that pushing copies nothing. A
 gradient can be if it is the whole output of one operator, and nothing else that the graph returns shares its memory.
@@ -18,7 +18,7 @@ from torch import fx
 from tensorwire.torch.graph.capture.importer import alias_of
 from tensorwire.torch.graph.capture.joint import Boxed, function_of, given, returned
 from tensorwire.torch.graph.memory.allocator import MOST_OUTPUTS
-from tensorwire.torch.graph.memory.birthplace import Birthplace, Place, is_new, why_not
+from tensorwire.torch.graph.memory.birthplace import Birthplace, MemoryTarget, is_new, why_not
 from tensorwire.torch.graph.memory.gradient_slots import GradientSlot, slot_of
 
 Slots = Sequence[GradientSlot | None]
@@ -107,7 +107,7 @@ def _born(node: fx.Node, its: Sequence[Gradient]) -> Callable[..., Any]:
     births: dict[tuple[int, ...], Birthplace] = {}
 
     def born(slots: Slots, *args: Any, **kwargs: Any) -> Any:
-        places: dict[int, Place] = {}
+        places: dict[int, MemoryTarget] = {}
         for gradient in its:
             slot = slots[gradient.of]
             if slot is not None and slot.nbytes == gradient.nbytes and (place := slot.place()) is not None:

@@ -160,7 +160,7 @@ def lent(wires: Wires, index: int, edge: Edge) -> Send:
     return send
 
 
-def house(wires: Wires, index: int, edge: Edge, parameter: torch.Tensor) -> None:
+def adopt(wires: Wires, index: int, edge: Edge, parameter: torch.Tensor) -> None:
     """Moves a parameter that is lent into the memory that it is lent from, so that no run copies it."""
     loan = _copy_loan(wires, index, edge, parameter)
     if parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size():  # it has it for itself

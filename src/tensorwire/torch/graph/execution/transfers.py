@@ -12,14 +12,14 @@ from tensorwire.edge.header import HEADER
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.wires import Wires
 from tensorwire.torch.graph.execution import receiving, sending
-from tensorwire.torch.graph.memory.birthplace import Birthplace, Place
+from tensorwire.torch.graph.memory.birthplace import Birthplace, MemoryTarget
 from tensorwire.torch.graph.memory.strided import extent
 
 Function = Callable[..., Any]
 
 
-class Post:
-    """The ends of a plan's edges at one host, as functions over tensors."""
+class Transfers:
+    """The ends of a plan's edges at one worker, as functions over tensors."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
@@ -83,22 +83,22 @@ class Post:
 
         return _named(born, f"born_{self._edges[next(iter(outputs.values()))].name}")
 
-    def _room(self, index: int) -> Callable[[int], Place]:
+    def _room(self, index: int) -> Callable[[int], MemoryTarget]:
         """``room(nbytes)``: where edge ``index`` is to be born."""
         edge, wires = self._edges[index], self._wires
         if edge.kind == DYNAMIC:
             return lambda nbytes: self._lease(index, nbytes)
         assert edge.slot is not None
         slot = edge.slot + (HEADER if edge.kind == BOUNDED else 0)
-        return lambda nbytes: Place(wires.held, offset=slot, nbytes=nbytes)
+        return lambda nbytes: MemoryTarget(wires.held, offset=slot, nbytes=nbytes)
 
-    def _lease(self, index: int, nbytes: int) -> Place:
+    def _lease(self, index: int, nbytes: int) -> MemoryTarget:
         lease = self._leases[index] = self._wires.room(index, nbytes)
-        return Place(lease.hold, nbytes=nbytes)
+        return MemoryTarget(lease.hold, nbytes=nbytes)
 
-    def house(self, index: int, parameter: torch.Tensor) -> None:
+    def adopt(self, index: int, parameter: torch.Tensor) -> None:
         """Moves a parameter into the memory that edge ``index`` lends it from."""
-        sending.house(self._wires, index, self._edges[index], parameter)
+        sending.adopt(self._wires, index, self._edges[index], parameter)
 
 
 def _named(function: Function, name: str) -> Function:

@@ -20,9 +20,9 @@ from tensorwire.torch.graph.memory.allocator import (
     why_not,
 )
 from tensorwire.torch.graph.memory.out_variants import OutVariant
-from tensorwire.torch.graph.memory.target import Place, copied, over
+from tensorwire.torch.graph.memory.target import MemoryTarget, copied, over
 
-__all__ = ["Birthplace", "Place", "alive", "is_new", "over", "why_not"]
+__all__ = ["Birthplace", "MemoryTarget", "alive", "is_new", "over", "why_not"]
 
 Outcome = tuple[Any, tuple[int, ...]]
 
@@ -62,7 +62,7 @@ class Birthplace:
         self._out = OutVariant.of(op) if self._allocator is None and self.outputs == (0,) else None
 
     def __call__(
-        self, places: Sequence[Place], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
+        self, places: Sequence[MemoryTarget], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
     ) -> Outcome:
         """What ``op(*args, **kwargs)`` returns, with each output in its place; and the numbers of those that are not.
 
@@ -90,7 +90,7 @@ class Birthplace:
             self._learn(native, places, tensors)
         return self._settled(places, tensors, kind)
 
-    def _copied(self, places: Sequence[Place], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _copied(self, places: Sequence[MemoryTarget], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Without the allocator: the ``out=`` variant's result in its place, or the operator's anywhere."""
         for n, place in enumerate(places):
             if place.laid or (place.nbytes and place.address in [other.address for other in places[:n]]):
@@ -104,7 +104,7 @@ class Birthplace:
         proof = self._out.prove(result, places[0], args, kwargs)
         return result if proof is None else proof
 
-    def _there(self, places: Sequence[Place], result: tuple[Any, ...]) -> bool:
+    def _there(self, places: Sequence[MemoryTarget], result: tuple[Any, ...]) -> bool:
         """In a hurry: False may be wrong."""
         try:
             for place, i in zip(places, self.outputs, strict=True):
@@ -120,7 +120,7 @@ class Birthplace:
                 raise ArgumentError(f"output {i} of {self._op} is no tensor in this call")
         return [tensors[i] for i in self.outputs]
 
-    def _learn(self, native: Allocator, places: Sequence[Place], tensors: Sequence[Any]) -> None:
+    def _learn(self, native: Allocator, places: Sequence[MemoryTarget], tensors: Sequence[Any]) -> None:
         """Finds, for each output that is not in its place, which allocation of its size it was."""
         skips = list(_unpack(self._skips))
         for n, (place, tensor) in enumerate(zip(places, self._picked(tensors), strict=True)):
@@ -130,7 +130,7 @@ class Birthplace:
                 skips[n] = found if 0 <= found < ONLY_RECORD else ONLY_RECORD
         self._skips = _pack(skips)
 
-    def _settled(self, places: Sequence[Place], tensors: list[Any], kind: Callable[..., Any]) -> Outcome:
+    def _settled(self, places: Sequence[MemoryTarget], tensors: list[Any], kind: Callable[..., Any]) -> Outcome:
         """Copies outputs to their places. ``tensors`` has the only references to them."""
         self._clear(places, tensors)
         astray = []
@@ -146,7 +146,7 @@ class Birthplace:
                 tensors[i] = copied(tensors[i], self._memory(place))
         return kind(tensors), tuple(astray)
 
-    def _clear(self, places: Sequence[Place], tensors: list[Any]) -> None:
+    def _clear(self, places: Sequence[MemoryTarget], tensors: list[Any]) -> None:
         """Moves outputs out of places that are another's."""
         self._picked(tensors)
         own = dict(zip(self.outputs, places, strict=True))
@@ -160,7 +160,7 @@ class Birthplace:
                 # What the operator keeps for itself, or what a finalizer or a signal's handler made meanwhile.
                 raise Unsupported(f"{self._op}: the place of output {i} went to a tensor of others: set {SWITCH}=off")
 
-    def _memory(self, place: Place) -> torch.Tensor:
+    def _memory(self, place: MemoryTarget) -> torch.Tensor:
         """The bytes of a place, as if they were born there."""
         if self._allocator is None:
             return place.lay()
@@ -184,7 +184,7 @@ def is_new(op: Any, output: int) -> bool:
     return name not in _SECRET_VIEWS and returns[0 if listed else output].alias_info is None
 
 
-def alive(place: Place) -> bool:
+def alive(place: MemoryTarget) -> bool:
     """Whether a storage that was born or copied there still lives: until it dies, nothing else can be born there."""
     native = allocator()
     return place.laid if native is None else bool(native.taken(place.address))
@@ -192,7 +192,7 @@ def alive(place: Place) -> bool:
 
 def _born(
     native: Allocator,
-    places: Sequence[Place],
+    places: Sequence[MemoryTarget],
     skips: bytes,
     op: Callable[..., Any],
     args: Sequence[Any],
@@ -211,7 +211,7 @@ def _born(
             native.end()
 
 
-def _refusal(op: Any, place: Place) -> ArgumentError:
+def _refusal(op: Any, place: MemoryTarget) -> ArgumentError:
     return ArgumentError(
         f"{op}: a tensor that was born at {place.address:#x} still lives there, or two outputs have this place:"
         " an output needs memory of its own"

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorwire.observe import counters
 from tensorwire.store import StoreClient
-from tensorwire.store.plan import Bucket
-from tensorwire.torch.graph.memory.target import ALIGNMENT, Place
+from tensorwire.store.sharding import Bucket
+from tensorwire.torch.graph.memory.target import ALIGNMENT, MemoryTarget
 
 _slots = WeakIdKeyDictionary()  # GradientSlot by parameter; it must not keep the parameter
 
@@ -27,11 +27,11 @@ class GradientSlot:
     def __init__(self, client: StoreClient, i: int, buckets: Sequence[Bucket]) -> None:
         self._client, self._buckets = client, buckets
         self.nbytes = client.plan.tensors[i].nbytes
-        self._place = Place(client.gradients, offset=client.plan.offsets[i], nbytes=self.nbytes)
+        self._place = MemoryTarget(client.gradients, offset=client.plan.offsets[i], nbytes=self.nbytes)
         self._born: StorageWeakRef | None = None
         self._pid = os.getpid()
 
-    def place(self) -> Place | None:
+    def place(self) -> MemoryTarget | None:
         """Where a gradient can be born now; None if one lives there, or is still on its way.
 
         It does not wait: what is born elsewhere is copied by the push, which does. Raises what became of the last push.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorwire.torch.graph.memory.target import Place, same_storage
+from tensorwire.torch.graph.memory.target import MemoryTarget, same_storage
 
 Signature = tuple[Any, ...]
 
@@ -39,7 +39,7 @@ class OutVariant:
                 return cls(candidate, outs[0]) if real else None
         return None
 
-    def __call__(self, place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    def __call__(self, place: MemoryTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """The result, born in ``place``. None, and nothing has happened, unless it is believed and of that size."""
         dtype = self._proved.get(_signature(args, kwargs))
         if dtype is None:
@@ -47,7 +47,7 @@ class OutVariant:
         return self._into(place, dtype, args, kwargs)
 
     def prove(
-        self, result: torch.Tensor, place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, result: torch.Tensor, place: MemoryTarget, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """The like of ``result``, which ``op`` made of these arguments, born in ``place``; None if it is no like."""
         signature = _signature(args, kwargs)
@@ -59,7 +59,7 @@ class OutVariant:
         return made if proved else None
 
     def _into(
-        self, place: Place, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, place: MemoryTarget, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
         try:
             made: torch.Tensor = self._op(*args, **kwargs, **{self._out: _unshaped(place, dtype)})
@@ -69,7 +69,7 @@ class OutVariant:
         return made if made.numel() and needs * dtype.itemsize == place.nbytes else None
 
 
-def _unshaped(place: Place, dtype: torch.dtype) -> torch.Tensor:
+def _unshaped(place: MemoryTarget, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of no elements over a place: an ``out=`` operator gives it its shape."""
     return torch.empty(0, dtype=dtype, device="cpu").set_(place.lay().untyped_storage(), 0, (0,), (1,))
 

@@ -15,13 +15,13 @@ from tensorwire.observe import counters
 
 ALIGNMENT = 64  # of torch's own memory. Elsewhere some kernels compute other bits.
 
-# What storages lie over that `Place.lay` made, by address. It lives as long as they do.
+# What storages lie over that `MemoryTarget.lay` made, by address. It lives as long as they do.
 _laid: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
 
 _PACKED = struct.Struct("@PNP")  # as allocator.cpp has it: address, nbytes, owner
 
 
-class Place:
+class MemoryTarget:
     """Memory for the storage of one tensor: ``nbytes`` bytes of ``owner`` from ``offset`` on, to the end by default.
 
     ``owner`` is any object with a writable, contiguous buffer whose memory stays where it is. Every storage that is

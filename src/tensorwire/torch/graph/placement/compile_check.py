@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
-from tensorwire.torch.graph.placement.registry import spot_of
+from tensorwire.torch.graph.placement.placed_models import spot_of
 
 _OURS = __name__.rsplit(".", 2)[0]
 _handles: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -46,7 +46,7 @@ def watch(model: torch.nn.Module) -> None:
     _leave_alone()
     for module in model.modules():
         spot = spot_of(module)
-        if spot is not None and (spot.host is not None or isinstance(module, _BatchNorm)):
+        if spot is not None and (spot.worker is not None or isinstance(module, _BatchNorm)):
             before, after = module.register_forward_pre_hook(_before), module.register_forward_hook(_after)
             _handles[module] = [before, after]
 
@@ -84,7 +84,7 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling() or _runs.begun.pop(id(module), -1) != _runs.graphs:
         return
     spot = spot_of(module)
-    if spot is not None and spot.host is None:
+    if spot is not None and spot.worker is None:
         return
     given = {id(a) for a in tree_leaves(args)}
     if any(isinstance(r, torch.Tensor) and id(r) not in given for r in tree_leaves(result)):
@@ -96,9 +96,9 @@ def _refuse(module: torch.nn.Module) -> None:
     spot = spot_of(module)
     if spot is None:  # a copy: it took the hooks along, but is not placed
         return
-    what = f"{spot.path or 'the model'} ({type(module).__name__}, placed on {spot.host})"
+    what = f"{spot.path or 'the model'} ({type(module).__name__}, placed on {spot.worker})"
     raise Unsupported(
-        f"{called_at()}: {what} ran outside a compiled graph, so it would run on every host. Compile the model with "
+        f"{called_at()}: {what} ran outside a compiled graph, so it would run on every worker. Compile the model with "
         "torch.compile(model, backend='tensorwire'); if it is, dynamo left this out: TORCH_LOGS=graph_breaks says why, "
         "and torch.nn.LSTM and GRU must be written as cells. To run it uncompiled, in one process, call "
         "tensorwire.torch.unplace(model) first"

@@ -1,4 +1,4 @@
-"""What a graph returns in the place of values that another host holds."""
+"""What a graph returns in the place of values that another worker holds."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 
 from tensorwire.errors import Unsupported
-from tensorwire.torch.graph.placement.remote_tensor import hollow
+from tensorwire.torch.graph.placement.remote_tensor import reserve
 
 Function = Callable[..., Any]
 
 
-def kept_elsewhere(traced: Any) -> Function:
+def kept_placeholder(traced: Any) -> Function:
     """``make()`` for a value that is kept for the backward graph: nobody reads it here, but autograd takes no None."""
     kept: Any = torch.empty(0, dtype=traced.dtype) if isinstance(traced, torch.Tensor) else 0
-    return _called("kept_elsewhere", lambda: kept)
+    return _called("kept_placeholder", lambda: kept)
 
 
-def shown_elsewhere(traced: torch.Tensor) -> Function:
+def shown_placeholder(traced: torch.Tensor) -> Function:
     """``make(*lengths, *strides)`` for a value that people see: a tensor of that shape without memory."""
     rank, dtype = traced.dim(), traced.dtype
 
     def make(*numbers: int) -> torch.Tensor:
-        return hollow(numbers[:rank], numbers[rank:], dtype)
+        return reserve(numbers[:rank], numbers[rank:], dtype)
 
-    return _called("shown_elsewhere", make)
+    return _called("shown_placeholder", make)
 
 
 def length_of(length: Any, known: Container[Any], me: str) -> tuple[list[Any], Function]:
     """The symbols that a length depends on, and ``evaluate(*their numbers)``.
 
-    Raises `Unsupported` for one that depends on more than ``known``: on values that only another host has.
+    Raises `Unsupported` for one that depends on more than ``known``: on values that only another worker has.
     """
     expression = length.node.expr
     symbols = sorted(expression.free_symbols, key=str)

@@ -1,10 +1,10 @@
-"""What stands for a tensor that lives on another host: its shape, and an error for whoever reads it.
+"""What stands for a tensor of another worker: its shape, and an error for whoever reads it.
 
 It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Readers are stopped at
 three levels:
 
-1. `Elsewhere` and `ElsewhereParameter` let a torch function run only as far as it reads no element, and raise
-   `LivesElsewhere`. This holds in eager code, also in what dynamo leaves out of a graph: it never compiles the check.
+1. `RemoteTensor` and `RemoteParameter` let a torch function run only as far as it reads no element, and raise
+   `NotOnThisWorker`. This holds in eager code, also in what dynamo leaves out of a graph: it never compiles the check.
 2. Where the allocator of ``allocator.cpp`` is there, the storage itself refuses its address to native code that comes
    without a torch function, such as the kernels of another compiler's graph: a ``RuntimeError`` with the same text.
 3. Native code that got the address by other means is killed by SIGSEGV.
@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tensorwire.errors import LivesElsewhere
+from tensorwire.errors import NotOnThisWorker
 from tensorwire.torch.graph.memory.allocator import allocator
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
 
@@ -43,11 +43,11 @@ _NEWS = {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "on
 
 
 @dataclass(frozen=True)
-class Lives:
+class Location:
     """Where the tensor ``name`` is, and what somebody who reads it here may do instead."""
 
     name: str
-    host: str
+    worker: str
     advice: str
 
 
@@ -57,7 +57,7 @@ class _Stand:
     ``_tensorwire`` is None for one that is here after all, see `here_now`: it is like any other.
     """
 
-    _tensorwire: Lives | None
+    _tensorwire: Location | None
     _checked: Callable[..., Any]  # `_unread`, which dynamo leaves alone with all that it calls
 
     @classmethod
@@ -82,26 +82,26 @@ class _Stand:
         return _plain(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __repr__(self, **options: Any) -> str:
-        tensor, lives = cast(torch.Tensor, self), self._tensorwire
-        if lives is None:
+        tensor, location = cast(torch.Tensor, self), self._tensorwire
+        if location is None:
             return _plain(self).__repr__(**options)  # type: ignore[no-untyped-call, no-any-return]
-        return f"<{lives.name} on {lives.host}: {tuple(tensor.shape)}, {tensor.dtype}>"
+        return f"<{location.name} on {location.worker}: {tuple(tensor.shape)}, {tensor.dtype}>"
 
 
-class Elsewhere(_Stand, torch.Tensor):  # type: ignore[misc]
-    """A tensor of another host."""
+class RemoteTensor(_Stand, torch.Tensor):  # type: ignore[misc]
+    """A tensor of another worker."""
 
 
-class ElsewhereParameter(_Stand, torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter of another host."""
+class RemoteParameter(_Stand, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of another worker."""
 
 
-def lives(tensor: torch.Tensor) -> Lives | None:
+def location_of(tensor: torch.Tensor) -> Location | None:
     """Where ``tensor`` is, if it is not here."""
     return tensor._tensorwire if isinstance(tensor, _Stand) else None
 
 
-def hollow(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def reserve(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU that takes addresses, but no memory. What reads it behind torch's back is killed."""
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
     if span == 0:
@@ -113,26 +113,26 @@ def hollow(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
     return tensor
 
 
-def elsewhere(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> torch.Tensor:
-    """Makes ``tensor`` itself, such as what a graph returned in its place, the stand-in for ``name`` of ``host``.
+def make_remote(tensor: torch.Tensor, name: str, worker: str, *, advice: str = "") -> torch.Tensor:
+    """Makes ``tensor`` itself, such as what a graph returned in its place, the stand-in for ``name`` of ``worker``.
 
-    It keeps its ``grad_fn`` and its memory (`hollow` has none), and a compiled graph takes it as the tensor it was. To
-    read it raises `LivesElsewhere`, with ``advice``.
+    It keeps its ``grad_fn`` and its memory (`reserve` has none), and a compiled graph takes it as the tensor it was. To
+    read it raises `NotOnThisWorker`, with ``advice``.
     """
     _plain_to_dynamo()
-    tensor.__class__ = ElsewhereParameter if isinstance(tensor, torch.nn.Parameter) else Elsewhere
-    cast(Any, tensor)._tensorwire = Lives(name, host, advice)
+    tensor.__class__ = RemoteParameter if isinstance(tensor, torch.nn.Parameter) else RemoteTensor
+    cast(Any, tensor)._tensorwire = Location(name, worker, advice)
     if tensor.numel():
         _lock(tensor, cast(Any, tensor)._tensorwire)
     return tensor
 
 
-def _lock(tensor: torch.Tensor, lives: Lives) -> None:
+def _lock(tensor: torch.Tensor, location: Location) -> None:
     """Stops what torch functions do not see: every user of the storage's address, or at least those that write."""
     native = allocator()
     if native is not None:
         with torch._C.DisableTorchFunctionSubclass():
-            native.lock(tensor.untyped_storage()._cdata, str(_refusal(lives, "native code")).encode())
+            native.lock(tensor.untyped_storage()._cdata, str(_refusal(location, "native code")).encode())
         return
     guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
     if guard is not None:
@@ -140,12 +140,12 @@ def _lock(tensor: torch.Tensor, lives: Lives) -> None:
 
 
 def here_now(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes ``tensor``, which is here now, of the kind that it is in other runs, in which it lives elsewhere.
+    """Gives ``tensor``, which is here now, the class that it has in the runs in which another worker holds it.
 
     Dynamo compiles again for another class of tensor, and all processes must do so in the same runs, or in none.
     """
     _plain_to_dynamo()
-    tensor.__class__ = Elsewhere
+    tensor.__class__ = RemoteTensor
     cast(Any, tensor)._tensorwire = None
     return tensor
 
@@ -155,15 +155,15 @@ def _plain(tensor: Any) -> torch.Tensor:
         return cast(torch.Tensor, tensor).as_subclass(torch.Tensor)
 
 
-def vacate(tensor: torch.Tensor, name: str, host: str, *, advice: str = "") -> None:
-    """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``host`` from now on."""
+def release(tensor: torch.Tensor, name: str, worker: str, *, advice: str = "") -> None:
+    """Gives the memory of a parameter or buffer back, and its gradient: it is ``name`` of ``worker`` from now on."""
     tensor.grad = None
-    tensor.data = hollow(tensor.shape, tensor.stride(), tensor.dtype)
+    tensor.data = reserve(tensor.shape, tensor.stride(), tensor.dtype)
     only_with_gradient(tensor)
-    elsewhere(tensor, name, host, advice=advice)
+    make_remote(tensor, name, worker, advice=advice)
 
 
-def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def restore(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Brings a stand-in back: ``value``, of its shape and dtype, is copied into memory of its own."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
@@ -174,15 +174,15 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 class _Unread(TorchDispatchMode):
     """Lets through what reads no element: views, and tensors made after the shape of another."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, location: Location) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lives = lives
+        self._location = location
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func.is_view or func._schema.name in _LIKES | _NEWS:
             return func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").lstrip("_")
-        raise _refusal(self._lives, "item() or the like" if name == "local_scalar_dense" else name)
+        raise _refusal(self._location, "item() or the like" if name == "local_scalar_dense" else name)
 
 
 def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -204,7 +204,7 @@ def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
         only_with_gradient(cast(torch.Tensor, found))
     for tensor in tree_leaves(result):  # views of it live there as well
         if type(tensor) is torch.Tensor and _same_memory(tensor, cast(torch.Tensor, found)):
-            tensor.__class__ = Elsewhere
+            tensor.__class__ = RemoteTensor
             cast(Any, tensor)._tensorwire = where
     return result
 
@@ -219,9 +219,9 @@ def _dynamo_looks(name: str) -> bool:
     return name == "untyped_storage" and torch._guards.TracingContext.try_get() is not None
 
 
-def _refusal(lives: Lives, what: str) -> LivesElsewhere:
-    said = f"{lives.name} lives on {lives.host}: it cannot be read here (by {what})"
-    return LivesElsewhere(f"{said}; {lives.advice}" if lives.advice else said)
+def _refusal(location: Location, what: str) -> NotOnThisWorker:
+    said = f"{location.name} is on {location.worker}: it cannot be read here (by {what})"
+    return NotOnThisWorker(f"{said}; {location.advice}" if location.advice else said)
 
 
 @functools.cache
@@ -242,5 +242,5 @@ def _plain_to_dynamo() -> None:
         skip(_Stand.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
     infer = getattr(builder, "infer_subclass_type", None)
     if infer is not None:
-        plain = (Elsewhere, ElsewhereParameter)
+        plain = (RemoteTensor, RemoteParameter)
         builder.infer_subclass_type = lambda value: None if type(value) in plain else infer(value)

@@ -1,8 +1,8 @@
-"""How a node of a captured graph learns its host: from a ``host`` block, else from the module it was called in."""
+"""How a node of a captured graph learns its worker: from a ``worker`` block, else from the module it was called in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,46 +11,47 @@ from torch import nn
 from torch.fx import Node, traceback
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.graph.ir import worker_name
 from tensorwire.torch.graph.placement import compile_check
-from tensorwire.torch.graph.placement.registry import (
-    Hosts,
+from tensorwire.torch.graph.placement.placed_models import (
+    Ranks,
     Spot,
-    check_host,
     checked,
     forget,
-    host_of_call,
     is_placed,
     known,
+    rank_of,
     register,
     spot_of,
+    worker_of_call,
 )
 
-HOST = "tensorwire.host"  # the key in node.meta["custom"]
+WORKER = "tensorwire.worker"  # the key in node.meta["custom"]
 
 
 @contextmanager
-def host(name: str) -> Iterator[None]:
+def worker(rank: int | str) -> Iterator[None]:
     """A ``with`` block in a compiled model: what is computed in it, and its gradient, runs on one worker.
 
     Of nested blocks the innermost counts, and a block also covers the modules that it calls, wherever they were placed.
 
     Args:
-        name: A worker, such as ``worker:1``.
+        rank: The worker; ``"worker:1"`` means the same as ``1``.
 
     Raises:
-        ArgumentError: ``name`` is not of that form.
+        ArgumentError: ``rank`` is no rank.
         Unsupported: Nothing is captured here: the code runs outside torch.compile, or dynamo left the frame out, as it
             does with a graph break inside the block.
     """
-    check_host(name)
+    name = worker_name(rank_of(rank))
     if not torch.compiler.is_compiling():
         raise Unsupported(
-            f"{compile_check.called_at()}: the block of host({name!r}) is not in a compiled graph, so it would run on "
-            "every host. Compile the model with torch.compile(model, backend='tensorwire'); if it is, dynamo left this "
-            "frame out, mostly because of a graph break inside the block: TORCH_LOGS=graph_breaks says where"
+            f"{compile_check.called_at()}: the block of worker({rank!r}) is not in a compiled graph, so it would run "
+            "on every worker. Compile the model with torch.compile(model, backend='tensorwire'); if it is, dynamo left "
+            "this frame out, mostly because of a graph break inside the block: TORCH_LOGS=graph_breaks says where"
         )
     # A generator around torch's own block: dynamo traces into it, and can leave it where the graph breaks.
-    with traceback.annotate({HOST: name}):
+    with traceback.annotate({WORKER: name}):
         yield
 
 
@@ -65,27 +66,27 @@ class Scope:
     spot: Spot | None
 
     @classmethod
-    def of_frame(cls, hosts: Hosts | None = None) -> Scope:
-        """For a backend, while dynamo calls it. ``hosts``: of its options, relative to the compiled model.
+    def of_frame(cls, workers: Ranks | None = None) -> Scope:
+        """For a backend, while dynamo calls it. ``workers``: of its options, relative to the compiled model.
 
-        Such hosts are known from the first graph on only: what ran uncompiled before is not noticed, and a model of
+        Such workers are known from the first graph on only: what ran uncompiled before is not noticed, and a model of
         which dynamo captures nothing never comes here. ``place`` notices both.
 
-        Raises `ArgumentError` for hosts that do not fit the model, or differ from what `place` was given.
+        Raises `ArgumentError` for workers that do not fit the model, or differ from what `place` was given.
         """
-        if hosts:
-            _adopt(hosts)
+        if workers:
+            _adopt(workers)
         module = compile_check.running_module()
         return cls(spot_of(module) if module is not None else None)
 
-    def host_of(self, node: Node) -> str | None:
-        """The host of a node of this frame's forward, backward or inference graph; None where nobody said one."""
-        said = (node.meta.get("custom") or {}).get(HOST)
+    def worker_of(self, node: Node) -> str | None:
+        """The worker of a node of this frame's forward, backward or inference graph; None where nothing was placed."""
+        said = (node.meta.get("custom") or {}).get(WORKER)
         if said is not None:
             return str(said)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         # A key is the module's id, behind an "@" the number of the call.
-        return host_of_call((int(k) for k in (str(key).split("@")[0] for key in stack) if k.isdecimal()), self.spot)
+        return worker_of_call((int(k) for k in (str(key).split("@")[0] for key in stack) if k.isdecimal()), self.spot)
 
     def enter(self) -> None:
         """Before each run of a forward or inference graph. Raises `Unsupported` if it runs for another module."""
@@ -102,45 +103,45 @@ class Scope:
                 "for another one: call place() before the first compiled call, or torch.compiler.reset() on every "
                 "worker after it"
             )
-        if (spot.host, spot.below()) != (self.spot.host, self.spot.below()):
+        if (spot.worker, spot.below()) != (self.spot.worker, self.spot.below()):
             raise Unsupported(
-                f"torch.compile runs for {spot.path!r} on {spot.host} what it compiled for {self.spot.path!r} on "
-                f"{self.spot.host}, as both look alike to it. Compile the model as a whole, without graph breaks in "
+                f"torch.compile runs for {spot.path!r} on {spot.worker} what it compiled for {self.spot.path!r} on "
+                f"{self.spot.worker}, as both look alike to it. Compile the model as a whole, without graph breaks in "
                 "these modules"
             )
 
 
-def _adopt(hosts: Hosts) -> None:
-    """The options' hosts, for the model that is being compiled: it is placed now, unless it was."""
+def _adopt(workers: Ranks) -> None:
+    """The options' workers, for the model that is being compiled: it is placed now, unless it was."""
     model = compile_check.compiled_model()
     if model is None:
         raise ArgumentError(
-            "options['hosts'] are of a model that torch.compile was given, and this is a function: place the model "
-            "in it by tensorwire.torch.place(model, hosts=...)"
+            "options['workers'] are of a model that torch.compile was given, and this is a function: place the model "
+            "in it by tensorwire.torch.place(model, workers=...)"
         )
     before = known(model)
     if before is None:
-        register(model, hosts)
+        register(model, workers)
         compile_check.watch(model)
         for module in model.modules():
             compile_check.check_momentum(module)
-    elif before != checked(model, hosts):
-        raise ArgumentError(f"options['hosts'] are {dict(hosts)}, but the model was placed with {before}")
+    elif before != (asked := checked(model, workers)):
+        raise ArgumentError(f"options['workers'] are {asked}, but the model was placed with {before}")
 
 
 @contextmanager
-def placed(model: nn.Module, hosts: Mapping[str, str]) -> Iterator[Scope]:
-    """While ``model`` is placed so, the hosts of its nodes, as they are when it runs.
+def placed(model: nn.Module, workers: Ranks) -> Iterator[Scope]:
+    """While ``model`` is placed so, the workers of its nodes, as they are when it runs.
 
     Raises `ArgumentError` for what is no module of it.
     """
-    register(model, hosts)
+    register(model, workers)
     try:
         yield Scope(spot_of(model))
     finally:
         forget(model)
 
 
-def host_of(scope: Scope, node: Node, *, backward: bool) -> str | None:
-    """The host that was said of a node. Sums of gradients belong to no module: they are where their operands are."""
-    return None if backward and node.meta.get("is_gradient_acc") else scope.host_of(node)
+def worker_of(scope: Scope, node: Node, *, backward: bool) -> str | None:
+    """The worker that was said of a node. Sums of gradients belong to no module: they are where their operands are."""
+    return None if backward and node.meta.get("is_gradient_acc") else scope.worker_of(node)

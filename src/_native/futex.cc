@@ -1,0 +1,240 @@
+#include "futex.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <unordered_set>
+
+#include "notices.h"
+#include "unlocked.h"
+
+namespace tw {
+
+double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+static long futex_call(std::atomic<u32>& word, int op, u32 value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<u32*>(&word), op, value, timeout, nullptr, 0);
+}
+
+void ring(Futex& futex) {
+    // Pairs with the fence in park(): either the waiter sees the new word, or we see the waiter.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (futex.parked.load(std::memory_order_relaxed) == 0) return;
+    futex.bell.fetch_add(1, std::memory_order_release);
+    futex_call(futex.bell, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+bool park(Futex& futex, u32 seen, double seconds) {
+    timespec t{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<double>(static_cast<time_t>(seconds))) * 1e9)};
+    return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
+}
+
+bool spin(const Target& target, u64 at_least) {
+    const double start = now();
+    do {
+        for (int i = 0; i < 16; i++) {
+            if (target.reached(at_least)) return true;
+            relax();
+        }
+    } while (now() - start < spin_seconds);
+    return false;
+}
+
+Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
+    const double start = now();
+    if (spin(target, at_least)) return Outcome::reached;
+    Futex& futex = *target.futex;
+    const double end = start + std::min(seconds, slice_seconds);
+    Outcome outcome = Outcome::interrupted;
+    futex.parked.fetch_add(1, std::memory_order_seq_cst);
+    for (;;) {
+        const u32 seen = futex.bell.load(std::memory_order_acquire);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (target.reached(at_least)) { outcome = Outcome::reached; break; }
+        if (target.lost()) { outcome = Outcome::lost; break; }
+        const double left = end - now();
+        if (left <= 0) { outcome = seconds <= slice_seconds ? Outcome::timed_out : Outcome::interrupted; break; }
+        if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
+    }
+    futex.parked.fetch_sub(1, std::memory_order_relaxed);
+    return outcome;
+}
+
+namespace {
+
+struct Registry {
+    std::mutex mutex;
+    std::unordered_set<Futex*> futexes;
+    std::unordered_set<Progress*> engines;
+    std::unordered_set<Life*> lives;
+    std::unordered_set<AtFork*> told;  // of a fork
+    std::unordered_set<int> fds;
+};
+
+// Never destroyed: threads and late destructors may still use it while the process ends.
+Registry& registry() {
+    static Registry* r = new Registry;
+    return *r;
+}
+
+}  // namespace
+
+void enlist(Futex* futex) { std::lock_guard g(registry().mutex); registry().futexes.insert(futex); }
+void dismiss(Futex* futex) { std::lock_guard g(registry().mutex); registry().futexes.erase(futex); }
+void enlist(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.insert(p); }
+void dismiss(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.erase(p); }
+void enlist(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.insert(told); }
+void dismiss(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.erase(told); }
+
+void ring_all() {
+    std::lock_guard g(registry().mutex);
+    for (Futex* d : registry().futexes) {
+        d->bell.fetch_add(1, std::memory_order_release);
+        futex_call(d->bell, FUTEX_WAKE, INT_MAX, nullptr);
+    }
+    for (Progress* p : registry().engines) p->kick();
+}
+
+Life::Life(std::shared_ptr<Life> parent, std::string name, bool inbound)
+    : peer(std::move(name)), parent_(std::move(parent)), inbound_(inbound) {
+    if (parent_ && inbound_) parent_->inbound_lost_.store(false, std::memory_order_release);
+    std::lock_guard g(registry().mutex);
+    registry().lives.insert(this);
+}
+
+Life::~Life() {
+    std::lock_guard g(registry().mutex);
+    registry().lives.erase(this);
+}
+
+// Whether it was alive.
+bool Life::end(const std::string& reason, bool own, std::vector<Told>& told) {
+    if (lost_.load()) return false;
+    reason_ = reason;
+    closed_.store(own, std::memory_order_release);
+    lost_.store(1, std::memory_order_release);
+    told.swap(told_);
+    return true;
+}
+
+void Life::count(const std::string& loss, bool inbound) {
+    std::lock_guard g(mutex_);
+    last_loss_ = loss;
+    if (inbound) inbound_lost_.store(true, std::memory_order_release);
+    else children_lost_.fetch_add(1, std::memory_order_acq_rel);
+    losses_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void Life::lose(const std::string& reason) {
+    if (forked()) return;  // a thread that the child does not have may hold the mutex
+    std::vector<Told> told;
+    {
+        std::lock_guard g(mutex_);
+        if (!end(reason, false, told)) return;
+        counted_ = parent_ && !inbound_;
+        if (parent_) parent_->count((peer.empty() ? "a peer" : peer) + " is lost: " + reason, inbound_);
+    }
+    ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
+}
+
+void Life::close(const std::string& reason) {
+    if (forked()) return;
+    std::vector<Told> told;
+    {
+        std::lock_guard g(mutex_);
+        if (counted_) parent_->children_lost_.fetch_sub(1, std::memory_order_acq_rel);
+        counted_ = false;
+        if (!end(reason, true, told)) return;
+    }
+    ring_all();
+    for (auto& [notices, token] : told) notices->post(token);
+}
+
+void Life::notify(std::shared_ptr<Notices> notices, u64 token) {
+    if (forked()) return notices->post(token);
+    {
+        std::lock_guard g(mutex_);
+        if (!lost_.load()) {
+            told_.emplace_back(std::move(notices), token);
+            return;
+        }
+    }
+    notices->post(token);
+}
+
+std::string Life::reason() {
+    if (forked()) return "it belongs to the parent process: a forked child cannot use it";
+    std::lock_guard g(mutex_);
+    return reason_;
+}
+
+std::string Life::last_loss() {
+    if (forked()) return reason();
+    std::lock_guard g(mutex_);
+    return last_loss_;
+}
+
+void close_on_fork(int fd) { std::lock_guard g(registry().mutex); registry().fds.insert(fd); }
+void forget_fd(int fd) { std::lock_guard g(registry().mutex); registry().fds.erase(fd); }
+
+int open_socket(int family, int type) {
+    std::lock_guard g(registry().mutex);  // which a fork takes, too
+    const int fd = socket(family, type | SOCK_CLOEXEC, 0);
+    if (fd >= 0) registry().fds.insert(fd);
+    return fd;
+}
+
+int accept_socket(int listener) {
+    pollfd p{listener, POLLIN, 0};
+    if (poll(&p, 1, -1) < 0) return -1;
+    std::lock_guard g(registry().mutex);
+    const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);  // the listener does not block
+    if (fd >= 0) registry().fds.insert(fd);
+    return fd;
+}
+
+void close_socket(int fd) {
+    std::lock_guard g(registry().mutex);
+    registry().fds.erase(fd);
+    close(fd);
+}
+
+static void before_fork() { registry().mutex.lock(); }
+static void after_fork_in_parent() { registry().mutex.unlock(); }
+
+static void after_fork_in_child() {
+    Unlocked::after_fork_in_child();
+    Registry& r = registry();
+    for (Life* life : r.lives) life->mark_forked();
+    for (AtFork* told : r.told) told->in_child();
+    // The numbers stay taken, by /dev/null: objects copied from the parent will close them again.
+    const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (null >= 0) {
+        for (int fd : r.fds) dup3(null, fd, O_CLOEXEC);
+        close(null);
+    }
+    r.fds.clear();
+    r.engines.clear();
+    r.mutex.unlock();
+}
+
+void install_fork_handlers() {
+    static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    (void)once;
+}
+
+}  // namespace tw

@@ -1,0 +1,142 @@
+"""``python -m tensorwire.launch.server_process``: a server process, with a thread per store of its job."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from tensorwire.control import Cause, Member
+from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
+from tensorwire.launch.children import on_parent_death
+from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
+from tensorwire.launch.scarce import as_out_of_memory, scarcity
+from tensorwire.observe import spans
+from tensorwire.store.store_layout import StoreSpec
+
+# A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
+_SETTLE_SECONDS = 3.0
+
+
+def _serve(member: Member, name: str, spec: StoreSpec) -> None:
+    import torch
+
+    from tensorwire.store.consensus import Disagreement, Finished
+    from tensorwire.store.server import StoreServer
+    from tensorwire.store.server_state import answer_asks
+
+    asks: threading.Thread | None = None
+    try:
+        torch.set_num_threads(server_threads(os.environ))
+        welcome = member.client.welcome
+        server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
+        try:
+            asks = _started(f"{name} asks", answer_asks, member, name, server.rule)
+            server.run()
+        finally:
+            server.close()
+    except (JobEnded, PeerLost):
+        pass  # the job's end has a cause of its own
+    except Finished as error:
+        kind = WorkerFinished.__name__
+        member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS, kind=kind))
+    except Disagreement as error:
+        member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS))
+    except TensorwireError as error:
+        member.fail(f"stopped: {error}")
+    except Exception as error:
+        if why := scarcity(error):
+            member.fail(f"stopped: {why}")
+        else:
+            member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
+    if asks is not None:
+        asks.join()  # with the job: it must not be the last to hold memory when the interpreter ends
+
+
+def _started(name: str, call: Callable[..., None], *arguments: object) -> threading.Thread:
+    """A thread that runs ``call(*arguments)``."""
+    thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _load_framework(member: Member) -> None:
+    """Loads what the workers have loaded, so that their first store does not wait for it."""
+    while True:
+        try:
+            card = member.card("worker 0")
+            break
+        except WaitTimeout:
+            continue
+    if "torch" in card.frameworks:
+        importlib.import_module("torch")
+
+
+def serve(member: Member) -> None:
+    """Serves store after store until the job ends."""
+    threads = []
+    try:
+        _load_framework(member)
+        for number in itertools.count():
+            name = f"store/{number}"
+            while True:
+                try:
+                    spec = msgspec.msgpack.decode(member.client.lookup(name), type=StoreSpec)
+                    break
+                except WaitTimeout:
+                    continue
+            try:
+                threads.append(_started(name, _serve, member, name, spec))
+            except RuntimeError as error:
+                member.fail(f"stopped: {scarcity(error) or error}")
+    except JobEnded:
+        for thread in threads:
+            thread.join(10.0)
+
+
+def _leave() -> None:
+    """The parent is gone. The job ends by that; a server that then does not leave is ended here."""
+    time.sleep(grace_seconds(os.environ))
+    os._exit(1)
+
+
+def main() -> int:
+    """Joins the job that the environment names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
+    address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
+    index = int(os.environ["TENSORWIRE_INDEX"])
+    on_parent_death(_leave)
+    try:
+        interface = listening_interface(address, os.environ)
+        server_threads(os.environ)
+        _, lost_after = heartbeat(os.environ)
+        device = device_choice(os.environ)
+        with as_out_of_memory():
+            member = Member(address, secret, "server", index, device=device, interface=interface, timeout=lost_after)
+    except JobEnded:
+        return 0  # meanwhile; how, others say
+    except PeerLost:
+        return 1
+    except TensorwireError as error:
+        print(f"tensorwire: server {index}: {error}", file=sys.stderr)
+        return 1
+    serve(member)
+    failed = member.client.cause is not None
+    spans.write(f"server-{index}")
+    member.close(goodbye=not failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread that still waits in native code would abort the interpreter's orderly end

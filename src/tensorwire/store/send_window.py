@@ -1,0 +1,88 @@
+"""What goes to one server, the most urgent first.
+
+What was handed to a device goes in its order; nothing overtakes it. So no more is handed over than keeps the way busy,
+and as that arrives, the most urgent of the rest follows. Backward ends with the first layers, and the next forward
+begins with them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from tensorwire.device import Completion
+from tensorwire.errors import TensorwireError, WaitTimeout
+
+Send = Callable[[], Completion]
+# While so many bytes are under way, the rest waits: 7 ms at 10 Gbit/s, longer than it takes to come round to the next.
+AHEAD = 8 << 20
+
+
+class SendWindow:
+    """Any thread may call. What has to wait is sent by a thread of the device."""
+
+    def __init__(self, ahead: int | None = None) -> None:
+        self._ahead = AHEAD if ahead is None else ahead
+        self._waiting: list[tuple[tuple[int, int], int, int, Send]] = []
+        self._numbers = itertools.count()
+        self._under_way = 0
+        self._error: TensorwireError | None = None
+        self._changed = threading.Condition()
+
+    def submit(self, urgency: tuple[int, int], nbytes: int, send: Send) -> None:
+        """Calls ``send()``, now or in its turn: smaller ``urgency`` first. Raises what an earlier one raised."""
+        with self._changed:
+            self._check()
+            heapq.heappush(self._waiting, (urgency, next(self._numbers), nbytes, send))
+        self._go_on()
+
+    def flush(self, timeout: float) -> None:
+        """Returns when everything has arrived. Raises what a ``send()`` raised, or `WaitTimeout`."""
+        with self._changed:
+            if not self._changed.wait_for(self._at_rest, timeout):
+                raise WaitTimeout(f"gradients did not reach their server within {timeout:g} s")
+            self._check()
+
+    def _at_rest(self) -> bool:
+        return self._error is not None or not (self._waiting or self._under_way)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _go_on(self) -> None:
+        """Sends as much as may be under way. An error is kept: this may run in a thread of the device."""
+        while (found := self._next()) is not None:
+            nbytes, send = found
+            try:
+                completion = send()
+            except TensorwireError as error:
+                with self._changed:
+                    self._error = error
+                    self._waiting.clear()
+                    self._changed.notify_all()
+                return
+            if completion.done:
+                self._arrived(nbytes)  # not by a callback in this very thread, which would send in its turn
+            else:
+                completion.on_done(partial(self._come, nbytes))
+
+    def _next(self) -> tuple[int, Send] | None:
+        with self._changed:
+            if not self._waiting or self._under_way >= self._ahead:
+                return None
+            _, _, nbytes, send = heapq.heappop(self._waiting)
+            self._under_way += nbytes
+            return nbytes, send
+
+    def _arrived(self, nbytes: int) -> None:
+        with self._changed:
+            self._under_way -= nbytes
+            self._changed.notify_all()
+
+    def _come(self, nbytes: int, _: Completion) -> None:
+        self._arrived(nbytes)
+        self._go_on()

@@ -1,0 +1,366 @@
+"""A worker's side of one store: where its parameters are seen, and how a round goes. Knows no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from tensorwire._native import STREAMING_BYTES, Window, gather
+from tensorwire.control import Member
+from tensorwire.control.settings import step_timeout
+from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.edge.tensor import DTYPES
+from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.send_window import SendWindow
+from tensorwire.store.sharding import Bucket, StorePlan
+from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
+from tensorwire.store.store_layout import Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
+
+_TILE = 2 << 20
+
+
+class _Server:
+    """What this worker shares with one server."""
+
+    def __init__(self, client: StoreClient, index: int) -> None:
+        plan, spec, member = client.plan, client.spec, client.member
+        self.index = index
+        self.name = f"server {index}"
+        self._timeout = client.timeout
+        self.buckets = plan.buckets[index]
+        self.channel: Channel = member.channel("server", index)
+        key = f"{client.name}/server {index}/{member.name}"
+        endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
+        self.inbox = RemoteRegion.unpack(endpoint.inbox)
+        if self.inbox.device != self.channel.device.name:
+            raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
+        self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
+        self.layout = inbox(plan, index, len(spec.numeric))
+        self.back = Outbox(len(self.buckets))
+        device = self.channel.device
+        self.versions: Region = device.allocate(self.back.nbytes)
+        # Where the server's memory cannot be mapped, what it will receive is put together in ours.
+        self.mapped = self.channel.map(self.inbox.view())
+        self.staging = None if self.mapped else device.allocate(self.layout.slots)
+        self.gradients = None if self.mapped else client.gradients_on(device)
+        self.head = self._producer(self.layout.head, header_bytes(len(spec.numeric)), self.layout.head_word)
+        self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
+        self.pushes = [self._push(b) for b in self.buckets]
+        self._put: list[Completion | None] = [None] * len(self.buckets)
+        # Where rounds overlap, the next forward waits for what it needs first.
+        self.send_window = SendWindow() if spec.planes > 1 and not self.mapped else None
+        part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
+        self.together = Word(self.versions, self.back.together_word, self.channel)
+        self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
+
+    def _producer(self, offset: int, nbytes: int, word: int) -> Producer:
+        source = [] if self.staging is None else [self.staging.view(offset, nbytes)]
+        slots = [self.inbox.view(offset, nbytes)]
+        return Producer(self.channel, self.inbox.view(word, 8), slots=slots, source=source)
+
+    def _push(self, bucket: Bucket) -> Producer:
+        source = [] if self.gradients is None else [self.gradients.view(bucket.space, bucket.nbytes)]
+        return Producer(
+            self.channel,
+            self.inbox.view(self.layout.word(bucket.index), 8),
+            slots=[self.inbox.view(self.layout.slots + bucket.shard, bucket.nbytes)],
+            source=source,
+            credit=self.version(bucket.index),
+            label=f"{self.name}, bucket {bucket.index}",
+        )
+
+    def push_later(self, bucket: Bucket, step: int, present: bytes | None) -> Completion:
+        """Sends a bucket in its turn; ahead of it ``present``, as `put_present`, if that has changed."""
+        if present is not None:
+            self.put_present(bucket.index, present)
+        return self.pushes[bucket.index].send(step)
+
+    def put_present(self, bucket: int, present: bytes) -> None:
+        """Tells the server which pieces of a bucket have a gradient: one byte per piece, ahead of the bucket."""
+        at, nbytes = self.layout.present[bucket]
+        if self.mapped is not None:
+            memoryview(self.mapped)[at : at + nbytes] = present
+            return
+        assert self.staging is not None
+        earlier = self._put[bucket]
+        if earlier is not None:
+            earlier.wait(self._timeout)  # it was there before a version that has come; now its source is free
+        memoryview(self.staging)[at : at + nbytes] = present
+        self._put[bucket] = self.pushes[bucket].put(self.staging.view(at, nbytes), self.inbox.view(at, nbytes))
+
+    def version(self, bucket: int) -> Word:
+        """The word that says which version of a bucket is out; also the credit of its gradient slot."""
+        return Word(self.versions, self.back.word(bucket), self.channel)
+
+
+def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: int) -> None:
+    """Returns when all workers have come with the same ``spec``; until then servers know nothing of the store.
+
+    Raises `ArgumentError` (what cannot travel), `PlanMismatch` (which ends the job), `JobEnded`, or `WaitTimeout`
+    where others do not come.
+    """
+    spec.encoded()
+    rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.source}"
+    member.client.compare(name, spec.digest(plan), f"{spec.versions}\n{rule}\n{plan.describe()}", workers)
+
+
+class StoreClient:
+    """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``windows``.
+
+    All workers have to `agree` on it before.
+    """
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
+        self.member, self.name, self.spec, self.plan = member, name, spec, plan
+        self.timeout = step_timeout()  # seconds that a step may wait for other workers
+        if member.index == 0:
+            member.client.publish(name, spec.encoded())
+        self.step = 0  # rounds begun
+        self.updates = 0  # rounds that were steps of the training
+        self.asks = 0  # for the optimizer's state, that are known to have been published
+        self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
+        self._servers = [_Server(self, s) for s in range(plan.servers)]
+        self.order: list[Bucket] = self.plan.in_order()
+        self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
+        self.gradients = self._place_gradients()
+        # By the buckets' numbers: which pieces had a gradient, the round in which it was pushed last, and where its
+        # pieces go.
+        self._present = [b""] * len(self.order)
+        self._pushed = [0] * len(self.order)
+        self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
+        self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
+        self._space = self._place_parameters()
+        self._open()
+
+    def _place_parameters(self) -> dict[str, Region]:
+        """Fills the windows: with the servers' own memory where it can be mapped, else with ours that they write."""
+        space: dict[str, Region] = {}
+        plan = self.plan
+        for index, at, shard, nbytes in plan.runs():
+            server = self._servers[index]
+            mapped = None if server.shown is None else server.channel.map(server.shown.view())
+            for plane, window in enumerate(self.windows):
+                if mapped is not None:
+                    window.place(at, mapped, plane * plan.shard_bytes[index] + shard, nbytes)
+                    continue
+                device = server.channel.device
+                if device.name not in space:
+                    space[device.name] = device.allocate(plan.space_bytes * len(self.windows))
+                window.place(at, space[device.name], plane * plan.space_bytes + at, nbytes)
+        return space
+
+    def gradients_on(self, device: Device) -> Region:
+        """That device's memory that gradients leave from, where servers' memory cannot be mapped."""
+        if device.name not in self._sources:
+            self._sources[device.name] = device.allocate(self.plan.space_bytes)
+        return self._sources[device.name]
+
+    def _place_gradients(self) -> Window:
+        """The slots of all buckets, laid out as the space: each tensor's side by side, whichever servers have it."""
+        window = Window(self.plan.space_bytes, shared=True)
+        for index, at, shard, nbytes in self.plan.runs():
+            server = self._servers[index]
+            if server.mapped is not None:
+                window.place(at, server.mapped, server.layout.slots + shard, nbytes)
+            else:
+                window.place(at, self.gradients_on(server.channel.device), at, nbytes)
+        return window
+
+    def repeated(self, byte: bytes) -> Window:
+        """A window of the space's size that shows one byte everywhere: a little memory, many times."""
+        nbytes = min(_TILE, self.plan.space_bytes)
+        tile = self._servers[0].channel.device.allocate(nbytes)
+        memoryview(tile)[:] = byte * nbytes
+        window = Window(self.plan.space_bytes)
+        for at in range(0, self.plan.space_bytes, nbytes):
+            window.place(at, tile, 0, min(nbytes, self.plan.space_bytes - at))
+        return window
+
+    def _open(self) -> None:
+        for server in self._servers:
+            ours = self._space.get(server.channel.device.name)
+            parameters = None if ours is None else ours.remote("write").pack()
+            endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
+            key = f"{self.name}/{self.member.name}/server {server.index}"
+            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {server.index}"])
+
+    @property
+    def channels(self) -> list[Channel]:
+        """To each server."""
+        return [server.channel for server in self._servers]
+
+    # ---- one round
+
+    def begin(self, operation: StepOperation, options: Sequence[float], max_norm: float = 0.0) -> None:
+        """Opens a round on every server. Raises `ArgumentError` for a ``max_norm`` below 0."""
+        if not max_norm >= 0:
+            raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
+        for server in self._servers:
+            if server.send_window is not None:
+                server.send_window.flush(self.timeout)
+            self._wait(server.version(0), self.step)  # then the head of the round before has been read
+        self.step += 1
+        self.updates += operation in STEPS
+        block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm))
+        for server in self._servers:
+            server.head.slot(self.step)[:] = block
+            server.head.send(self.step)
+
+    def slot(self, bucket: Bucket) -> memoryview:
+        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
+        return self.memory(bucket)
+
+    def memory(self, bucket: Bucket) -> memoryview:
+        """The slot itself, without asking whether it is free: for views that are made once."""
+        return memoryview(self.gradients)[bucket.space : bucket.space + bucket.nbytes]
+
+    def is_free(self, bucket: Bucket) -> bool:
+        """Whether the slot may be filled before its next round has begun: its server has read what was pushed last.
+
+        Raises what became of that push, if it failed.
+        """
+        server = self._servers[bucket.server]
+        if self.step < 0 or server.version(bucket.index).value < self._pushed[bucket.number]:
+            return False
+        server.pushes[bucket.index].flush(self.timeout)  # it has left: the server had it
+        return True
+
+    def _rooms_of(self, bucket: Bucket) -> list[memoryview]:
+        memory, sizes = self.memory(bucket), [DTYPES[self.plan.tensors[p.tensor].dtype] for p in bucket.pieces]
+        return [
+            memory[p.offset : p.offset + (p.stop - p.start) * size]
+            for p, size in zip(bucket.pieces, sizes, strict=True)
+        ]
+
+    def copy(self, bucket: Bucket, number: int, values: object) -> None:
+        """Copies one piece of a bucket into its slot, which ``slot`` has said to be free.
+
+        ``values``: a tensor on the CPU, with the elements and of the dtype of the bucket's piece ``number``.
+        """
+        room = self._rooms[bucket.number][number]
+        gather(room, values, self._large)
+        counters.add(copies=1, copied_bytes=room.nbytes)
+
+    def push(self, bucket: Bucket, present: bytes | None = None) -> None:
+        """Sends a bucket whose slot has been filled; where rounds overlap, in its turn.
+
+        Args:
+            bucket: The bucket.
+            present: One byte per piece, 0 where there is no gradient; None: there are all.
+        """
+        server = self._servers[bucket.server]
+        here = b"\1" * len(bucket.pieces) if present is None else present
+        news = None if self._present[bucket.number] == here else here
+        self._present[bucket.number] = here
+        self._pushed[bucket.number] = self.step
+        if server.send_window is not None:
+            server.send_window.submit(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
+            return
+        if news is not None:
+            server.put_present(bucket.index, news)
+        server.pushes[bucket.index].send(self.step)
+
+    def wait(self) -> None:
+        """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
+        start = clock()
+        for bucket in self.order:
+            self.wait_for(bucket, self.step)
+        spans.add("wait", self.step, start, clock())
+
+    def wait_for(self, bucket: Bucket, step: int) -> None:
+        """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
+        self._wait(self._servers[bucket.server].version(bucket.index), step)
+
+    def _wait(self, word: Word, step: int) -> None:
+        try:
+            word.wait(step, self.timeout)
+        except WaitTimeout:
+            raise self._too_long() from None
+
+    def norm2(self) -> float:
+        """The sum of squares of all servers' gradients in a round with ``max_norm``; `LEFT_OUT` in one that a worker
+        skips. Raises as ``wait``.
+        """
+        total = 0.0
+        for server in self._servers:
+            try:
+                part = server.norm_part.receive(self.step, self.timeout)
+            except WaitTimeout:
+                raise self._too_long() from None
+            assert part is not None
+            total += NORM.unpack(part)[0]
+        return total
+
+    def clip(self, norm2: float) -> None:
+        """Tells the servers the sum of squares of everything that is clipped together; then they update.
+
+        `LEFT_OUT`: they keep the version that there is.
+        """
+        for server in self._servers:
+            server.norm.slot(self.step)[:] = NORM.pack(norm2)
+            server.norm.send(self.step)
+
+    def _too_long(self) -> WaitTimeout:
+        return WaitTimeout(
+            f"step {self.updates} of {self.name} did not complete within {self.timeout:g} s: "
+            "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+        )
+
+    def flush(self, timeout: float) -> None:
+        """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
+        for server in self._servers:
+            if server.send_window is not None:
+                server.send_window.flush(timeout)
+            for push in server.pushes:
+                push.flush(timeout)
+
+    # ---- uneven numbers of steps
+
+    def idle(self) -> None:
+        """Tells every server that this worker takes no part in rounds until all are idle; then call ``rejoin``."""
+        self.begin(StepOperation.IDLE, [0.0] * len(self.spec.numeric))
+
+    def rejoin(self) -> None:
+        """Waits until all workers are idle, and takes over how far the others came. Raises `WaitTimeout` as ``wait``.
+
+        The limit is for one step of the others, however many these are.
+        """
+        for server in self._servers:
+            step = self._together(server)
+        self.updates += step - self.step
+        self.step = step
+        self.wait()
+
+    def _together(self, server: _Server) -> int:
+        """The round in which all are idle."""
+        seen: list[int] = []
+        while True:
+            try:
+                server.together.wait(self.step, self.timeout)
+                return server.together.value
+            except WaitTimeout:
+                now = [s.version(b.index).value for s in self._servers for b in s.buckets]
+                if now == seen:
+                    raise WaitTimeout(
+                        f"at the end of job.uneven() no other worker took a step for {self.timeout:g} s "
+                        "(TENSORWIRE_TIMEOUT sets the limit)"
+                    ) from None
+                seen = now
+
+    def finish(self) -> None:
+        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        if self.step < 0:
+            return
+        try:
+            self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
+            for server in self._servers:
+                server.head.flush(30.0)
+        except (PeerLost, WaitTimeout):
+            pass
+        self.step = -1

@@ -1,0 +1,155 @@
+"""How one store's memory is laid out on both sides, and what each tells the other before round 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tensorwire.control.frames import MOST_ENTRY_BYTES
+from tensorwire.errors import ArgumentError
+from tensorwire.sizes import round_up
+from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
+from tensorwire.store.step_header import header_bytes
+
+WORD = 64  # bytes between signal words: each has its cache line
+
+
+class StoreSpec(msgspec.Struct, frozen=True):
+    """All a server needs to know of a store; published by worker 0.
+
+    ``versions`` says which software made it. ``rule`` names a torch optimizer, or is the import path of another one:
+    its constructor takes ``arguments``, its files have the hash ``source``, and ``folders`` is where worker 0 found it.
+    ``groups`` holds each parameter group's options; ``numeric`` lists ``(group, option, index)``, in the order of the
+    option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
+    ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``planes``: how many versions of the
+    parameters have a place, 1 or 2; round ``n`` writes plane ``n % planes``. With 2 an update may go on while workers
+    still read the version before it.
+    """
+
+    versions: str
+    tensors: list[ParameterSpec]
+    rule: str
+    groups: list[dict[str, Any]]
+    numeric: list[tuple[int, str, int]]
+    bucket_bytes: int
+    whole: bool
+    reduce: str = "mean"
+    planes: int = 1
+    arguments: dict[str, Any] = {}
+    source: str = ""
+    folders: list[str] = []
+    together: bool = False
+
+    def plan(self, servers: int) -> StorePlan:
+        """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
+        return make_plan(
+            self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole, together=self.together
+        )
+
+    def digest(self, plan: StorePlan) -> bytes:
+        """What workers have to agree on: all but where each found the optimizer's files."""
+        return plan.digest(msgspec.structs.replace(self, folders=[]).encoded())
+
+    def encoded(self) -> bytes:
+        """As servers get it. Raises `ArgumentError` for what cannot travel: refused here, no server waits for it."""
+        try:
+            found = msgspec.msgpack.encode(self)
+        except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"a name or an option of the optimizer cannot be sent to servers: {error}") from None
+        if len(found) > MOST_ENTRY_BYTES:
+            raise ArgumentError(
+                f"the names and shapes of {len(self.tensors)} parameters take {len(found) / 2**20:.0f} MiB; "
+                f"servers take {MOST_ENTRY_BYTES >> 20} MiB: give parameters shorter names"
+            )
+        return found
+
+
+class Inbox(msgspec.Struct, frozen=True):
+    """The layout of a worker's inbox on a server: arrival words, the head, the norm, what is present, the slots.
+
+    What is present: a byte a piece, whether this worker has a gradient for it. The slots begin at a page, and lie as
+    their buckets do in the shard: so a window shows those of a tensor side by side, whatever servers they are on.
+    """
+
+    head: int
+    norm: int
+    present: tuple[tuple[int, int], ...]  # where each bucket's bytes begin, and how many these are
+    slots: int
+    nbytes: int
+
+    @property
+    def head_word(self) -> int:
+        """Where the head's arrival word is."""
+        return 0
+
+    @property
+    def norm_word(self) -> int:
+        """Where the arrival word of the norm is."""
+        return WORD
+
+    def word(self, bucket: int) -> int:
+        """Where the arrival word of a bucket is."""
+        return WORD * (2 + bucket)
+
+
+def inbox(plan: StorePlan, server: int, options: int) -> Inbox:
+    """The inbox every worker has on ``server``."""
+    buckets = plan.buckets[server]
+    norm = WORD * (2 + len(buckets))
+    head = norm + WORD
+    end = head + header_bytes(options)
+    present = []
+    for bucket in buckets:
+        present.append((end, len(bucket.pieces)))
+        end += len(bucket.pieces)
+    slots = round_up(end, PAGE)
+    return Inbox(head, norm, tuple(present), slots, slots + plan.shard_bytes[server])
+
+
+class Outbox(msgspec.Struct, frozen=True):
+    """The layout of what a worker opens to one server: a version word a bucket, the norm with its word, and a word that
+    says in which round all idle workers go on together.
+
+    A server without buckets has one word all the same: it says that the round's head has been read.
+    """
+
+    buckets: int
+
+    def word(self, bucket: int) -> int:
+        """Where the version word of a bucket is."""
+        return WORD * bucket
+
+    @property
+    def norm_word(self) -> int:
+        """Where the arrival word of the server's part of the norm is."""
+        return WORD * max(1, self.buckets)
+
+    @property
+    def norm(self) -> int:
+        """Where the server's part of the norm is."""
+        return self.norm_word + WORD
+
+    @property
+    def together_word(self) -> int:
+        """Where the round is from which all idle workers go on."""
+        return self.norm + WORD
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.together_word + WORD
+
+
+class ServerEndpoint(msgspec.Struct, frozen=True):
+    """What a server opens to one worker: its inbox there, and the parameters to look at."""
+
+    inbox: bytes
+    parameters: bytes
+
+
+class WorkerEndpoint(msgspec.Struct, frozen=True):
+    """What a worker opens to one server: version words, and (where it cannot map) memory for the parameters."""
+
+    versions: bytes
+    parameters: bytes | None

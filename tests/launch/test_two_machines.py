@@ -1,0 +1,114 @@
+"""Two machines with one cable: network namespaces and a veth pair. Tensors cross over tcp; a cut cable ends the job."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tensorwire.testing.patience import patient
+from tests.sandbox import Program, Sandbox
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+TRAIN = """
+    import torch
+    torch.set_num_threads(1)
+    torch.manual_seed(job.rank)
+    net = torch.nn.Linear(300, 50)
+    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        net(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+    for i in range(2):
+        print(f"worker {job.rank} reaches server {i} by {job._worker.member.channel('server', i).device.name}")
+    print("sum", sum(p.detach().double().sum().item() for p in net.parameters()))
+"""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@dataclass
+class Machines:
+    """Two namespaces; ``run`` starts a node's launcher in its own."""
+
+    sandbox: Sandbox
+    names: tuple[str, str]
+    secret: Path
+
+    def run(self, script: str, node: int) -> Program:
+        enter = ["ip", "netns", "exec", self.names[node]]
+        launch = [shutil.which("tensorwire") or "tensorwire", "run", "--rendezvous", f"{ADDRESSES[0]}:29871"]
+        options = ["--nodes", "2", "--node", str(node), "--", "python", script]
+        program = [*enter, *launch, *options]
+        environment = {
+            "TENSORWIRE_SECRET_FILE": str(self.secret),
+            "TENSORWIRE_BEAT": "0.2",
+            "TENSORWIRE_LOST_AFTER": str(patient(2.0)),
+        }
+        return self.sandbox.start(*program, **environment)
+
+    def cut(self) -> None:
+        _ip("-n", self.names[0], "link", "set", "cable", "down")
+
+
+@pytest.fixture
+def machines(sandbox: Sandbox) -> Iterator[Machines]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2, to make network namespaces")
+    tag = secrets.token_hex(3)
+    names = (f"tw-{tag}-0", f"tw-{tag}-1")
+    secret = sandbox.folder / "secret"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    for name in names:
+        _ip("netns", "add", name)
+    try:
+        _ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                _ip("-n", name, "link", "set", device, "up")
+        yield Machines(sandbox, names, secret)
+        sandbox.close()
+    finally:
+        for name in names:
+            _ip("netns", "del", name)
+
+
+@pytest.mark.slow
+def test_training_on_two_machines(machines: Machines) -> None:
+    script = machines.sandbox.script(TRAIN)
+    programs = [machines.run(script, node) for node in (0, 1)]
+    results = [p.finish() for p in programs]
+    assert [(r.status, r.err) for r in results] == [(0, "")] * 2
+    for node, result in enumerate(results):
+        assert f"worker {node} reaches server {node} by shm" in result.out
+        assert f"worker {node} reaches server {1 - node} by tcp" in result.out
+    sums = {line for r in results for line in r.out.splitlines() if line.startswith("sum")}
+    assert len(sums) == 1
+    machines.sandbox.nothing_left()
+
+
+def test_a_cut_cable_ends_both_sides(machines: Machines) -> None:
+    script = machines.sandbox.script(
+        "job.barrier(); print('together'); job._worker.member.client.lookup('nothing', 600.0)"
+    )
+    programs = [machines.run(script, node) for node in (0, 1)]
+    for program in programs:
+        program.expect("together")
+    machines.cut()
+    first, second = (p.finish() for p in programs)
+    assert first.status != 0
+    assert "sent no heartbeat" in first.message()
+    assert second.status != 0
+    assert "tensorwire: the coordinator is gone" in second.message()
+    machines.sandbox.all_gone()

@@ -1,0 +1,113 @@
+"""Who sends first, and what becomes of errors, with transfers that are done when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tensorwire.device import Completion
+from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.store.send_window import SendWindow
+
+
+class Transfer(Completion):
+    """Done once ``arrive()`` was called."""
+
+    def __init__(self, done: bool = False) -> None:
+        self._done = done
+        self._call: Callable[[Completion], object] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self, timeout: float = 60.0) -> None:
+        assert self._done
+
+    def _call_when_done(self, call: Callable[[Completion], object]) -> None:
+        self._call = call
+
+    def arrive(self) -> None:
+        self._done = True
+        assert self._call is not None
+        self._call(self)
+
+
+class Link:
+    """What was sent, by urgency, and its transfers."""
+
+    def __init__(self, ahead: int) -> None:
+        self.send_window = SendWindow(ahead)
+        self.sent: list[int] = []
+        self.transfers: list[Transfer] = []
+        self.broken = False
+
+    def submit(self, urgency: int, nbytes: int = 10, *, at_once: bool = False) -> None:
+        def send() -> Completion:
+            if self.broken:
+                raise PeerLost("gone")
+            self.sent.append(urgency)
+            self.transfers.append(Transfer(at_once))
+            return self.transfers[-1]
+
+        self.send_window.submit((urgency, 0), nbytes, send)
+
+
+def test_the_most_urgent_overtakes_all_that_was_not_handed_over() -> None:
+    link = Link(ahead=20)
+    for urgency in (9, 8, 7, 6, 1):
+        link.submit(urgency)
+    assert link.sent == [9, 8]
+    link.transfers[0].arrive()
+    assert link.sent == [9, 8, 1]
+    link.submit(2)
+    link.transfers[1].arrive()
+    link.transfers[2].arrive()
+    assert link.sent == [9, 8, 1, 2, 6]
+
+
+def test_among_equals_the_first_goes_first_and_a_large_one_holds_up_the_rest() -> None:
+    link = Link(ahead=20)
+    for nbytes in (10, 100, 10, 10):
+        link.submit(5, nbytes)
+    assert len(link.sent) == 2
+    link.transfers[0].arrive()
+    assert len(link.sent) == 2
+    link.transfers[1].arrive()
+    assert len(link.sent) == 4
+
+
+def test_what_is_done_at_once_takes_no_stack() -> None:
+    link = Link(ahead=10)
+    link.submit(0)
+    for urgency in range(1, 2000):
+        link.submit(urgency, at_once=True)
+    link.transfers[0].arrive()
+    assert link.sent == list(range(2000))
+
+
+def test_flush_waits_until_everything_has_arrived() -> None:
+    link = Link(ahead=10)
+    link.send_window.flush(0)
+    link.submit(1)
+    link.submit(2)
+    with pytest.raises(WaitTimeout):
+        link.send_window.flush(0)
+    link.transfers[0].arrive()
+    with pytest.raises(WaitTimeout):
+        link.send_window.flush(0)
+    link.transfers[1].arrive()
+    link.send_window.flush(0)
+
+
+def test_an_error_comes_out_of_the_next_call_and_nothing_more_is_sent() -> None:
+    link = Link(ahead=10)
+    link.submit(1)
+    link.submit(2)
+    link.broken = True
+    link.transfers[0].arrive()
+    for call in (lambda: link.submit(3), lambda: link.send_window.flush(0)):
+        with pytest.raises(PeerLost, match="gone"):
+            call()
+    assert link.sent == [1]
