@@ -221,7 +221,7 @@ def test_unplace_takes_back_all_of_place_but_one_function(sandbox: Sandbox) -> N
             hooked = [bool(m._forward_hooks or m._forward_pre_hooks) for m in net]
             print(kinds, hooked, builder.infer_subclass_type is stock)
         look()
-        tw.torch.place(net, {"0": "worker:0", "1": "worker:1"}, host="worker:0")
+        tw.torch.place(net, {"0": 0, "1": 1}, worker=0)
         look()
         tw.torch.unplace(net, state)
         look()

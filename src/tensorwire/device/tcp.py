@@ -64,7 +64,7 @@ class TcpDevice(Device):
     """Transfers over TCP, which a native thread of the target carries out.
 
     Args:
-        host: The IP address to listen on; by default only this machine can connect.
+        interface: The IP address to listen on; by default only this machine can connect.
         port: The port to listen on; 0: any that is free.
         heartbeat: Seconds between two signs of life of this process, 0.001 to 3600.
         lost_after: Seconds of silence after which a peer is lost; at least twice ``heartbeat``.

@@ -80,7 +80,7 @@ class VerbsDevice(Device):
 
     Raises:
         VerbsUnavailable: This machine or process cannot do RDMA now; the message says what is missing.
-        ArgumentError: A setting is out of range, or it cannot listen on ``host``.
+        ArgumentError: A setting is out of range, or it cannot listen on ``interface``.
     """
 
     name = "verbs"
