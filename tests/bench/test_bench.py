@@ -30,7 +30,8 @@ def test_device(sandbox: Sandbox) -> None:
     assert len(divided) == 3  # ours on tcp: with 64 bytes two modes, with 1 MiB one
     for details in divided:
         assert details.keys() == {"calling", "waiting", "sleeps", "wake_ups"}
-        assert 0 < details["calling"] < details["calling"] + details["waiting"]
+        assert details["calling"] > 0
+        assert details["waiting"] >= 0  # what is left of a whole write: none, if those that were divided were slow
     assert result.out.count(" in write(), ") == len(divided)
     built = {path.name.split("-")[0] for path in (sandbox.folder / "cache/tensorwire/bench").iterdir()}
     assert built == {"memory", "sockets"}
