@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -259,6 +260,22 @@ def test_a_worker_that_fails_ends_the_call_of_the_others(how: str, device: str) 
     assert ended.cause is not None
     assert told[how] in str(ended.cause)
     assert ended.errors[0].startswith(f"JobEnded: {told[how]}"), ended.errors[0]
+
+
+def calls_too_late(job: tw.Job) -> None:
+    job.all_reduce(torch.ones(LARGE))  # which opens the devices
+    if job.rank == 1:
+        raise ValueError("broken data")
+    worker = job._worker
+    worker.member.client.ended.wait(60.0)
+    collectives.Collectives._turn = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign,assignment]
+    job.all_reduce(torch.ones(LARGE))
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_call_after_the_end_says_why_the_job_ended(device: str) -> None:
+    ended = run_job(calls_too_late, servers=0, device=device)
+    assert ended.errors[0].startswith("JobEnded: worker 1 raised ValueError: broken data"), ended.errors[0]
 
 
 def finishes(job: tw.Job, _: str) -> None:

@@ -72,7 +72,7 @@ class Collectives:
                 if small := packed.nbytes <= SMALL_BYTES:
                     data = np.zeros(packed.nbytes, np.uint8)
                 else:
-                    data, offer = offers.enter_context(self._carrier.offer(packed.nbytes))
+                    data, offer = self._offer(offers, packed.nbytes)
                 packed.write(data)
                 tree = len(packed.tree)
                 parcel = Parcel(data.tobytes(), None, tree) if small else Parcel(b"", offer, tree)
@@ -108,7 +108,8 @@ class Collectives:
         bounds = [size * (form.count * rank // self._workers) for rank in range(self._workers + 1)]
         shares = list(itertools.starmap(slice, itertools.pairwise(bounds)))
         mine = shares[self._rank]
-        with self._carrier.offer(data.nbytes) as (own, offer):
+        with contextlib.ExitStack() as offers:
+            own, offer = self._offer(offers, data.nbytes)
             own[:] = data
             parcels = self._meet(call, Parcel(offer=offer), timeout)
             values = [np.empty(mine.stop - mine.start, np.uint8) for _ in parcels]
@@ -125,6 +126,13 @@ class Collectives:
                     self._fetch(rank, parcel, shares[rank].start, result[shares[rank]], end)
             self._together("read", end)
         return result
+
+    def _offer(self, offers: contextlib.ExitStack, nbytes: int) -> tuple[Bytes, Offer]:
+        """As `Carrier.offer`, until ``offers`` is left. Raises `JobEnded` where the devices were closed by that."""
+        try:
+            return offers.enter_context(self._carrier.offer(nbytes))
+        except PeerLost as error:
+            raise self._member.explain(error) from None
 
     def _read(self, rank: int, parcel: Parcel, end: float) -> Bytes:
         if parcel.offer is None:

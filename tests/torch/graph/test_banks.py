@@ -113,9 +113,12 @@ def test_memory_of_tensors_of_any_size_is_used_again(device: Callable[[], Device
         lambda x: ((x + 1).t(),), torch.ones(3, 5), InputOrigin("saved", WORKERS[:1]), symbolic=True
     )
 
+    step_by_step = threading.Barrier(2)  # a worker that runs ahead would need more memory
+
     def run(group: WorkerGroup) -> int:
         runs = Runs(group, module, analysis)
         for step in range(20):
+            step_by_step.wait(60.0)
             if step == 10:
                 before = counters.snapshot()
             runs(torch.ones(50_000 + step, 5), lambda results: None)
