@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,13 +17,12 @@ import grpc
 import numpy
 
 from tensorwire.control import Member
-from tensorwire.device import Device
-from tensorwire.edge import Pool, Spec
+from tensorwire.edge import Spec
 from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.plan import Plan
-from tensorwire.graph.wires import Wires, make_pool
+from tensorwire.graph.wires import Wires
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters, spans
 from tensorwire.observe.edge_names import edge_of
@@ -108,18 +106,9 @@ class RpcWires(Wires):
     """The same over calls, made as `Wires` is. Memory is ordinary memory, made anew where a tensor is unpacked."""
 
     def __init__(
-        self,
-        calls: Calls,
-        plan: Plan,
-        me: str,
-        member: Member,
-        number: int,
-        timeout: float,
-        borrowed: Collection[tuple[str, str]] = (),
-        plans: Callable[[], int] = int,
-        pools: Callable[[Device], Pool] = make_pool,
+        self, calls: Calls, plan: Plan, me: str, member: Member, number: int, timeout: float, *_: object
     ) -> None:
-        # Not the base's: it would register memory and make it known.
+        # Not the base's, which takes more: it would register memory and make it known.
         self.plan, self.me, self._number, self._timeout = plan, me, number, timeout
         self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
         self.run = 0

@@ -26,7 +26,6 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import size_text
 from tensorwire.trace.parts import ProcessTrace, parts_of_trace, typical
 
-WORKLOADS = tuple(MODELS)
 PEERS = ("ddp", "grpc")
 # Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
 ROOM = {"overlap": 1.5, "ddp": 1.25, "grpc": 2.5}

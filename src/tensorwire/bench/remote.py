@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from tensorwire.addresses import address_text
 from tensorwire.control.address import split_address
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, ProtocolError
@@ -74,9 +75,9 @@ def listen(where: str) -> None:
     except OSError as error:
         raise ArgumentError(f"cannot listen on {where}: {error.strerror or error}") from None
     with listener:
-        told = f"[{host}]" if ":" in host else host
-        print(f"listening on {told}:{listener.getsockname()[1]}; on the other machine, with the same secret:")
-        print(f"  tensorwire bench device --device verbs --connect {told}:{listener.getsockname()[1]}", flush=True)
+        address = address_text(host, listener.getsockname()[1])
+        print(f"listening on {address}; on the other machine, with the same secret:")
+        print(f"  tensorwire bench device --device verbs --connect {address}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 sock, _ = listener.accept()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorwire._native import close_on_fork, forget_fd
+from tensorwire.addresses import address_text
 from tensorwire.control import frames
 from tensorwire.control.authentication import GREETING_SECONDS, Authenticator
 from tensorwire.control.book import Book
@@ -94,11 +95,7 @@ class Coordinator:
         self._authenticator = Authenticator(secret)
         self._book = Book({"worker": workers, "server": servers}, self._fail)
         listener = listen(interface, port)
-        self.address = (
-            f"[{interface}]:{listener.getsockname()[1]}"
-            if ":" in interface
-            else f"{interface}:{listener.getsockname()[1]}"
-        )
+        self.address = address_text(interface, listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="tensorwire-coordinator", daemon=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory, open_socket
+from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import (
@@ -143,7 +144,7 @@ class TcpDevice(Device):
             raise
 
     def _open(self, sock: socket.socket, peer: TcpAddress) -> Channel:
-        life = Life(self.life, _in_words(peer.interface, peer.port))
+        life = Life(self.life, address_text(peer.interface, peer.port))
         connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
         channel = TcpChannel(self, connection, life, peer.device)
         with self._lock:
@@ -154,7 +155,7 @@ class TcpDevice(Device):
         # One who announces no signs of life gets none, and is not watched.
         terms = purpose[len(_PURPOSE) :]
         device, beat = _TERMS.unpack(terms) if len(terms) == _TERMS.size else (0, 0)
-        life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
+        life = Life(self.life, address_text(*sock.getpeername()[:2]), inbound=True)
         self._engine.connect(_release(sock), False, life, device, beat / 1000)
 
     def _bind(self, memory: Memory) -> None:
@@ -351,7 +352,3 @@ def _release(sock: socket.socket) -> int:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock.detach()
-
-
-def _in_words(interface: str, port: int) -> str:
-    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"

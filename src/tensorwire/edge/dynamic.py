@@ -14,7 +14,7 @@ from typing import Any
 from tensorwire._native import Hold, Memory
 from tensorwire.device import Channel, Completion, RemoteView, View
 from tensorwire.device.region import Access
-from tensorwire.edge.header import TENSOR, Header, Value, pack_error, pack_tensor, pack_value
+from tensorwire.edge.header import MOST_BYTES, TENSOR, Header, Value, pack_error, pack_tensor, pack_value
 from tensorwire.edge.pool import Lease, Pool
 from tensorwire.edge.received import Received, value_of
 from tensorwire.edge.ring import Flight, Ring, RingConsumer, RingProducer
@@ -22,8 +22,6 @@ from tensorwire.edge.static import DEFAULT_TIMEOUT
 from tensorwire.edge.tensor import Spec, check_tensor, copy_tensor
 from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError
 from tensorwire.observe import counters
-
-_ANY = 2**63
 
 
 class DynamicProducer:
@@ -188,7 +186,7 @@ class DynamicConsumer:
         """
         ring = self._ring
         end = time.monotonic() + timeout
-        slot, header = ring.look(step, _ANY, timeout)
+        slot, header = ring.look(step, MOST_BYTES, timeout)
         if header.kind != TENSOR:
             ring.accept(step)
             ring.give_back(slot)

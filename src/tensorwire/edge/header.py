@@ -20,7 +20,7 @@ from tensorwire.errors import ArgumentError, ProtocolError
 HEADER = 256  # bytes; what follows is aligned like the slot
 TEXT = 1024  # bytes of a string or of an error's message, in UTF-8
 MOST_DIMENSIONS = 8
-_MOST_BYTES = 2**63  # so that no length or offset overflows, in whatever reads it
+MOST_BYTES = 2**63  # of a payload: so that no length or offset overflows, in whatever reads it
 
 _MAGIC = b"TWEH"
 _VERSION = 2
@@ -92,7 +92,7 @@ def _described(spec: Spec) -> tuple[bytes, int, bytes]:
     if rank > MOST_DIMENSIONS:
         raise ArgumentError(f"an edge carries tensors of up to {MOST_DIMENSIONS} dimensions, not {spec}: reshape it")
     strides = contiguous(spec.shape) if spec.strides is None else spec.strides
-    if _reach(spec) >= _MOST_BYTES or any(stride >= _MOST_BYTES for stride in strides):
+    if _reach(spec) >= MOST_BYTES or any(stride >= MOST_BYTES for stride in strides):
         raise ArgumentError(f"a tensor of an edge has less than 2**63 bytes, also without its empty dimensions: {spec}")
     rest = (0,) * (MOST_DIMENSIONS - rank)
     return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _SHAPE.pack(*spec.shape, *rest, *strides, *rest)
@@ -208,7 +208,7 @@ def _spec(described: bytes, nbytes: int, packed: bytes) -> Spec:
     if dtype >= len(_NAMES) or rank > MOST_DIMENSIONS or any(lengths[rank:]) or any(strides[rank:]):
         raise ProtocolError(f"malformed header: dtype {dtype}, lengths {lengths} and strides {strides} of rank {rank}")
     spec = Spec(lengths[:rank], _NAMES[dtype], strides[:rank])
-    if _reach(spec) >= _MOST_BYTES or max(strides) >= _MOST_BYTES or spec.nbytes != nbytes:
+    if _reach(spec) >= MOST_BYTES or max(strides) >= MOST_BYTES or spec.nbytes != nbytes:
         raise ProtocolError(f"malformed header: {nbytes} bytes for {spec}")
     return spec
 

@@ -118,9 +118,8 @@ class Inflow:
         self._landings: dict[int, Region] = {}
         self._mapped_regions: dict[int, Memory] = {}  # of payloads of any size
         self._now: Held | None = None
-        self._owed: collections.deque[tuple[int, int]] = (
-            collections.deque()
-        )  # banks that were let go of, and their runs
+        # Banks that were let go of, and their runs.
+        self._owed: collections.deque[tuple[int, int]] = collections.deque()
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
             self._lent = {edge: hold(memoryview(region)) for edge, region in self._landings.items()}

@@ -30,7 +30,7 @@ from tensorwire._native import Hold
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region
 from tensorwire.edge import Lease, Pool, Spec
-from tensorwire.edge.header import HEADER, Header, pack_tensor, step_of, unpack
+from tensorwire.edge.header import HEADER, MOST_BYTES, Header, pack_tensor, step_of, unpack
 from tensorwire.errors import WaitTimeout
 from tensorwire.graph.bank import Bank, Held, Ledger, hold, too_many
 from tensorwire.graph.inflow import BANKS, POLL, Door, Inflow
@@ -41,7 +41,6 @@ from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 MOST_DYNAMIC = 1 << 40  # bytes of a pool: as much as there is memory
-_ANY = 2**63
 Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
 
 
@@ -309,7 +308,7 @@ class Wires:
         edge, source, start = self.plan.edges[index], self._in[self.plan.edges[index].source], clock()
         assert edge.slot is not None
         held = source.receive(index, self.run, self._timeout)
-        header = unpack(held.data, edge.slot + HEADER * edge.targets.index(self.me), _ANY)
+        header = unpack(held.data, edge.slot + HEADER * edge.targets.index(self.me), MOST_BYTES)
         payload = source.payload(header, held, self._timeout)
         spans.add("wait", self.run, start, clock(), self.what[index])
         assert header.spec is not None  # a region goes with a tensor

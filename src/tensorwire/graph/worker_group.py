@@ -49,8 +49,10 @@ class WorkerGroup:
         return wires
 
     def _pool(self, device: Device) -> Pool:
-        """One a device, for all plans."""
-        return self._pools.setdefault(device.name, make_pool(device))
+        """The one of ``device``, for all plans."""
+        if device.name not in self._pools:
+            self._pools[device.name] = make_pool(device)
+        return self._pools[device.name]
 
     def leave(self) -> None:
         """Returns when no worker runs a graph any more; what this one has is in use until then.

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tensorwire.addresses import address_text
 from tensorwire.control.address import split_address
 from tensorwire.control.coordinator import Report
 from tensorwire.errors import ArgumentError
@@ -85,8 +86,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, interface, self._registry)
         except OSError as error:
             raise ArgumentError(f"--metrics cannot listen on {interface}:{port}: {error.strerror or error}") from None
-        shown = f"[{interface}]" if ":" in interface else interface
-        self.address = f"http://{shown}:{self._server.server_port}/metrics"
+        self.address = f"http://{address_text(interface, self._server.server_port)}/metrics"
 
     def serve(self, collector: Collector) -> None:
         """From now on ``collector`` answers."""

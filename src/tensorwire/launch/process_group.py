@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from tensorwire.addresses import address_text
 from tensorwire.control.address import split_address
 from tensorwire.device.interfaces import interface_address
 from tensorwire.errors import ArgumentError, Unsupported
@@ -74,7 +75,7 @@ class ProcessGroup:
             master_listen_fd=listener.detach(),
             timeout=timeout,
         )
-        self._share(f"[{self._address}]:{port}" if ":" in self._address else f"{self._address}:{port}")
+        self._share(address_text(self._address, port))
         return store
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from tensorwire._native import Life, Memory, Monitor, open_socket
+from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import (
@@ -174,7 +175,7 @@ class VerbsDevice(Device):
             raise
 
     def _open(self, sock: socket.socket, where: VerbsAddress) -> Channel:
-        life = Life(self.life, _in_words(where.interface, where.port))
+        life = Life(self.life, address_text(where.interface, where.port))
         connection = Connection(self._nic, self._settings, sock, life, where.device)
         try:
             connection.open()
@@ -201,7 +202,7 @@ class VerbsDevice(Device):
 
     def _greet(self, sock: socket.socket, purpose: bytes) -> None:
         (device,) = _TERMS.unpack(purpose[len(_PURPOSE) :])
-        life = Life(self.life, _in_words(*sock.getpeername()[:2]), inbound=True)
+        life = Life(self.life, address_text(*sock.getpeername()[:2]), inbound=True)
         connection = Connection(self._nic, self._settings, sock, life, device, inbound=True)
         with self._lock:
             self._check_open()
@@ -497,7 +498,3 @@ def _socket(interface: str) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return sock
-
-
-def _in_words(interface: str, port: int) -> str:
-    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tensorwire.edge import Spec
-from tensorwire.edge.header import HEADER, unpack
+from tensorwire.edge.header import HEADER, MOST_BYTES, unpack
 from tensorwire.edge.tensor import contiguous
 from tensorwire.errors import ProtocolError
 from tensorwire.graph import Edge
@@ -22,7 +22,6 @@ from tensorwire.torch.graph.memory.target import over
 from tensorwire.torch.graph.placement.remote_tensor import reserve
 
 Receive = Callable[[], Any]
-_ANY = 2**63
 
 
 def number(wires: Wires, index: int, at: int) -> Receive:
@@ -78,7 +77,7 @@ def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: s
 
     def receive() -> torch.Tensor:
         held = wires.receive(index)
-        spec = _spec(edge, unpack(held.data, at, _ANY).spec)
+        spec = _spec(edge, unpack(held.data, at, MOST_BYTES).spec)
         if math.prod(spec.shape) * dtype.itemsize > most:
             stayed.add(edge.name)
             return reserve(spec.shape, spec.strides or contiguous(spec.shape), dtype)
