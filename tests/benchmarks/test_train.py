@@ -33,7 +33,7 @@ def test_layers_computed_elsewhere_have_vgg16s_tensors() -> None:
     assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
 
 
-@pytest.mark.parametrize("name", training.WORKLOADS)
+@pytest.mark.parametrize("name", training.MODELS)
 def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     torch.manual_seed(0)
     model = elsewhere.MODELS[name]

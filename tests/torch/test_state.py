@@ -456,8 +456,11 @@ def ask_at_once(job: tw.Job) -> bool:
         optimizer.step()
     gc.disable()
     states = [[optimizer.state_dict() for optimizer in optimizers] for _ in range(2)]
+    job.barrier()  # nobody asks while anybody counts
     files = len(list(Path("/proc/self/fd").iterdir()))
+    job.barrier()
     states += [[optimizer.state_dict() for optimizer in optimizers] for _ in range(6)]
+    job.barrier()
     assert len(list(Path("/proc/self/fd").iterdir())) == files  # what an ask opened is gone with it
     return all(same(state, states[0][0]) for both in states for state in both)
 
