@@ -1,7 +1,7 @@
-"""The wires of a graph over gRPC: each tensor that crosses is serialised, sent by a call of its own, and unpacked.
+"""The edges of a graph over gRPC: each tensor that crosses is serialised, sent by a call of its own, and unpacked.
 
 What the papers compare with, on the same plans and the same partitions as Tensorwire's own ``copy``. `install` puts it
-in the place of the product's wires; it sends tensors whose shapes are known in the plan.
+in the place of the product's edges; it sends tensors whose shapes are known in the plan.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy
 
+from tensorwire._native import Hold
 from tensorwire.control import Member
+from tensorwire.device import LoopbackDevice
 from tensorwire.edge import Spec
+from tensorwire.edge.bank import Bank, hold_all
+from tensorwire.edge.group import EdgeGroup
 from tensorwire.edge.header import HEADER, Header, pack_tensor, unpack
+from tensorwire.edge.peers import Peers
 from tensorwire.errors import PeerLost, WaitTimeout
-from tensorwire.graph.bank import Bank, Held, hold
 from tensorwire.graph.plan import Plan
-from tensorwire.graph.wires import Wires
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters, spans
-from tensorwire.observe.edge_names import edge_of
 from tensorwire.observe.spans import clock
 
 _HEAD = struct.Struct("<IIQQ")  # plan, edge, run, bytes of a header in front of the payload
@@ -36,12 +38,13 @@ _OPTIONS = [
     ("grpc.optimization_target", "throughput"),
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
 ]
+TIMEOUT = 600.0  # seconds to wait for a tensor, or for an answer
 _LOOK = 0.05  # seconds between looks whether the job still goes on
 
 
 def install(group: WorkerGroup) -> None:
     """Has the graphs of ``group`` send by calls from now on."""
-    group.make_wires = partial(RpcWires, Calls(group.member))
+    group.make_edges = partial(RpcEdges, Calls(group.member))
 
 
 class Calls:
@@ -102,60 +105,57 @@ class Calls:
         self._channels.clear()
 
 
-class RpcWires(Wires):
-    """The same over calls, made as `Wires` is. Memory is ordinary memory, made anew where a tensor is unpacked."""
+class RpcEdges(EdgeGroup):
+    """The same over calls. Memory is ordinary memory, made anew where a tensor is unpacked."""
 
-    def __init__(
-        self, calls: Calls, plan: Plan, me: str, member: Member, number: int, timeout: float, *_: object
-    ) -> None:
-        # Not the base's, which takes more: it would register memory and make it known.
-        self.plan, self.me, self._number, self._timeout = plan, me, number, timeout
-        self.what = [edge_of(plan.name, edge.name) for edge in plan.edges]  # in spans
-        self.run = 0
-        self._calls = calls
-        self._outbox = numpy.empty(dict(plan.outbox)[me], numpy.uint8).data
-        self.bank = Bank(0, self._outbox)
-        self.held = hold(self._outbox)
+    def __init__(self, calls: Calls, plan: Plan, number: int, peers: Peers) -> None:
+        # Not the base's: it would register memory and make it known.
+        self.edges, self.me, self._peers, self._number = plan.edges, peers.me, peers, number
+        self.labels = [f"{peers.name}, {edge.name}" for edge in plan.edges]  # in spans
+        self.step = 0
+        self._calls, self._device = calls, LoopbackDevice()
+        region = self._device.allocate(dict(plan.outbox)[peers.me])
+        self.bank, self.held, self._outbox = Bank(0, region), hold_all(region), memoryview(region)
         self._sent: list[Any] = []
         self._headers: dict[int, Header] = {}  # of this run, by edge: those that were received
 
-    def begin(self) -> None:
-        self.run += 1
+    def begin(self, timeout: float | None = None) -> None:
+        self.step += 1
         self._headers.clear()
 
     def describe(self, index: int, spec: Spec, at: int) -> None:
-        pack_tensor(self._outbox, self._header_at(index), self.run, spec, offset=at)
+        pack_tensor(self._outbox, self._header_at(index), self.step, spec, offset=at)
 
-    def described(self, index: int, held: Held) -> Header | None:
+    def described(self, index: int, held: Hold) -> Header | None:
         return self._headers.get(index)
 
     def _header_at(self, index: int) -> int:
-        at = self.plan.edges[index].header
+        at = self.edges[index].header
         assert at is not None
         return at
 
     def send(self, index: int, nbytes: int, at: int | None = None) -> None:
         """Serialises edge ``index`` and calls each of its targets."""
-        edge, start = self.plan.edges[index], clock()
+        edge, start = self.edges[index], clock()
         assert edge.slot is not None
         header = b"" if at is None else bytes(self._outbox[self._header_at(index) :][:HEADER])
         at = edge.slot + edge.offset if at is None else at
         for worker in edge.targets:
-            future = self._calls.call(worker, self._number, index, self.run, self._outbox[at : at + nbytes], header)
+            future = self._calls.call(worker, self._number, index, self.step, self._outbox[at : at + nbytes], header)
             self._sent.append(future)
             if spans.enabled:
                 self._trace(future, index)
-        spans.add("push", self.run, start, clock(), self.what[index])
+        spans.add("push", self.step, start, clock(), self.labels[index])
 
     def _trace(self, call: Any, index: int) -> None:
-        run, start = self.run, clock()
-        call.add_done_callback(lambda _: spans.add("transfer", run, start, clock(), self.what[index]))
+        step, start = self.step, clock()
+        call.add_done_callback(lambda _: spans.add("transfer", step, start, clock(), self.labels[index]))
 
-    def receive(self, index: int) -> Held:
+    def receive(self, index: int, timeout: float | None = None) -> Hold:
         """Waits for the call of edge ``index``, and unpacks it into memory of its own."""
-        edge, start = self.plan.edges[index], clock()
+        edge, start = self.edges[index], clock()
         assert edge.slot is not None
-        header, payload = self._calls.take(self._number, index, self.run, self._timeout)
+        header, payload = self._calls.take(self._number, index, self.step, TIMEOUT)
         at = edge.slot + edge.offset
         if header:
             self._headers[index] = found = unpack(header, 0, payload.nbytes, 1 << 62)
@@ -163,8 +163,8 @@ class RpcWires(Wires):
         memory = numpy.empty(at + payload.nbytes, numpy.uint8)  # pages in front of it are never touched
         memory[at:] = payload
         counters.add(copies=1, copied_bytes=payload.nbytes)
-        spans.add("wait", self.run, start, clock(), self.what[index])
-        return hold(memory.data)
+        spans.add("wait", self.step, start, clock(), self.labels[index])
+        return cast(Hold, memory)  # it is read as any buffer is
 
     def end(self) -> None:
         """Waits until every call of this run was answered. Raises `PeerLost`."""
@@ -172,13 +172,14 @@ class RpcWires(Wires):
         start = clock()
         try:
             for future in sent:
-                future.result(self._timeout)
+                future.result(TIMEOUT)
         except grpc.RpcError as error:
             raise PeerLost(f"rpc: a call failed: {error.code().name}") from None
-        spans.add("push", self.run, start, clock(), edge_of(self.plan.name, "answers"))
+        spans.add("push", self.step, start, clock(), f"{self._peers.name}, answers")
 
-    def plan_another(self, number: int) -> None:
+    def announce(self, number: int) -> None:
         """The workers of a benchmark make the same plans: nobody waits for news of them."""
 
     def close(self) -> None:
         self._calls.close()
+        self._device.close()

@@ -9,7 +9,6 @@
     ├── OutOfMemory (MemoryError)       registered memory that cannot be had, or is above the limit
     ├── DeviceError
     │   ├── RemoteAccessError           the target refused: wrong key, out of range, read-only, closed
-    │   ├── ContentMismatch             a checked edge: what lies in the slot is not what was sent
     │   ├── RegionClosed                a local region was used after close()
     │   ├── PeerLost (ConnectionError)  the process at the other end is gone
     │   ├── VerbsUnavailable            no RDMA here and now: library, device, port, address or permission is missing
@@ -21,7 +20,6 @@
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
     ├── JobEnded                        the job ended; says who ended it and why
     │   └── WorkerFinished              a worker was done while this one went on with another step
-    ├── ProducerFailed                  an edge: its producer failed to make what was to be sent; has its message
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
@@ -34,7 +32,6 @@ __all__ = [
     "AlreadyPublished",
     "ArgumentError",
     "AuthenticationError",
-    "ContentMismatch",
     "ControlError",
     "DeviceError",
     "GradientModified",
@@ -46,7 +43,6 @@ __all__ = [
     "ParameterModified",
     "PeerLost",
     "PlanMismatch",
-    "ProducerFailed",
     "ProtocolError",
     "RegionClosed",
     "RemoteAccessError",
@@ -84,10 +80,6 @@ class DeviceError(TensorwireError):
 
 class RemoteAccessError(DeviceError):
     """The target refused an operation; its memory is untouched and the channel lives on."""
-
-
-class ContentMismatch(DeviceError):
-    """A checked edge: what lies in the slot is not what was sent. Its memory may hold anything."""
 
 
 class RegionClosed(DeviceError):
@@ -132,10 +124,6 @@ class JobEnded(TensorwireError):
 
 class WorkerFinished(JobEnded):
     """A worker was done while this one went on: give all the same number of steps, or use ``job.uneven()``."""
-
-
-class ProducerFailed(TensorwireError):
-    """What an edge was to carry could not be made. Raised at its consumer, with the producer's message."""
 
 
 class GradientModified(TensorwireError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.device import Channel, Device, LoopbackDevice, Region, ShmDevice, TcpDevice
-from tensorwire.edge import TRAILER, CheckedConsumer, CheckedProducer, Consumer, Producer, Spec, Word
+from tensorwire.edge import Consumer, Producer, Spec, Word
 
 KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
 FIRST = 64  # where the slots begin: behind the arrival word
@@ -22,11 +22,8 @@ class Pair:
     back: Channel
 
 
-def make_edge(
-    pair: Pair, depth: int, nbytes: int, *, checked: bool = False, spec: Spec | None = None
-) -> tuple[Producer, Consumer, Region]:
-    """An edge with slots for ``nbytes`` of payload; the region that its slots lie in."""
-    size = nbytes + TRAILER * checked
+def make_edge(pair: Pair, depth: int, size: int, *, spec: Spec | None = None) -> tuple[Producer, Consumer, Region]:
+    """An edge with slots of ``size`` bytes; the region that its slots lie in."""
     inbox = pair.consumer.allocate(FIRST + depth * size)
     credits_ = pair.producer.allocate(64)
     remote = inbox.remote()
@@ -34,7 +31,7 @@ def make_edge(
     if not pair.producer.capabilities.maps:
         staging = pair.producer.allocate(depth * size)
         options["source"] = [staging.view(i * size, size) for i in range(depth)]
-    producer = (CheckedProducer if checked else Producer)(
+    producer = Producer(
         pair.there,
         remote.view(0, 8),
         slots=[remote.view(FIRST + i * size, size) for i in range(depth)],
@@ -43,7 +40,5 @@ def make_edge(
     )
     slots = [memoryview(inbox)[FIRST + i * size : FIRST + (i + 1) * size] for i in range(depth)]
     credit = (pair.back, credits_.remote().view(0, 8))
-    consumer = (CheckedConsumer if checked else Consumer)(
-        Word(inbox, 0, pair.back), slots=slots, credit=credit, spec=spec
-    )
+    consumer = Consumer(Word(inbox, 0, pair.back), slots=slots, credit=credit, spec=spec)
     return producer, consumer, inbox

@@ -16,7 +16,7 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe import counters
 from tests.edge.edges import Pair
-from tests.edge.varying import EDGES, LIMIT, SECONDS, copied, make, make_dynamic, tensor_of
+from tests.edge.varying import EDGES, LIMIT, SECONDS, copied, make, make_dynamic
 
 SHORT_FLOATS = [name for name in DTYPES if name == "bfloat16" or name.startswith("float8")]
 
@@ -28,7 +28,7 @@ def sent(pair: Pair, kind: str, tensor: Any) -> Received:
     else:
         producer, consumer = make(kind, pair, 2, 1 << 16)  # type: ignore[assignment]
     copied(producer, 1, tensor)
-    return tensor_of(consumer.receive(1, SECONDS))
+    return consumer.receive(1, SECONDS)
 
 
 def example(dtype: str, *shape: int) -> torch.Tensor:
@@ -90,9 +90,9 @@ def test_short_floats_in_numpy_need_a_package(pair: Pair, monkeypatch: pytest.Mo
 def test_a_view_keeps_the_memory(pair: Pair, look: Any) -> None:
     producer, consumer = make("bounded", pair, 1, 800)
     copied(producer, 1, np.full(100, 1.5))
-    view = look(tensor_of(consumer.receive(1, SECONDS)))[10:]  # nothing else is left of it
+    view = look(consumer.receive(1, SECONDS))[10:]  # nothing else is left of it
     gc.collect()
-    with pytest.raises(TimeoutError, match="gave nothing back"):
+    with pytest.raises(TimeoutError, match="gave back nothing"):
         producer.fill(2, np.full(100, 2.5), 0.01)
     assert float(view.sum()) == 135.0
     del view
@@ -103,7 +103,7 @@ def test_a_view_keeps_the_memory(pair: Pair, look: Any) -> None:
 def test_memory_that_is_read_only_is_copied_or_refused(pair: Pair) -> None:
     producer, consumer = make_dynamic(pair, 2)
     copied(producer, 1, np.arange(5.0))
-    received = tensor_of(consumer.receive(1, SECONDS))
+    received = consumer.receive(1, SECONDS)
     if not received.memory.readonly:
         assert not pair.consumer.capabilities.maps
         return

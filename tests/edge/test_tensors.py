@@ -35,10 +35,10 @@ def loopback() -> Iterator[Pair]:
     b.close()
 
 
-def through(pair: Pair, tensor: Any, spec: Spec | None = None, *, checked: bool = False) -> bytes:
+def through(pair: Pair, tensor: Any, spec: Spec | None = None) -> bytes:
     """What arrives when ``tensor`` is sent."""
     nbytes = (spec or Spec.of(tensor)).nbytes
-    producer, consumer, _ = make_edge(pair, 1, nbytes, checked=checked, spec=spec)
+    producer, consumer, _ = make_edge(pair, 1, nbytes, spec=spec)
     producer.fill(1, tensor, SECONDS)
     producer.send(1)
     slot = consumer.receive(1, SECONDS)
@@ -63,9 +63,9 @@ def views(draw: st.DrawFn) -> np.ndarray[Any, Any]:
 
 
 @PROPERTY
-@given(array=views(), checked=st.booleans())
-def test_any_view_arrives_as_it_is(loopback: Pair, array: np.ndarray[Any, Any], checked: bool) -> None:
-    assert through(loopback, array, Spec.of(array), checked=checked) == array.tobytes()
+@given(array=views())
+def test_any_view_arrives_as_it_is(loopback: Pair, array: np.ndarray[Any, Any]) -> None:
+    assert through(loopback, array, Spec.of(array)) == array.tobytes()
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -84,16 +84,15 @@ def test_every_dtype_of_torch(loopback: Pair, dtype: str) -> None:
         assert through(loopback, empty, Spec.of(empty)) == b""
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_on_every_device(pair: Pair, checked: bool) -> None:
+def test_on_every_device(pair: Pair) -> None:
     array = np.arange(60_000, dtype=np.float32).reshape(300, 200)  # long enough to let go of the interpreter's lock
     before = counters.snapshot()
-    assert through(pair, array.T, Spec.of(array.T), checked=checked) == array.T.tobytes()
+    assert through(pair, array.T, Spec.of(array.T)) == array.T.tobytes()
     copied = counters.since(before)
     assert (copied.copies, copied.copied_bytes) == (1, array.nbytes)
     half = torch.randn(33, 7).to(torch.bfloat16)
-    assert through(pair, half[:, ::2], checked=checked) == bits(half[:, ::2])
-    assert through(pair, np.zeros((0, 3)), checked=checked) == b""
+    assert through(pair, half[:, ::2]) == bits(half[:, ::2])
+    assert through(pair, np.zeros((0, 3))) == b""
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -116,7 +115,6 @@ def test_tensors_without_memory_are_refused_by_every_kind() -> None:
 
 
 MEMORYLESS = """
-from tensorwire.edge import StripedProducer
 from tensorwire.errors import ArgumentError
 from tests.edge.edges import KINDS, Pair, make_edge
 from tests.edge.varying import make
@@ -124,10 +122,7 @@ from tests.memoryless import COUNT, WITHOUT_MEMORY
 nbytes = 4 * COUNT
 with KINDS["loopback"]() as a, KINDS["loopback"]() as b:
     pair = Pair(a, b, a.connect(b.address), b.connect(a.address))
-    remote = b.allocate(4096 + nbytes).remote()
-    arrivals = [remote.view(0, 8), remote.view(64, 8)]
-    producers = [StripedProducer(pair.there, arrivals, slots=[remote.view(4096, nbytes)])]
-    producers += [make_edge(pair, 1, nbytes, checked=checked)[0] for checked in (False, True)]
+    producers = [make_edge(pair, 1, nbytes)[0]]
     producers += [make(kind, pair, 2, nbytes)[0] for kind in ("bounded", "dynamic")]
     for producer in producers:
         for name, tensor in WITHOUT_MEMORY.items():
@@ -182,16 +177,16 @@ def test_specs_that_nothing_carries(shape: tuple[int, ...], dtype: str) -> None:
 FAR = """
 import hashlib, sys
 from tensorwire.device import RemoteRegion, ShmDevice, TcpDevice
-from tensorwire.edge import CheckedConsumer, Word
+from tensorwire.edge import Consumer, Word
 kind, sizes = sys.argv[1], [int(n) for n in sys.argv[2:]]
 with {"shm": ShmDevice, "tcp": TcpDevice}[kind]() as device:
-    inboxes = [device.allocate(64 + n + 16) for n in sizes]
+    inboxes = [device.allocate(64 + n) for n in sizes]
     print(device.address.hex(), *(r.remote().pack().hex() for r in inboxes), flush=True)
     address, credit = (bytes.fromhex(word) for word in input().split())
     channel = device.connect(address)
     for i, (n, inbox) in enumerate(zip(sizes, inboxes)):
         word = RemoteRegion.unpack(credit).view(8 * i, 8)
-        edge = CheckedConsumer(Word(inbox, 0, channel), slots=[inbox.view(64).buffer], credit=(channel, word))
+        edge = Consumer(Word(inbox, 0, channel), slots=[inbox.view(64).buffer], credit=(channel, word))
         print(hashlib.sha256(edge.receive(1, 60.0)).hexdigest(), flush=True)
         edge.release(1)
     sys.stdin.read()
@@ -201,7 +196,7 @@ with {"shm": ShmDevice, "tcp": TcpDevice}[kind]() as device:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_between_processes(kind: str) -> None:
     from tensorwire.device import RemoteRegion
-    from tensorwire.edge import TRAILER, CheckedProducer, Word
+    from tensorwire.edge import Producer, Word
 
     raw = torch.arange(5 * 1001, dtype=torch.uint8)
     tensors = [torch.zeros(0), raw[:1], raw.view(5, 1001).T[::3], raw[:5000].view(torch.bfloat16)[::7]]
@@ -218,8 +213,8 @@ def test_between_processes(kind: str) -> None:
         channel = device.connect(address)
         for i, (tensor, nbytes, packed) in enumerate(zip(tensors, sizes, remotes, strict=True)):
             inbox = RemoteRegion.unpack(packed)
-            source = [] if device.capabilities.maps else [device.allocate(nbytes + TRAILER).view()]
-            edge = CheckedProducer(
+            source = [] if device.capabilities.maps else [device.allocate(nbytes).view()]
+            edge = Producer(
                 channel,
                 inbox.view(0, 8),
                 slots=[inbox.view(64)],

@@ -11,24 +11,26 @@ from typing import Annotated, Any, Literal, overload
 
 import msgspec
 
-from tensorwire.device import Channel, Region, RemoteRegion, RemoteView
+from tensorwire.device import Channel, RemoteRegion
 from tensorwire.device.meeting import Meeting, exchange
 from tensorwire.device.region import Access
-from tensorwire.edge.bounded import BoundedConsumer, BoundedProducer
-from tensorwire.edge.checked import CheckedConsumer, CheckedProducer
-from tensorwire.edge.dynamic import DynamicConsumer, DynamicProducer
-from tensorwire.edge.ends import ConsumerEnd, InOrder, ProducerEnd
+from tensorwire.edge.bank import MOST_BANKS
+from tensorwire.edge.ends import ConsumerEnd, ProducerEnd, StaticConsumer, StaticProducer
+from tensorwire.edge.group import EdgeGroup
+from tensorwire.edge.header import HEADER
+from tensorwire.edge.peers import Peers
 from tensorwire.edge.pool import Pool
-from tensorwire.edge.ring import Ring
-from tensorwire.edge.static import TRAILER, Consumer, Producer, Word
-from tensorwire.edge.striped import StripedConsumer, StripedProducer, stripes
+from tensorwire.edge.static import Consumer, Producer, Word
 from tensorwire.edge.tensor import Spec
+from tensorwire.edge.varying import BoundedProducer, DynamicProducer, VaryingConsumer, collections
 from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.sizes import round_up
 
-_LINE = 64  # bytes between two words: no two share a cache line
+_LINE = 64  # bytes between two slots: no two share a cache line
 _PAGE = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Side = Literal["producer", "consumer"]
 
 
 class _Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,33 +38,48 @@ class _Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: Literal["static", "bounded", "dynamic"]
     depth: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    check: bool = False
     dtype: str = ""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)] = ()
     bound: Count = 0
 
 
-class _Offer(msgspec.Struct, frozen=True, tag="tensorwire edge 1", forbid_unknown_fields=True):
-    """One end's message: the edge, this end's side, the lanes of its channel, and the capability for its memory."""
+class _Offer(msgspec.Struct, frozen=True, tag="tensorwire edge 2", forbid_unknown_fields=True):
+    """One end's message: the edge, this end's side, and where its memory lies."""
 
     edge: _Edge
-    side: Literal["producer", "consumer"]
-    lanes: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    side: Side
     memory: bytes
 
 
 _offer = msgspec.msgpack.Decoder(_Offer)
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Both ends' memory, as this end sees it."""
+@overload
+def connect_edge(
+    channel: Channel, pipe: Meeting, side: Literal["producer"], *, spec: Spec, depth: int = ..., timeout: float = ...
+) -> StaticProducer:
+    """The sending end of a static edge."""
 
-    channel: Channel
-    edge: _Edge
-    here: Region
-    there: RemoteRegion
-    lanes: int  # that both channels have
+
+@overload
+def connect_edge(
+    channel: Channel, pipe: Meeting, side: Literal["producer"], *, bound: int, depth: int = ..., timeout: float = ...
+) -> BoundedProducer:
+    """The sending end of a bounded edge."""
+
+
+@overload
+def connect_edge(
+    channel: Channel,
+    pipe: Meeting,
+    side: Literal["producer"],
+    *,
+    depth: int = ...,
+    limit: int = ...,
+    access: Access = ...,
+    timeout: float = ...,
+) -> DynamicProducer:
+    """The sending end of a dynamic edge."""
 
 
 @overload
@@ -74,7 +91,6 @@ def connect_edge(
     spec: Spec | None = ...,
     bound: int | None = ...,
     depth: int = ...,
-    check: bool = ...,
     limit: int = ...,
     access: Access = ...,
     timeout: float = ...,
@@ -91,7 +107,6 @@ def connect_edge(
     spec: Spec | None = ...,
     bound: int | None = ...,
     depth: int = ...,
-    check: bool = ...,
     limit: int = ...,
     access: Access = ...,
     timeout: float = ...,
@@ -107,7 +122,6 @@ def connect_edge(
     spec: Spec | None = None,
     bound: int | None = None,
     depth: int = 2,
-    check: bool = False,
     limit: int = 1 << 30,
     access: Access = "read",
     timeout: float = 60.0,
@@ -115,7 +129,7 @@ def connect_edge(
     """One end of an edge to the process at the other end of ``channel``, which connects the other end.
 
     With ``spec`` the edge is static, with ``bound`` it is bounded, and with neither it is dynamic. Both processes name
-    the same ``spec``, ``bound``, ``depth`` and ``check``. Edges that share a pipe are connected in the same order by
+    the same ``spec``, ``bound`` and ``depth``. Edges that share a pipe are connected in the same order by
     both processes.
 
     Args:
@@ -125,7 +139,6 @@ def connect_edge(
         spec: Shape and dtype of every tensor.
         bound: The largest tensor, in bytes.
         depth: How many steps may be sent that the consumer has not given back.
-        check: Whether to send a checksum with each tensor (static edges).
         limit: The most registered memory for payload, in bytes, at each end that needs some (dynamic edges).
         access: What the consumer may do to payload that it looks at in the producer's memory (dynamic edges).
         timeout: Seconds to wait for the other process.
@@ -141,35 +154,28 @@ def connect_edge(
     """
     if side not in ("producer", "consumer"):
         raise ArgumentError(f"side is 'producer' or 'consumer', not {side!r}")
-    edge = _describe(spec, bound, depth, check)
-    here = channel.device.allocate(_nbytes(edge, channel, side))
-    try:
-        offer = _Offer(edge, side, len(channel.lanes), here.remote("write").pack())
-        theirs = _check(offer, exchange(pipe, msgspec.msgpack.encode(offer), timeout))
-        there = RemoteRegion.unpack(theirs.memory)
-        ends = _Ends(channel, edge, here, there, min(offer.lanes, theirs.lanes))
-        if side == "producer":
-            return _produce(ends, limit, access)
-        return _consume(ends, limit)
-    except BaseException:
-        here.close()
-        raise
+    edge = _describe(spec, bound, depth)
+    if spec is not None:
+        return _static(edge, spec, channel, pipe, side, timeout)
+    return _varying(edge, channel, pipe, side, limit, access, timeout)
 
 
-def _describe(spec: Spec | None, bound: int | None, depth: int, check: bool) -> _Edge:
+def _describe(spec: Spec | None, bound: int | None, depth: int) -> _Edge:
     if spec is not None and bound is not None:
         raise ArgumentError("an edge has a spec (static) or a bound (bounded), not both")
-    if check and spec is None:
-        raise ArgumentError("the content check is for static edges: name a spec")
-    if depth < 1:
-        raise ArgumentError(f"an edge has a depth of 1 or more, not {depth}")
+    if bound is not None and bound < 0:
+        raise ArgumentError(f"an edge is bounded by 0 bytes or more, not {bound}")
+    most = 1 << 20 if spec is not None else MOST_BANKS
+    if not 1 <= depth <= most:
+        raise ArgumentError(f"such an edge has a depth of 1 to {most}, not {depth}")
     if spec is not None:
-        return _Edge("static", depth, check, spec.dtype, spec.shape)
-    return _Edge("dynamic", depth) if bound is None else _Edge("bounded", depth, bound=Ring(depth, bound).bound)
+        return _Edge("static", depth, spec.dtype, spec.shape)
+    return _Edge("dynamic", depth) if bound is None else _Edge("bounded", depth, bound=bound)
 
 
-def _check(ours: _Offer, message: bytes) -> _Offer:
+def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:
     """The other end's offer. Raises `ProtocolError` or `ArgumentError`."""
+    message = exchange(pipe, msgspec.msgpack.encode(ours), timeout)
     try:
         theirs = _offer.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -185,81 +191,88 @@ def _check(ours: _Offer, message: bytes) -> _Offer:
     return theirs
 
 
-# ---- what lies where: a static edge's words and slots; a ring's layout is its own
+# ---- static: the consumer's memory has the arrival word and the slots, the producer's the credit and what is written
 
 
-def _spec(edge: _Edge) -> Spec:
-    return Spec(edge.shape, edge.dtype)
+def _static(
+    edge: _Edge, spec: Spec, channel: Channel, pipe: Meeting, side: Side, timeout: float
+) -> ProducerEnd | ConsumerEnd:
+    alone = side == "producer" and channel.device.capabilities.maps  # no slots of its own
+    here = channel.device.allocate(_LINE if alone else _at(spec, edge.depth))
+    try:
+        theirs = _agree(_Offer(edge, side, here.remote().pack()), pipe, timeout)
+        there = RemoteRegion.unpack(theirs.memory)
+        if side == "producer":
+            slots, source = _slots(spec, edge, there), [] if alone else _slots(spec, edge, here)
+            credit = Word(here, 0, channel)
+            producer = Producer(channel, there.view(0, 8), slots=slots, source=source, credit=credit, spec=spec)
+            return StaticProducer(producer, here)
+        views = _slots(spec, edge, here)
+        consumer = Consumer(
+            Word(here, 0, channel), slots=[view.buffer for view in views], credit=(channel, there.view(0, 8)), spec=spec
+        )
+        return StaticConsumer(consumer, here, [view.offset for view in views])
+    except BaseException:
+        here.close()
+        raise
 
 
-def _slot_nbytes(edge: _Edge) -> int:
-    return _spec(edge).nbytes + TRAILER * edge.check
+def _at(spec: Spec, slot: int) -> int:
+    """Where a slot begins, behind the word."""
+    return _PAGE + slot * round_up(spec.nbytes, _LINE)
 
 
-def _first(channel: Channel) -> int:
-    """Where the slots of a static edge begin: behind the arrival words."""
-    return -(-_LINE * len(channel.lanes) // _PAGE) * _PAGE
+def _slots(spec: Spec, edge: _Edge, region: Any) -> list[Any]:
+    return [region.view(_at(spec, i), spec.nbytes) for i in range(edge.depth)]
 
 
-def _at(edge: _Edge, first: int, slot: int) -> int:
-    return first + slot * (-(-_slot_nbytes(edge) // _LINE) * _LINE)
+# ---- bounded and dynamic
 
 
-def _nbytes(edge: _Edge, channel: Channel, side: str) -> int:
-    """Bytes of this end's memory."""
-    maps = channel.device.capabilities.maps
-    if edge.kind != "static":
-        ring = Ring(edge.depth, edge.bound)
-        return ring.words_nbytes if maps and side == "producer" else ring.nbytes
-    if side == "producer":  # the credit, and what is sent across
-        return _LINE if maps else _at(edge, _PAGE, edge.depth)
-    return _at(edge, _first(channel), edge.depth)
+@dataclass(frozen=True, slots=True)
+class _OnlyEdge:
+    """The one edge of its group."""
+
+    nbytes: int | None
+    name: str = "tensor"
+    source: str = "producer"
+    targets: tuple[str, ...] = ("consumer",)
+    slot: int = 0
+    offset: int = 0
+    lent: bool = False
+    header: None = None
 
 
-def _views(edge: _Edge, region: Any, first: int) -> list[Any]:
-    return [region.view(_at(edge, first, i), _slot_nbytes(edge)) for i in range(edge.depth)]
+def _varying(
+    edge: _Edge, channel: Channel, pipe: Meeting, side: Side, limit: int, access: Access, timeout: float
+) -> ProducerEnd | ConsumerEnd:
+    pool = Pool(channel.device, limit=limit)
+    bound = edge.bound if edge.kind == "bounded" else None
+    if side == "consumer" and not channel.device.capabilities.maps:
+        collections.watch()
+    group = EdgeGroup(
+        [_OnlyEdge(None if bound is None else HEADER + bound)],
+        {"producer": HEADER + (bound or 0), "consumer": 0},
+        _peers(edge, channel, pipe, side, timeout),
+        pools=lambda _: pool,
+        timeout=timeout,
+        depth=edge.depth,
+        access=access,
+        defers=collections.running,
+    )
+    if side == "consumer":
+        return VaryingConsumer(group, bound)
+    return DynamicProducer(group, pool) if bound is None else BoundedProducer(group, bound)
 
 
-def _arrivals(ends: _Ends) -> int:
-    return 1 if ends.edge.check else stripes(_spec(ends.edge).nbytes, ends.lanes)
+def _peers(edge: _Edge, channel: Channel, pipe: Meeting, side: Side, timeout: float) -> Peers:
+    """The other end, as a peer: each end publishes one message, and looks up the other's."""
+    ours: list[bytes] = []
 
+    def publish(what: str, peer: str, value: bytes) -> None:
+        ours.append(value)
 
-def _produce(ends: _Ends, limit: int, access: Access) -> ProducerEnd:
-    channel, edge, here, there = ends.channel, ends.edge, ends.here, ends.there
-    if edge.kind != "static":
-        ring, inbox = Ring(edge.depth, edge.bound), there.view(0, Ring(edge.depth, edge.bound).nbytes)
-        if edge.kind == "bounded":
-            return ProducerEnd(BoundedProducer(channel, inbox, here.view(), ring=ring), here)
-        pool = Pool(channel.device, limit=limit)
-        return ProducerEnd(DynamicProducer(channel, inbox, here.view(), ring=ring, pool=pool, access=access), here)
-    first = there.length - (_at(edge, 0, edge.depth))  # the consumer may have more lanes
-    options: dict[str, Any] = {
-        "slots": _views(edge, there, first),
-        "source": [] if channel.device.capabilities.maps else _views(edge, here, _PAGE),
-        "credit": Word(here, 0, channel),
-        "spec": _spec(edge),
-    }
-    words = [there.view(_LINE * i, 8) for i in range(_arrivals(ends))]
-    if len(words) > 1:
-        return ProducerEnd(StripedProducer(channel, words, **options), here)
-    return ProducerEnd((CheckedProducer if edge.check else Producer)(channel, words[0], **options), here)
+    def lookup(what: str, peer: str) -> bytes:
+        return _agree(_Offer(edge, side, ours.pop()), pipe, timeout).memory
 
-
-def _consume(ends: _Ends, limit: int) -> ConsumerEnd:
-    channel, edge, here, there = ends.channel, ends.edge, ends.here, ends.there
-    if edge.kind != "static":
-        ring, outbox = Ring(edge.depth, edge.bound), there.view()
-        if edge.kind == "bounded":
-            return ConsumerEnd(BoundedConsumer(channel, here.view(), outbox, ring=ring), here)
-        pool = None if channel.device.capabilities.maps else Pool(channel.device, limit=limit)
-        return ConsumerEnd(DynamicConsumer(channel, here.view(), outbox, ring=ring, pool=pool), here)
-    views = _views(edge, here, _first(channel))
-    credit: tuple[Channel, RemoteView] = (channel, there.view(0, 8))
-    options: dict[str, Any] = {"slots": [view.buffer for view in views], "credit": credit, "spec": _spec(edge)}
-    words = [Word(here, _LINE * i, channel) for i in range(_arrivals(ends))]
-    consumer: Consumer
-    if len(words) > 1:
-        consumer = StripedConsumer(words, **options)
-    else:
-        consumer = (CheckedConsumer if edge.check else Consumer)(words[0], **options)
-    return ConsumerEnd(InOrder(consumer, here, [view.offset for view in views]), here)
+    return Peers("this edge", side, lambda _: channel, publish, lookup, lambda peer, number: None)

@@ -1,77 +1,66 @@
-"""The ends of a connected edge: one set of verbs for every kind, and the memory that belongs to each."""
+"""The ends of a connected edge: one set of verbs for every kind."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import threading
-from typing import Any, Protocol, Union
+from typing import Any
 
 from tensorwire._native import Hold
-from tensorwire.device import Completion, Region
-from tensorwire.edge.bounded import BoundedProducer
-from tensorwire.edge.dynamic import DynamicProducer
-from tensorwire.edge.header import Value
+from tensorwire.device import Region
 from tensorwire.edge.received import Received
 from tensorwire.edge.static import DEFAULT_TIMEOUT, Consumer, Producer
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed
 
-AnyProducer = Union[Producer, BoundedProducer, DynamicProducer]  # noqa: UP007  # as a value, for Python 3.10
 
-
-class Receiving(Protocol):
-    """What a `ConsumerEnd` receives from."""
-
-    def receive(self, step: int, timeout: float = ...) -> Received | Value:
-        """Step ``step``."""
-
-    def ready(self) -> bool:
-        """Whether the next step has arrived."""
-
-
-class ProducerEnd:
+class ProducerEnd(abc.ABC):
     """The sending end of a connected edge; made by ``connect_edge``. One thread at a time.
 
-    ``producer`` is the `Producer`, `BoundedProducer` or `DynamicProducer` of this end, for tensors that are to be born
-    in registered memory: by ``slot(step)``, on dynamic edges by ``room(nbytes)``.
+    ``fill`` copies a tensor and ``send`` makes it arrive. What is born in registered memory is not copied: static and
+    bounded edges have it in ``slot(step)``, dynamic ones in ``room(nbytes)``.
     """
 
-    def __init__(self, producer: AnyProducer, memory: Region) -> None:
-        self.producer = producer
-        self._memory = memory
-
+    @abc.abstractmethod
     def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Copies ``tensor`` for step ``step``; ``send`` sends it. As `Producer.fill`, on every kind of edge."""
-        self.producer.fill(step, tensor, timeout)
+        """Copies ``tensor`` for step ``step``; ``send`` sends it.
 
-    def send(self, step: int) -> Completion:
-        """Makes what ``fill`` took for step ``step`` arrive."""
-        return self.producer.send(step)
+        Args:
+            step: The step to send it in, which has to grow.
+            tensor: Any array on the CPU with the buffer protocol or DLPack, strided or not. It may be overwritten as
+                soon as this returns.
+            timeout: Seconds to wait for the consumer to give memory back.
 
+        Raises:
+            ArgumentError: The step does not grow, the edge does not carry such a tensor, or it is no such array.
+            OutOfMemory: It does not fit into the pool of a dynamic edge, and nothing in there will come back.
+            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time: then one may try again.
+        """
+
+    @abc.abstractmethod
+    def send(self, step: int) -> None:
+        """Makes what lies there for step ``step`` arrive. Raises `ArgumentError` for a step without a tensor."""
+
+    @abc.abstractmethod
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""
-        self.producer.flush(timeout)
 
+    @abc.abstractmethod
     def close(self, timeout: float = 60.0) -> None:
         """Flushes, and gives the memory back. Idempotent.
 
-        A dynamic edge's payload lies in this process's memory, so the end waits until the consumer has let go of it.
+        Payload that the consumer looks at in this process's memory stays until it has let go of it, so the end waits.
 
         Args:
             timeout: Seconds to wait.
 
         Raises:
-            WaitTimeout: If that took longer; the memory is given back all the same.
+            WaitTimeout: That took longer; the memory is given back all the same.
         """
-        if self._memory.closed:
-            return
-        try:
-            self.producer.flush(timeout)
-            if isinstance(self.producer, DynamicProducer):
-                self.producer.drain(timeout)
-        except PeerLost:
-            pass  # nobody is there to see it
-        finally:
-            self._memory.close()
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Gives the memory back, whatever is on its way. Idempotent."""
 
     def __enter__(self) -> ProducerEnd:
         return self
@@ -80,19 +69,16 @@ class ProducerEnd:
         if kind is None:
             self.close()
         else:
-            self._memory.close()
+            self.abandon()
 
 
-class ConsumerEnd:
+class ConsumerEnd(abc.ABC):
     """The receiving end of a connected edge; made by ``connect_edge``. It receives every step that is sent.
 
     One thread at a time; what was received may be released in any thread.
     """
 
-    def __init__(self, consumer: Receiving, memory: Region) -> None:
-        self._consumer = consumer
-        self._memory = memory
-
+    @abc.abstractmethod
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Received:
         """The tensor of step ``step``, whose memory goes back to the producer when nothing looks into it any more.
 
@@ -101,27 +87,19 @@ class ConsumerEnd:
             timeout: Seconds to wait for it.
 
         Raises:
-            ArgumentError: If the step does not grow, or brought a value instead of a tensor (``receive_value``).
-            ContentMismatch: If the edge checks content, and this is not what was sent.
-            PeerLost, WaitTimeout: If the producer is gone, or sent nothing in time.
-            ProducerFailed: With the error that was sent instead.
+            ArgumentError: The step does not grow.
+            OutOfMemory: There is no memory to read a tensor of a dynamic edge into: let go of others, and try again.
+            PeerLost, WaitTimeout: The producer is gone, or sent nothing in time: then one may wait again.
+            ProtocolError: The producer sent something else, such as another step.
         """
-        received = self.receive_value(step, timeout)
-        if not isinstance(received, Received):
-            raise ArgumentError(f"step {step} brought the value {received!r}, not a tensor: use receive_value")
-        return received
 
-    def receive_value(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Received | Value:
-        """What step ``step`` brought, a tensor or a value (bounded and dynamic edges). Else as ``receive``."""
-        return self._consumer.receive(step, timeout)
-
+    @abc.abstractmethod
     def ready(self) -> bool:
         """Whether the next step has arrived."""
-        return self._consumer.ready()
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Gives the memory back; tensors that are still kept stay as they are. Idempotent."""
-        self._memory.close()
 
     def __enter__(self) -> ConsumerEnd:
         return self
@@ -130,10 +108,44 @@ class ConsumerEnd:
         self.close()
 
 
-class InOrder:
-    """A static edge's consumer whose slots may be released in any order, in any thread.
+class StaticProducer(ProducerEnd):
+    """The sending end for tensors of one shape, born in the consumer's slots where these are mapped."""
 
-    The credit word says up to which step all slots came back: a slot that is kept holds back those behind it.
+    def __init__(self, producer: Producer, memory: Region) -> None:
+        self._producer, self._memory = producer, memory
+
+    def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
+        """The memory that the tensor of step ``step`` is to be born in, once the consumer has given it back."""
+        return self._producer.slot(step, timeout)
+
+    def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._producer.fill(step, tensor, timeout)
+
+    def send(self, step: int) -> None:
+        self._producer.send(step)
+
+    def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._producer.flush(timeout)
+
+    def close(self, timeout: float = 60.0) -> None:
+        if self._memory.closed:
+            return
+        try:
+            self._producer.flush(timeout)
+        except PeerLost:
+            pass  # nobody is there to see it
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        self._memory.close()
+
+
+class StaticConsumer(ConsumerEnd):
+    """The receiving end for tensors of one shape.
+
+    What was received may be released in any order. The credit word says up to which step all slots came back: a slot
+    that is kept holds back those behind it.
     """
 
     def __init__(self, consumer: Consumer, memory: Region, offsets: list[int]) -> None:
@@ -146,7 +158,6 @@ class InOrder:
         self._last = 0
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Received:
-        """Waits for step ``step``. Raises `ArgumentError` for one that does not grow, and what a wait raises."""
         if step <= self._last:
             raise ArgumentError(f"edge steps grow: step {step} after {self._last}")
         self._consumer.receive(step, timeout)
@@ -156,8 +167,10 @@ class InOrder:
         return Received(Hold(self._memory, at, self._spec.nbytes, self._give_back, step), self._spec)
 
     def ready(self) -> bool:
-        """Whether the next step has arrived, counted by one."""
         return self._consumer.ready(self._last + 1)
+
+    def close(self) -> None:
+        self._memory.close()
 
     def _give_back(self, step: int) -> None:
         # The garbage collector may call this in the middle of itself: none waits for the lock, its holder looks again.
@@ -166,11 +179,11 @@ class InOrder:
             try:
                 while self._returned:
                     self._released.add(self._returned.popleft())
-                    self._tell()
+                    self._give_credit()
             finally:
                 self._lock.release()
 
-    def _tell(self) -> None:
+    def _give_credit(self) -> None:
         last = 0
         while self._kept and self._kept[0] in self._released:
             last = self._kept.popleft()

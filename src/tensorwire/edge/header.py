@@ -1,16 +1,14 @@
 """The header: what crosses in this step, in a fixed, versioned, little-endian form. It is the only one on the wire.
 
-It describes a tensor, with its strides, or holds a value or an error. The payload lies behind the header, in a region
-of the producer, or elsewhere in memory that both ends know. docs/edges.md has the layout.
+It describes a tensor, with its strides, or holds a number. The payload lies behind the header, in a region of the
+producer, or elsewhere in memory that both ends know. docs/edges.md has the layout.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import struct
-import traceback
 from typing import NamedTuple, Union
 
 from tensorwire.device import RemoteRegion
@@ -18,7 +16,6 @@ from tensorwire.edge.tensor import DTYPES, Spec, contiguous
 from tensorwire.errors import ArgumentError, ProtocolError
 
 HEADER = 256  # bytes; what follows is aligned like the slot
-TEXT = 1024  # bytes of a string or of an error's message, in UTF-8
 MOST_DIMENSIONS = 8
 MOST_BYTES = 2**63  # of a payload: so that no length or offset overflows, in whatever reads it
 
@@ -33,33 +30,19 @@ assert _WIRE.size == HEADER
 _NAMES = tuple(DTYPES)
 
 # What a step carries: plain numbers, since an enumeration's cost more than all the rest of a header.
-TENSOR, INT, FLOAT, BOOL, NONE, STRING, ERROR, NOTHING = range(1, 9)
+TENSOR, INT, FLOAT, BOOL = range(1, 5)
 
-
-class NoValue(enum.Enum):
-    """The type of `NO_VALUE`."""
-
-    NO_VALUE = "no value"
-
-    def __repr__(self) -> str:
-        return "NO_VALUE"
-
-
-NO_VALUE = NoValue.NO_VALUE
-"""What is received in a step for which the producer has nothing. None is a value like others."""
-
-Value = Union[int, float, bool, str, NoValue, None]  # noqa: UP007  # as a value, for Python 3.10's isinstance
+Number = Union[int, float]  # noqa: UP007  # or a bool, which is an int; as a value, for Python 3.10
 
 
 class Header(NamedTuple):
-    """What a step carries; ``text``: an error's message; ``region`` and ``offset``: where a payload lies."""
+    """What a step carries; ``region`` and ``offset``: where a payload lies."""
 
     kind: int
     step: int
     nbytes: int
     spec: Spec | None = None
-    value: Value = None
-    text: str = ""
+    value: Number | None = None
     region: RemoteRegion | None = None
     offset: int = 0
 
@@ -109,56 +92,26 @@ def step_of(slot: memoryview, at: int) -> int:
     return step
 
 
-def pack_value(slot: memoryview, at: int, step: int, value: Value) -> int:
-    """Writes a value at ``slot[at:]``; how many bytes it takes.
+def pack_number(slot: memoryview, at: int, step: int, value: Number) -> int:
+    """Writes an int, float or bool at ``slot[at:]``; how many bytes it takes.
 
-    Raises `ArgumentError` for integers beyond 64 bits, strings of more than 1024 bytes, and anything else.
+    Raises `ArgumentError` for integers beyond 64 bits, and anything else.
     """
-    kind, raw, text = _raw(value)
-    return _pack(slot, at, kind, step, raw, text)
-
-
-def _raw(value: Value) -> tuple[int, bytes, bytes]:
     # Exactly these types: a numpy scalar is a float, too, and would come out as another type than it went in.
-    if value is None:
-        return NONE, _NOTHING, b""
-    if value is NO_VALUE:
-        return NOTHING, _NOTHING, b""
     if type(value) is bool:
-        return BOOL, _INT.pack(value), b""
-    if type(value) is int:
+        kind, raw = BOOL, _INT.pack(value)
+    elif type(value) is int:
         if not -(2**63) <= value < 2**63:
-            raise ArgumentError(f"an edge carries integers of 64 bits, not {value}: send it as a tensor or a string")
-        return INT, _INT.pack(value), b""
-    if type(value) is float:
-        return FLOAT, _FLOAT.pack(value), b""
-    if type(value) is str:
-        try:
-            text = value.encode()
-        except UnicodeEncodeError as error:
-            raise ArgumentError(f"an edge carries strings that UTF-8 can express: {error}") from None
-        if len(text) > TEXT:
-            raise ArgumentError(f"an edge carries strings of up to {TEXT} bytes, not {len(text)}: send a uint8 tensor")
-        return STRING, _NOTHING, text
-    raise ArgumentError(
-        f"an edge carries tensors, int, float, bool, None and str as values, not {type(value).__name__}: "
-        "item() makes a value of a scalar"
-    )
-
-
-def pack_error(slot: memoryview, at: int, step: int, error: BaseException | str) -> int:
-    """Writes an error at ``slot[at:]``, its message shortened to what there is room for; how many bytes it takes."""
-    message = error if isinstance(error, str) else "".join(traceback.format_exception_only(error)).strip()
-    text = message.encode(errors="backslashreplace")
-    if len(text) > TEXT:
-        text = text[: TEXT - 3].decode(errors="ignore").encode() + b"..."  # no half letters
-    return _pack(slot, at, ERROR, step, _NOTHING, text)
-
-
-def _pack(slot: memoryview, at: int, kind: int, step: int, raw: bytes, text: bytes) -> int:
-    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, len(text), 0, raw, _NOWHERE, _FLAT)
-    slot[at + HEADER : at + HEADER + len(text)] = text
-    return HEADER + len(text)
+            raise ArgumentError(f"an edge carries integers of 64 bits, not {value}: send it as a tensor")
+        kind, raw = INT, _INT.pack(value)
+    elif type(value) is float:
+        kind, raw = FLOAT, _FLOAT.pack(value)
+    else:
+        raise ArgumentError(
+            f"an edge carries tensors, int, float and bool, not {type(value).__name__}: item() makes numbers of scalars"
+        )
+    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, 0, 0, raw, _NOWHERE, _FLAT)
+    return HEADER
 
 
 def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
@@ -186,19 +139,14 @@ def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
         if nbytes > bound:
             raise ProtocolError(f"a tensor of {nbytes} bytes on an edge for {bound}: the same bound at both ends")
         if raw != _NOTHING:
-            raise ProtocolError("malformed header: a tensor with a value")
+            raise ProtocolError("malformed header: a tensor with a number")
         region = _region(packed)
         if offset + nbytes > (memory if region is None else region.length) and (offset or region is not None):
             raise ProtocolError(f"malformed header: {nbytes} bytes at {offset} of {region or memory}")
-        return Header(kind, step, nbytes, spec, None, "", region, offset)
-    if dtype != _NO_TYPE or shape != _FLAT or packed != _NOWHERE or offset:
-        raise ProtocolError("malformed header: a value with a shape")
-    if kind in (STRING, ERROR):
-        text = _text(slot, at + HEADER, nbytes)
-        return Header(kind, step, nbytes, None, text if kind == STRING else None, text)
-    if nbytes:
-        raise ProtocolError("malformed header: a value with a payload")
-    return Header(kind, step, 0, value=_value(kind, raw))
+        return Header(kind, step, nbytes, spec, None, region, offset)
+    if dtype != _NO_TYPE or shape != _FLAT or packed != _NOWHERE or offset or nbytes:
+        raise ProtocolError("malformed header: a number with a shape or a payload")
+    return Header(kind, step, 0, value=_number(kind, raw))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -223,7 +171,7 @@ def _region(packed: bytes) -> RemoteRegion | None:
         raise ProtocolError(f"malformed header: {error}") from None
 
 
-def _value(kind: int, raw: bytes) -> Value:
+def _number(kind: int, raw: bytes) -> Number:
     number = _INT.unpack(raw)[0]
     if kind == INT:
         return int(number)
@@ -231,15 +179,4 @@ def _value(kind: int, raw: bytes) -> Value:
         return float(_FLOAT.unpack(raw)[0])
     if kind == BOOL and number in (0, 1):
         return bool(number)
-    if kind in (NONE, NOTHING) and number == 0:
-        return None if kind == NONE else NO_VALUE
     raise ProtocolError(f"malformed header: kind {kind}, value {number}")
-
-
-def _text(slot: memoryview, at: int, nbytes: int) -> str:
-    if nbytes > TEXT or at + nbytes > slot.nbytes:
-        raise ProtocolError(f"malformed header: a text of {nbytes} bytes")
-    try:
-        return bytes(slot[at : at + nbytes]).decode()
-    except UnicodeDecodeError:
-        raise ProtocolError("malformed header: a text that is no UTF-8") from None

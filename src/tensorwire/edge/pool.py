@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +17,6 @@ from typing import Protocol
 from tensorwire._native import Hold
 from tensorwire.device import Device, Region
 from tensorwire.device.region import Access
-from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, OutOfMemory
 
 ALIGNMENT = 64
@@ -72,16 +70,6 @@ class Slab:
         return self.fresh - self.block
 
 
-class Reader(Protocol):
-    """Who may still read a lease: one step of an edge."""
-
-    def landed(self) -> bool:
-        """Whether that is over."""
-
-    def land(self, timeout: float) -> None:
-        """Waits until it is."""
-
-
 class Borrower(Protocol):
     """Who lends leases to a peer: the sending end of an edge."""
 
@@ -93,22 +81,18 @@ class Lease:
     """Memory of a pool, ``nbytes`` of it at a multiple of 64 bytes, not zeroed.
 
     It goes back by itself, once this object and everything that looks into the memory are gone, and no edge that it
-    was sent over reads it any more: one may let go of it at any time. To write to it again after that, ``wait()``.
+    was sent over reads it any more: one may let go of it at any time.
     """
 
-    __slots__ = ("_hold", "_readers", "nbytes", "offset", "slab", "spec")
+    __slots__ = ("_hold", "nbytes", "offset", "slab")
 
     def __init__(self, hold: Hold, slab: Slab, offset: int, nbytes: int) -> None:
         self._hold: Hold | None = hold
-        self._readers: list[Reader] = []
         self.slab, self.offset, self.nbytes = slab, offset, nbytes
-        self.spec: Spec | None = None  # of what `fill` put there
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes, to be written. Raises `ArgumentError` while an edge reads them, and after ``release()``."""
-        if self.busy:
-            raise ArgumentError("an edge still reads this memory: wait() for it, or take other memory by room()")
+        """Its bytes, to be written before they are sent. Raises `ArgumentError` after ``release()``."""
         return memoryview(self.hold)
 
     @property
@@ -117,30 +101,6 @@ class Lease:
         if self._hold is None:
             raise ArgumentError("this lease was released: take another one")
         return self._hold
-
-    @property
-    def busy(self) -> bool:
-        """Whether an edge that this was sent over may still read it."""
-        if self._readers:
-            self._readers = [reader for reader in self._readers if not reader.landed()]
-        return bool(self._readers)
-
-    def wait(self, timeout: float = 1800.0) -> None:
-        """Returns when no edge reads this memory any more: then it may be overwritten.
-
-        Raises `PeerLost`, or `WaitTimeout`, after which one may wait again.
-        """
-        end = time.monotonic() + timeout
-        for reader in self._readers:
-            reader.land(max(0.0, end - time.monotonic()))
-        self._readers = []
-
-    def lend(self, reader: Reader) -> None:
-        """One more reads it."""
-        if self.busy:
-            self._readers.append(reader)
-        else:
-            self._readers = [reader]
 
     def release(self) -> None:
         """Lets go of the memory; it goes back when nobody else needs it. Idempotent."""

@@ -1,13 +1,12 @@
-"""What an edge with headers brings: a tensor's memory for as long as it is needed, a value, or the producer's error."""
+"""What an edge brings: a tensor's memory, for as long as it is needed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from tensorwire._native import Hold, shaped
-from tensorwire.edge.header import ERROR, Header, Value
 from tensorwire.edge.tensor import DTYPES, Spec
-from tensorwire.errors import ArgumentError, ProducerFailed, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe import counters
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Received:
         elif memory.readonly:
             raise ArgumentError(
                 "this memory is the producer's, and read-only here: torch.from_dlpack(received, copy=True) copies it; "
-                "or look at it by numpy(), or let the producer say access='write'"
+                "or look at it by numpy(), or let the producer say access='write' when it connects"
             )
         options.pop("copy", None)
         dtype = self.spec.dtype
@@ -121,10 +120,3 @@ def _numpy_dtype(spec: Spec) -> Any:
         raise Unsupported(
             f"numpy has no {spec.dtype}: use torch.from_dlpack(received), or install the package ml_dtypes"
         ) from None
-
-
-def value_of(header: Header) -> Value:
-    """The value that was sent. Raises the error that was sent instead: `ProducerFailed`."""
-    if header.kind == ERROR:
-        raise ProducerFailed(f"step {header.step} of this edge failed at its producer: {header.text}")
-    return header.value

@@ -22,12 +22,11 @@ from typing import Any
 from tensorwire.device import Channel, Completion, Region, RemoteView, View
 from tensorwire.device.contract import DONE
 from tensorwire.edge.tensor import Spec, check_step, check_tensor, copy_tensor
+from tensorwire.edge.traced_write import write_traced
 from tensorwire.errors import ArgumentError
-from tensorwire.observe import counters, spans
-from tensorwire.observe.spans import clock
+from tensorwire.observe import counters
 
 DEFAULT_TIMEOUT = 1800.0
-TRAILER = 16  # bytes of a checked edge's slot behind the payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,8 @@ class Producer:
     ``source`` (this device's registered memory, one view a slot), which ``send`` writes across. Without ``slots``
     the consumer reads our memory in place, and ``send`` is always a signal alone.
 
-    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. ``lane``: which of the channel's lanes it
-    goes over; by default the arrival word decides. ``label``: what traces call its transfers. Raises `ArgumentError`
-    for slots of another size.
+    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. ``label``: what traces call its
+    transfers. Raises `ArgumentError` for slots of another size.
     """
 
     def __init__(
@@ -78,11 +76,10 @@ class Producer:
         source: Sequence[View] = (),
         credit: Word | None = None,
         spec: Spec | None = None,
-        lane: int | None = None,
         label: str = "",
     ) -> None:
         self._label = label
-        self._channel = lane_of(channel, arrival) if lane is None else channel.lanes[lane]
+        self._channel = lane_of(channel, arrival)
         self._arrival = arrival
         self._slots = list(slots)
         self._source = list(source)
@@ -153,14 +150,12 @@ class Producer:
             if signalled is not DONE:  # it failed: flush() and slot() say so
                 self._sent[step % self.depth] = signalled
             return signalled
-        at, start = step % self.depth, clock() if spans.enabled else 0.0
+        at = step % self.depth
         source, slot = self._source[at], self._slots[at]
         if nbytes is not None:
             source = source.region.view(source.offset, nbytes)
             slot = slot.region.view(slot.offset, nbytes)
-        self._sent[at] = written = self._channel.write(source, slot, (self._arrival, step))
-        if spans.enabled:
-            written.on_done(lambda _: spans.add("transfer", step, start, clock(), self._label))
+        self._sent[at] = written = write_traced(self._channel, source, slot, (self._arrival, step), step, self._label)
         return written
 
     def put(self, source: View, target: RemoteView) -> Completion:
@@ -226,7 +221,4 @@ def check_spec(spec: Spec | None, slots: Sequence[memoryview]) -> None:
         return
     for slot in slots:
         if slot.nbytes != spec.nbytes:
-            raise ArgumentError(
-                f"a slot for {spec} has {spec.nbytes} bytes, not {slot.nbytes} "
-                f"(with a content check {TRAILER} more: is it on at both ends?)"
-            )
+            raise ArgumentError(f"a slot for {spec} has {spec.nbytes} bytes, not {slot.nbytes}")

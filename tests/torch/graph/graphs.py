@@ -48,18 +48,18 @@ def run(
     analysis: Analysis,
     examples: Sequence[torch.Tensor],
     times: int = 3,
-    transfers: Callable[[Any], Transfers] = Transfers,
+    transfers: Callable[[Any, Any], Transfers] = Transfers,
 ) -> list[list[Any]]:
     """What each worker returns at last."""
 
     def work(group: WorkerGroup) -> list[Any]:
-        wires = group.connect(analysis.plan)
-        call = partition(module, analysis, group.me, transfers(wires))
+        edges = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, transfers(edges, analysis.plan))
         results: list[Any] = []
         for _ in range(times):
-            wires.begin()
+            edges.begin()
             results = call(list(examples))
-            wires.end()
+            edges.end()
         return results
 
     return together.each(work)

@@ -136,7 +136,7 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
     group = group_of(job._worker)
     return {
         "made": (made.copies, made.copied_bytes),
-        "planned": predicted([wires.plan for wires in group._wires], group.me),
+        "planned": predicted([plan for plan, _ in group.made], group.me),
     }
 
 

@@ -91,12 +91,12 @@ def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
         module = cuts.traced(cuts.with_gradients(function), examples)
         analysis = cut(module, seed, job.num_workers, copies=False)
         right = module(*examples)
-        wires = group.connect(analysis.plan)
-        call = partition(module, analysis, group.me, Transfers(wires))
+        edges = group.connect(analysis.plan)
+        call = partition(module, analysis, group.me, Transfers(edges, analysis.plan))
         for step in range(3):
-            wires.begin()
+            edges.begin()
             results = call(list(examples))
-            wires.end()
+            edges.end()
             if found := differing(results, right):
                 wrong.append(f"seed {seed}, step {step}: {found}")
     return wrong

@@ -63,16 +63,16 @@ def second(
     with Together(2, device) as together:
 
         def prepare(group: WorkerGroup) -> tuple[Any, Any]:
-            wires = group.connect(analysis.plan)
-            return wires, partition(module, analysis, group.me, Transfers(wires))
+            edges = group.connect(analysis.plan)
+            return edges, partition(module, analysis, group.me, Transfers(edges, analysis.plan))
 
         prepared = together.each(prepare)
 
         def once(group: WorkerGroup) -> list[torch.Tensor]:
-            wires, call = prepared[WORKERS.index(group.me)]
-            wires.begin()
+            edges, call = prepared[WORKERS.index(group.me)]
+            edges.begin()
             results: list[torch.Tensor] = list(call(list(examples)))
-            wires.end()
+            edges.end()
             return results
 
         for _ in range(2):
@@ -252,8 +252,8 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
     with Together(2, device) as together:
 
         def once(group: WorkerGroup) -> torch.Tensor | None:
-            wires = group.connect(analysis.plan)
-            transfers = Transfers(wires)
+            edges = group.connect(analysis.plan)
+            transfers = Transfers(edges, analysis.plan)
             call = partition(module, analysis, group.me, transfers)
             found = None
             for step in range(2):
@@ -265,10 +265,10 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
                         "moved and turned": weight.t().contiguous().t(),
                         "turned": weight.t(),
                     }[turn]
-                wires.begin()
+                edges.begin()
                 (found,) = call([weight])
                 found = None if found is None else found.clone()
-                wires.end()
+                edges.end()
             return found
 
         if turn == "turned":  # in the memory that it is lent from

@@ -35,12 +35,12 @@ def train(
     for step in range(steps):
         given = zoo.inputs(name, step)
         before = counters.snapshot()
-        runs = {id(wires): wires.run for wires in group._wires}
+        runs = {plan.name: edges.step for plan, edges in group.made}
         torch.manual_seed(step)
         loss = zoo.loss_of(compiled(**given))
         loss.backward()
         counted = asdict(counters.since(before))
-        ran = [wires.plan for wires in group._wires if wires.run != runs.get(id(wires), 0)]
+        ran = [plan for plan, edges in group.made if edges.step != runs.get(plan.name, 0)]
         planned = sum(copies.count for plan in ran for copies in plan.copies if copies.worker == group.me)
         torch.manual_seed(step)
         right = zoo.loss_of(alone(**given))

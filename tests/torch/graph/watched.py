@@ -25,7 +25,7 @@ class WatchedTransfers(Transfers):
             if not isinstance(value, torch.Tensor):
                 send(value)
                 return
-            if edge.birthplace and edge.kind in (STATIC, BOUNDED) and self._wires.run > 1:
+            if edge.birthplace and edge.kind in (STATIC, BOUNDED) and self._group.step > 1:
                 self._check_birth(index, value)
             before, strides = value.clone(), value.stride()
             send(value)
@@ -35,11 +35,11 @@ class WatchedTransfers(Transfers):
         return watched
 
     def _check_birth(self, index: int, value: torch.Tensor) -> None:
-        edge, held = self._edges[index], self._wires.held
-        assert held is not None
+        edge, bank = self._edges[index], self._group.bank
+        assert bank is not None
         assert edge.slot is not None
         assert edge.spec is not None
-        place = held.ctypes.data + edge.slot + (HEADER if edge.kind == BOUNDED else 0)
+        place = bank.owner.address + edge.slot + (HEADER if edge.kind == BOUNDED else 0)
         assert value.untyped_storage().data_ptr() == place, f"{edge}: it was born elsewhere"
         assert (tuple(value.shape), str(value.dtype)) == (edge.spec.shape, f"torch.{edge.spec.dtype}")
         seen["births"] += 1

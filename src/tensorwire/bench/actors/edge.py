@@ -11,7 +11,9 @@ the consumer has given everything back. What a round does is its word:
 from __future__ import annotations
 
 import functools
+import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 
@@ -21,7 +23,8 @@ from tensorwire.bench.actors.edge_kinds import StaticReceiver, StaticSender, mak
 from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, Run, check, timed
 from tensorwire.bench.actors.transfer import SECONDS, counts, make_device, polled, since
-from tensorwire.device import Device, RemoteRegion
+from tensorwire.device import Device, RemoteRegion, connect_peer
+from tensorwire.device.meeting import exchange
 from tensorwire.edge import Word
 
 _WORD = 64  # bytes in front of the producer's outbox: how far the consumer is, told at the end of a round
@@ -32,11 +35,10 @@ Part = Callable[[int, float], object]  # a step, and how many seconds to wait at
 class EdgeEnd:
     """One process's end: ``region`` is what the other one's end writes to."""
 
-    def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
+    def __init__(self, pipe: socket.socket, device: Device, nbytes: int) -> None:
         self.region = device.allocate(nbytes)
-        told = lines.hello(f"{device.address.hex()} {self.region.remote().pack().hex()}").split()
-        self.channel = device.connect(bytes.fromhex(told[0]))
-        self.there = RemoteRegion.unpack(bytes.fromhex(told[1]))
+        self.channel = connect_peer(device, pipe)
+        self.there = RemoteRegion.unpack(exchange(pipe, self.region.remote().pack(), SECONDS))
         self.at = 0
 
     def repeat(self, part: Part, count: int) -> None:
@@ -54,8 +56,10 @@ class EdgeEnd:
 
 def initiate(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
     """The producer, until its input ends."""
-    end = EdgeEnd(lines, device, _WORD + sizes(kind, nbytes, maps=device.capabilities.maps)[1])
-    sender = make_sender(kind, end.channel, end.there.view(), end.region.view(_WORD), nbytes)
+    with socket.socket(socket.AF_UNIX) as pipe:
+        pipe.connect(lines.hello())
+        end = EdgeEnd(pipe, device, _WORD + sizes(kind, nbytes, maps=device.capabilities.maps)[1])
+        sender = make_sender(kind, end.channel, pipe, end.there.view(), end.region.view(_WORD), nbytes)
     summands, done = Summands(nbytes // 4), Word(end.region, 0, end.channel)
     before = 0  # steps of earlier rounds
 
@@ -87,8 +91,9 @@ def initiate(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
 
 def target(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
     """The consumer, until its input ends."""
-    end = EdgeEnd(lines, device, sizes(kind, nbytes, maps=device.capabilities.maps)[0])
-    receiver = make_receiver(kind, end.channel, end.region.view(), end.there.view(_WORD), nbytes)
+    with _accepted(lines) as pipe:
+        end = EdgeEnd(pipe, device, sizes(kind, nbytes, maps=device.capabilities.maps)[0])
+        receiver = make_receiver(kind, end.channel, pipe, end.region.view(), end.there.view(_WORD), nbytes)
     sums, done = Sums(nbytes // 4), end.there.view(0, 8)
 
     def transfer(step: int, seconds: float) -> None:
@@ -117,6 +122,16 @@ def target(lines: Lines, device: Device, kind: str, nbytes: int) -> None:
         else:
             sums.check(run.round, run.warm + run.count, receiver.latest)
         lines.answer(**since(earlier))
+
+
+def _accepted(lines: Lines) -> socket.socket:
+    """A connection of the initiator, by which the ends are connected; a path, as it may be in another namespace."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/edge"
+        listener.bind(path)
+        listener.listen()
+        lines.hello(path)
+        return listener.accept()[0]
 
 
 def alone(run: Run, part: Callable[[], object]) -> float:

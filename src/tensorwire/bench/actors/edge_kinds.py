@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from tensorwire.bench.actors.edge_work import Summands
 from tensorwire.bench.actors.lines import fill
-from tensorwire.device import Channel, Device, RemoteView, View
+from tensorwire.device import Channel, RemoteView, View
+from tensorwire.device.meeting import Meeting
 from tensorwire.edge import (
-    BoundedConsumer,
     BoundedProducer,
     Consumer,
-    DynamicConsumer,
+    ConsumerEnd,
     DynamicProducer,
     Lease,
-    Pool,
     Producer,
     Received,
-    Ring,
     Spec,
     Word,
+    connect_edge,
 )
 from tensorwire.edge.pool import SLAB, block_nbytes
 
@@ -126,15 +125,15 @@ class StaticReceiver(Receiver):
 
 
 class BoundedSender(Sender):
-    """The bound is the size itself. Its first steps, before all rounds, tell which memory its slots are."""
+    """The bound is the size itself. Its first steps, before all rounds, tell which memory its banks are."""
 
-    def __init__(self, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> None:
-        self._producer = BoundedProducer(channel, inbox, outbox, ring=Ring(DEPTH, nbytes))
-        self._spec = Spec((nbytes // 4,), "float32")
+    def __init__(self, producer: BoundedProducer) -> None:
+        self._producer = producer
+        self._spec = Spec((producer.bound // 4,), "float32")
         self._slots = []
         for step in range(1, DEPTH + 1):
-            self._slots.append(self._producer.slot(step))
-            self._producer.send(step, self._spec)
+            self._slots.append(producer.slot(step))
+            producer.send(step, self._spec)
 
     def fill(self, round: int) -> None:
         for slot in self._slots:
@@ -152,8 +151,8 @@ class BoundedSender(Sender):
 class DynamicSender(Sender):
     """A lease a tensor; for the transfer alone one that is sent again and again."""
 
-    def __init__(self, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> None:
-        self._producer = DynamicProducer(channel, inbox, outbox, ring=Ring(DEPTH), pool=_pool(channel.device, nbytes))
+    def __init__(self, producer: DynamicProducer, nbytes: int) -> None:
+        self._producer = producer
         self._spec = Spec((nbytes // 4,), "float32")
         self._lease: Lease | None = None
 
@@ -164,29 +163,29 @@ class DynamicSender(Sender):
 
     def send(self, step: int, seconds: float) -> None:
         assert self._lease is not None
-        self._producer.send(step, self._lease, self._spec, timeout=seconds)
+        self._producer.send(step, self._lease, self._spec, seconds)
 
     def make(self, step: int, summands: Summands, turn: int, seconds: float) -> None:
         self._lease = None
         lease = self._producer.room(self._spec.nbytes, seconds)
         summands.add(turn, tensor_of(lease.memory))
-        self._producer.send(step, lease, self._spec, timeout=seconds)
+        self._producer.send(step, lease, self._spec, seconds)
 
 
 class VaryingReceiver(Receiver):
     """Of a bounded or dynamic edge: its tensors lie where the header says."""
 
-    def __init__(self, consumer: BoundedConsumer | DynamicConsumer, first: int) -> None:
+    def __init__(self, consumer: ConsumerEnd, first: int) -> None:
         self._consumer, self._first = consumer, first
         self.latest = memoryview(b"")
+        self._received: Received | None = None
         for step in range(1, first + 1):
             self._take(step, _SECONDS)
-            self._received.release()
+            self.release(step)
 
     def _take(self, step: int, seconds: float) -> None:
-        received = self._consumer.receive(step, seconds)
-        assert isinstance(received, Received)
-        self._received, self.latest = received, received.memory
+        self._received = self._consumer.receive(step, seconds)
+        self.latest = self._received.memory
 
     def receive(self, step: int, seconds: float) -> None:
         self._take(self._first + step, seconds)
@@ -195,37 +194,40 @@ class VaryingReceiver(Receiver):
         return tensor_of(self.latest)
 
     def release(self, step: int) -> None:
+        assert self._received is not None
         self._received.release()
-
-
-def _pool(device: Device, nbytes: int) -> Pool:
-    return Pool(device, limit=DEPTH * max(SLAB, block_nbytes(nbytes)))
 
 
 def sizes(kind: str, nbytes: int, *, maps: bool) -> tuple[int, int]:
     """Bytes of the consumer's inbox and of the producer's outbox; ``maps``: a slot there needs none here."""
-    if kind == "static":
-        whole = _PAGE + DEPTH * _pages(nbytes)
-        return whole, _PAGE if maps else whole
-    ring = Ring(DEPTH, nbytes if kind == "bounded" else 0)
-    return ring.nbytes, ring.words_nbytes if maps and kind == "bounded" else ring.nbytes
+    if kind != "static":  # it has its memory for itself
+        return _PAGE, _PAGE
+    whole = _PAGE + DEPTH * _pages(nbytes)
+    return whole, _PAGE if maps else whole
 
 
-def make_sender(kind: str, channel: Channel, inbox: RemoteView, outbox: View, nbytes: int) -> Sender:
+def make_sender(kind: str, channel: Channel, pipe: Meeting, inbox: RemoteView, outbox: View, nbytes: int) -> Sender:
     """The producer of an edge for tensors of ``nbytes``."""
-    senders: dict[str, Callable[..., Sender]] = {
-        "static": StaticSender,
-        "bounded": BoundedSender,
-        "dynamic": DynamicSender,
-    }
-    return senders[kind](channel, inbox, outbox, nbytes)
+    if kind == "static":
+        return StaticSender(channel, inbox, outbox, nbytes)
+    end = connect_edge(channel, pipe, "producer", depth=DEPTH, bound=_bound(kind, nbytes), limit=_limit(nbytes))
+    if isinstance(end, BoundedProducer):
+        return BoundedSender(end)
+    assert isinstance(end, DynamicProducer)
+    return DynamicSender(end, nbytes)
 
 
-def make_receiver(kind: str, channel: Channel, inbox: View, outbox: RemoteView, nbytes: int) -> Receiver:
+def make_receiver(kind: str, channel: Channel, pipe: Meeting, inbox: View, outbox: RemoteView, nbytes: int) -> Receiver:
     """Its consumer."""
     if kind == "static":
         return StaticReceiver(channel, inbox, outbox, nbytes)
-    if kind == "bounded":
-        return VaryingReceiver(BoundedConsumer(channel, inbox, outbox, ring=Ring(DEPTH, nbytes)), DEPTH)
-    pool = None if channel.device.capabilities.maps else _pool(channel.device, nbytes)
-    return VaryingReceiver(DynamicConsumer(channel, inbox, outbox, ring=Ring(DEPTH), pool=pool), 0)
+    end = connect_edge(channel, pipe, "consumer", depth=DEPTH, bound=_bound(kind, nbytes), limit=_limit(nbytes))
+    return VaryingReceiver(end, DEPTH if kind == "bounded" else 0)
+
+
+def _bound(kind: str, nbytes: int) -> int | None:
+    return nbytes if kind == "bounded" else None
+
+
+def _limit(nbytes: int) -> int:
+    return DEPTH * max(SLAB, block_nbytes(nbytes))

@@ -10,8 +10,8 @@ import numpy
 import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.graph.exchange import Exchange
 from tensorwire.launch import Worker, current_worker
+from tensorwire.torch.graph.execution.exchange import Exchange
 from tensorwire.torch.graph.execution.job_group import group_of
 
 # By number of parameters.

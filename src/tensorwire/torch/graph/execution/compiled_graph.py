@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from tensorwire.edge.group import EdgeGroup
 from tensorwire.errors import ArgumentError, JobEnded, TensorwireError
 from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.ir import INPUT, PARAMETER, SAVED
 from tensorwire.graph.kinds import MOST_DIMENSIONS, SMALL
-from tensorwire.graph.wires import Wires
 from tensorwire.launch import Worker
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph, spec_of
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
@@ -41,7 +41,7 @@ class CompiledGraph:
         self.group = group_of(worker)
         self.given, self.returned = given(module), returned(module)
         self.analysis: Analysis | None = None
-        self._wires: Wires | None = None
+        self._edges: EdgeGroup | None = None
         self._transfers: Transfers | None = None
         self._run: Boxed | None = None
         self._replica: Boxed | None = None
@@ -60,12 +60,12 @@ class CompiledGraph:
         try:
             if self._run is None:
                 self._run = self._prepare(args)
-            assert self._wires is not None
+            assert self._edges is not None
             assert self._transfers is not None
             self.enter(args)
-            self._wires.begin()
+            self._edges.begin()
             results = self._run(args)
-            self._wires.end()
+            self._edges.end()
             self.stayed = self._transfers.take_stayed()
             return results
         except TensorwireError as error:
@@ -99,8 +99,8 @@ class CompiledGraph:
         graph = self._import(args)
         self.analysis = analyze(graph, copies=self.options.mode == "copy")
         plan = self.analysis.plan
-        wires = self._wires = self.group.connect(plan, self.borrowed())
-        transfers = self._transfers = Transfers(wires)
+        edges = self._edges = self.group.connect(plan, self.borrowed())
+        transfers = self._transfers = Transfers(edges, plan)
         places = {node.name: place for place, node in enumerate(self.given)}
         for index, edge in enumerate(plan.edges):
             if edge.lent and edge.source == self.group.me:

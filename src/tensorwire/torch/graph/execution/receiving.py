@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from tensorwire._native import Hold
 from tensorwire.edge import Spec
+from tensorwire.edge.group import EdgeGroup
 from tensorwire.edge.header import HEADER, MOST_BYTES, unpack
 from tensorwire.edge.tensor import contiguous
 from tensorwire.errors import ProtocolError
 from tensorwire.graph import Edge
-from tensorwire.graph.bank import Held
-from tensorwire.graph.wires import Wires
 from tensorwire.observe import counters
 from tensorwire.torch.graph.execution.sending import layout
 from tensorwire.torch.graph.memory.strided import fill
@@ -24,60 +24,62 @@ from tensorwire.torch.graph.placement.remote_tensor import reserve
 Receive = Callable[[], Any]
 
 
-def number(wires: Wires, index: int, at: int) -> Receive:
+def number(group: EdgeGroup, index: int, at: int) -> Receive:
     """An int, bool or float."""
-    return lambda: unpack(wires.receive(index).data, at, 0).value
+    return lambda: unpack(memoryview(group.receive(index)), at, 0).value
 
 
-def small(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+def small(group: EdgeGroup, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
     """A tensor of a few bytes; it has its memory for itself."""
     shape, strides, _ = layout(edge)
 
     def receive() -> torch.Tensor:
-        there = _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+        there = _found(group, index, group.receive(index), dtype, shape, strides, at)
         return fill(torch.empty_strided(shape, there.stride(), dtype=dtype), there)
 
     return receive
 
 
-def static(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+def static(group: EdgeGroup, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor in its slot, or in the memory that it was lent from."""
     shape, strides, _ = layout(edge)
     at = edge.offset + (edge.slot or 0)
-    return lambda: _found(wires, index, wires.receive(index), dtype, shape, strides, at)
+    return lambda: _found(group, index, group.receive(index), dtype, shape, strides, at)
 
 
-def _found(wires: Wires, index: int, held: Held, dtype: torch.dtype, shape: Any, strides: Any, at: int) -> torch.Tensor:
+def _found(
+    group: EdgeGroup, index: int, held: Hold, dtype: torch.dtype, shape: Any, strides: Any, at: int
+) -> torch.Tensor:
     """The tensor where the plan says, unless its source describes another layout."""
-    described = wires.described(index, held)
+    described = group.described(index, held)
     if described is not None:
         assert described.spec is not None
         at, strides = described.offset, described.spec.strides
     return over(held, dtype=dtype, shape=shape, strides=strides, offset=at)
 
 
-def bounded(wires: Wires, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
+def bounded(group: EdgeGroup, index: int, edge: Edge, at: int, dtype: torch.dtype) -> Receive:
     """A tensor in its slot, with a header in front."""
     assert edge.nbytes is not None
     most = edge.nbytes
 
     def receive() -> torch.Tensor:
-        held = wires.receive(index)
-        spec = _spec(edge, unpack(held.data, at, most).spec)
+        held = group.receive(index)
+        spec = _spec(edge, unpack(memoryview(held), at, most).spec)
         return over(held, dtype=dtype, shape=spec.shape, strides=spec.strides, offset=at + HEADER)
 
     return receive
 
 
-def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
+def if_small(group: EdgeGroup, index: int, edge: Edge, dtype: torch.dtype, stayed: set[str]) -> Receive:
     """A copy of a tensor, with a header in front. Of one that is too large there is only the header: the result has no
     memory then, and its name is added to ``stayed``."""
     assert edge.nbytes is not None
     at, most = edge.slot or 0, edge.nbytes
 
     def receive() -> torch.Tensor:
-        held = wires.receive(index)
-        spec = _spec(edge, unpack(held.data, at, MOST_BYTES).spec)
+        held = group.receive(index)
+        spec = _spec(edge, unpack(memoryview(held), at, MOST_BYTES).spec)
         if math.prod(spec.shape) * dtype.itemsize > most:
             stayed.add(edge.name)
             return reserve(spec.shape, spec.strides or contiguous(spec.shape), dtype)
@@ -86,11 +88,11 @@ def if_small(wires: Wires, index: int, edge: Edge, dtype: torch.dtype, stayed: s
     return receive
 
 
-def dynamic(wires: Wires, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
+def dynamic(group: EdgeGroup, index: int, edge: Edge, dtype: torch.dtype) -> Receive:
     """A tensor of any size. It keeps its memory."""
 
     def receive() -> torch.Tensor:
-        payload, found = wires.receive_dynamic(index)
+        payload, found = group.receive_dynamic(index)
         spec = _spec(edge, found)
         return over(payload, dtype=dtype, shape=spec.shape, strides=spec.strides)
 

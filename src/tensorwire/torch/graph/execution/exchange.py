@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy
 
+from tensorwire._native import Hold
 from tensorwire.graph.ir import CALL, Graph, Node, Output, TensorSpec
 from tensorwire.graph.plan import analyze
 from tensorwire.graph.worker_group import WorkerGroup
@@ -22,29 +23,29 @@ class Exchange:
         outputs = [Output(worker, group.workers) for worker in group.workers]
         plan = analyze(Graph(f"{group.next_number} ({name})", group.workers, tuple(nodes), tuple(outputs))).plan
         self._me, self._count = group.me, count
-        self._wires = group.connect(plan)
+        self._group = group.connect(plan)
         self._edges = {edge.source: index for index, edge in enumerate(plan.edges)}
 
     def all(self, mine: Vector) -> dict[str, Vector]:
         """The numbers of every worker, ``mine`` among them. Raises `PeerLost` or `WaitTimeout`."""
         if not self._edges:
             return {self._me: mine}
-        wires = self._wires
-        wires.begin()
-        assert wires.held is not None
+        group = self._group
+        group.begin()
+        assert group.held is not None
         index = self._edges[self._me]
-        self._vector(wires.held, index)[:] = mine
-        nbytes = wires.plan.edges[index].nbytes
+        self._vector(group.held, index)[:] = mine
+        nbytes = group.edges[index].nbytes
         assert nbytes is not None
-        wires.send(index, nbytes)
+        group.send(index, nbytes)
         found = {self._me: mine}
         for worker, edge in self._edges.items():
             if worker != self._me:
-                found[worker] = self._vector(wires.receive(edge), edge).copy()
-        wires.end()
+                found[worker] = self._vector(group.receive(edge), edge).copy()
+        group.end()
         return found
 
-    def _vector(self, held: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]], index: int) -> Vector:
-        slot = self._wires.plan.edges[index].slot
+    def _vector(self, held: Hold, index: int) -> Vector:
+        slot = self._group.edges[index].slot
         assert slot is not None
-        return held[slot : slot + 8 * self._count].view(numpy.float64)
+        return numpy.frombuffer(memoryview(held), numpy.float64, self._count, slot)

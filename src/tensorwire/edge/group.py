@@ -1,0 +1,467 @@
+"""A group of edges that share banks: what crosses between some processes, step after step.
+
+What crosses is born in, or copied to, the *outbox* of the process that makes it: one bank per step. A process that maps
+it reads it in place: then a signal is all that is sent. To others it is written, into a bank of an *inbox* of theirs.
+Either way the consumer gives the bank back once it has let go of all that lies there. Parameters that cross are *lent*:
+they live in registered memory of their own, and until a step ends they do not change.
+
+A tensor that does not lie as planned is described: behind the slots of a bank, each edge that relies on the plan has
+room for a header, which names the step that it is of. In other steps nothing is written there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tensorwire._native import Hold
+from tensorwire.device import Device, Region
+from tensorwire.device.region import Access
+from tensorwire.edge.bank import Bank, check_number, hold_all
+from tensorwire.edge.header import HEADER, MOST_BYTES, Header, pack_tensor, step_of, unpack
+from tensorwire.edge.incoming import Incoming
+from tensorwire.edge.outgoing import Outgoing
+from tensorwire.edge.peers import Peers
+from tensorwire.edge.pool import Lease, Pool
+from tensorwire.edge.tensor import Spec
+from tensorwire.edge.words import POLL, PeerMemory
+from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+
+BANKS = 2  # to begin with: a step may begin while the last one's tensors are alive
+Memory = dict[str, Region]  # one piece of memory, by the device that it is registered with
+
+
+class GroupEdge(Protocol):
+    """What a group knows of one of its edges; a plan's edges are such."""
+
+    @property
+    def name(self) -> str:
+        """As errors and traces call it."""
+
+    @property
+    def source(self) -> str:
+        """The process that sends it."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The processes that receive it."""
+
+    @property
+    def slot(self) -> int | None:
+        """Where its memory begins in a bank; None for what is lent."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from there to the tensor's first element."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of payload, at most; None for any size: then only headers lie in the slot, one per target."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether it lives in registered memory of its own, and does not change during a step."""
+
+    @property
+    def header(self) -> int | None:
+        """Where in a bank its source describes a tensor that does not lie as planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """A payload of any size that ``targets`` may still read: that of ``step``, whose outbox is ``bank``."""
+
+    step: int
+    bank: Bank
+    targets: tuple[str, ...]
+    memory: list[Hold]
+
+
+class EdgeGroup:
+    """The edges of a group, at process ``peers.me``. All processes make theirs in the same order.
+
+    Makes regions and tells the others of them: an RPC and a registration each, once.
+
+    Args:
+        edges: The same everywhere; an edge is known by its place here.
+        outboxes: Bytes of a bank, by process.
+        peers: The other processes.
+        pools: ``pools(device)``: where tensors of no known size lie.
+        timeout: Seconds to wait for the others.
+        borrowed: By owner and borrower, who still reads in a step what was lent through another group.
+        depth: How many banks there are; None: two, and more where tensors of earlier steps are kept.
+        access: What consumers may do to payloads of any size that they look at in place.
+        defers: ``defers()``: whether this is a bad moment to send a credit, on a device that maps nothing.
+
+    Raises:
+        OutOfMemory: There is no memory for it.
+        PeerLost, WaitTimeout, JobEnded: The others did not come.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[GroupEdge],
+        outboxes: Mapping[str, int],
+        peers: Peers,
+        *,
+        pools: Callable[[Device], Pool],
+        timeout: float,
+        borrowed: Collection[tuple[str, str]] = (),
+        depth: int | None = None,
+        access: Access = "write",
+        defers: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.edges, self.me, self._peers, self._timeout = edges, peers.me, peers, timeout
+        self._outbox_nbytes = outboxes[peers.me]
+        self._grows, self._depth, self._pools, self._access = depth is None, depth or BANKS, pools, access
+        self.labels = [f"{peers.name}, {edge.name}" for edge in edges]  # in spans
+        self.step = 0
+        self.bank: Bank | None = None  # of this step
+        self.held: Hold | None = None  # all of its bytes
+        self._borrowed = {*borrowed, *((e.source, target) for e in edges if e.lent for target in e.targets)}
+        pairs = {*self._borrowed, *((edge.source, target) for edge in edges for target in edge.targets)}
+        self._in = {one: self._incoming(one, outboxes[one], defers) for one, to in sorted(pairs) if to == self.me}
+        self._out = {to: self._outgoing(to) for one, to in sorted(pairs) if one == self.me}
+        self._targets = [[self._out[to] for to in edge.targets] if edge.source == self.me else [] for edge in edges]
+        self._banks: list[Bank] = []
+        self._lending: list[Pool] = []  # where payloads of any size lie that consumers look at or read
+        self._payloads: list[_Payload] = []
+        self._outboxes: list[Memory] = []
+        self._loans: dict[int, tuple[Memory, Hold]] = {}
+        try:
+            self._allocate()
+            self._introduce()
+        except BaseException:
+            self.close()
+            raise
+
+    def _edges(self, source: str, target: str) -> list[int]:
+        edges = enumerate(self.edges)
+        return [index for index, edge in edges if edge.source == source and target in edge.targets]
+
+    def _incoming(self, peer: str, nbytes: int, defers: Callable[[], bool]) -> Incoming:
+        edges = self._edges(peer, self.me)
+        loans = {index: self.edges[index].nbytes or 0 for index in edges if self.edges[index].lent}
+        pool = self._pools(self._peers.channel(peer).device)
+        depth, grows = self._depth, self._grows
+        return Incoming(self._peers, peer, edges, loans, nbytes, pool, depth=depth, grows=grows, defers=defers)
+
+    def _outgoing(self, peer: str) -> Outgoing:
+        edges = self._edges(self.me, peer)
+        return Outgoing(self._peers, peer, edges, any(self.edges[index].slot is not None for index in edges))
+
+    # ---- set-up
+
+    def _allocate(self) -> None:
+        """The outbox, and memory for what is lent."""
+        for index, edge in enumerate(self.edges):
+            if edge.source == self.me and edge.lent:
+                memory = self._memory(edge.nbytes or 0, edge.targets)
+                self._loans[index] = memory, hold_all(next(iter(memory.values())))
+        if self._outbox_nbytes:
+            for _ in range(self._depth):
+                self._new_bank()
+
+    def _new_bank(self) -> Bank:
+        check_number(len(self._banks), self._peers.name)
+        memory = self._memory(self._outbox_nbytes, tuple(self._out))
+        self._outboxes.append(memory)
+        self._banks.append(Bank(len(self._banks), next(iter(memory.values()))))
+        return self._banks[-1]
+
+    def _memory(self, nbytes: int, targets: tuple[str, ...]) -> Memory:
+        """Memory that all of ``targets`` can be sent from: allocated by a device that maps, if there is one."""
+        devices: dict[str, Device] = {}
+        for peer in sorted(targets, key=lambda peer: not self._out[peer].channel.device.capabilities.maps):
+            device = self._out[peer].channel.device
+            devices[device.name] = device
+        (name, first), *others = devices.items()
+        region = first.allocate(nbytes)
+        return {name: region, **{name: device.register(memoryview(region)) for name, device in others}}
+
+    def _introduce(self) -> None:
+        publish = self._peers.publish
+        for peer, incoming in self._in.items():
+            publish("incoming", peer, msgspec.msgpack.encode(incoming.memory()))
+        for peer, outgoing in self._out.items():
+            publish("outgoing", peer, msgspec.msgpack.encode(self._shown_to(peer, outgoing)))
+        for peer, outgoing in self._out.items():
+            outgoing.open(self._lookup("incoming", peer))
+        for peer, incoming in self._in.items():
+            incoming.open(self._lookup("outgoing", peer))
+
+    def _shown_to(self, peer: str, outgoing: Outgoing) -> PeerMemory:
+        """What a consumer has to know; where it maps, of our memory too."""
+        device, words = outgoing.channel.device, outgoing.words.remote().pack()
+        if not device.capabilities.maps:
+            return PeerMemory(words, [], {}, False)
+        lent = {i: memory for i, (memory, _) in self._loans.items() if peer in self.edges[i].targets}
+        loans = {index: memory[device.name].remote().pack() for index, memory in lent.items()}
+        return PeerMemory(words, [memory[device.name].remote().pack() for memory in self._outboxes], loans, True)
+
+    def _lookup(self, what: str, peer: str) -> PeerMemory:
+        try:
+            return msgspec.msgpack.decode(self._peers.lookup(what, peer), type=PeerMemory)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise ProtocolError(f"{peer} says something else of its memory: is it of the same version?") from None
+
+    def announce(self, number: int) -> None:
+        """Tells all others a growing number, after all that was sent before; `Peers.gone_on` says what it means."""
+        for incoming in self._in.values():
+            incoming.announce(number)
+        for outgoing in self._out.values():
+            outgoing.announce(number)
+
+    # ---- one step
+
+    def begin(self, timeout: float | None = None) -> None:
+        """Begins the next step: takes a bank of the outbox that nobody holds.
+
+        Raises `WaitTimeout`, after which one may try again, `PeerLost`, or what `Peers.gone_on` says.
+        """
+        step, timeout = self.step + 1, self._timeout if timeout is None else timeout
+        for incoming in self._in.values():
+            incoming.begin(step)
+        for outgoing in self._out.values():
+            outgoing.flush(step, None, timeout)
+        self.collect()
+        if self._banks:
+            start = clock()
+            bank = self._free_bank(step, timeout)
+            for outgoing in self._out.values():
+                outgoing.flush(step, bank, timeout)
+            self.bank, self.held = bank, bank.hold(step)
+            spans.add("wait", step, start, clock(), f"{self._peers.name}, the outbox")
+        self.step = step
+
+    def _free_bank(self, step: int, timeout: float) -> Bank:
+        """Waits for one, the oldest first, but not for consumers that began this step and hold on to earlier ones."""
+        targets = list(self._out.values())
+        end = 0.0
+        while True:
+            ours = sorted([bank for bank in self._banks if not bank.held], key=_last_step)
+            for bank in ours:
+                if all(target.let_go(bank) for target in targets):
+                    return bank
+            waiting = [target for target in targets if ours and not target.let_go(ours[0])]
+            if ours and not waiting:
+                continue  # let go just now
+            if self._grows and all(target.has_begun(step) for target in waiting):
+                return self._grow()
+            end = end or time.monotonic() + timeout
+            if time.monotonic() >= end:
+                raise WaitTimeout(waiting[0].keeps(step))
+            waiting[0].wait_for_one_of([(bank.number, bank.step) for bank in ours])
+
+    def _grow(self) -> Bank:
+        bank = self._new_bank()
+        for peer, target in self._out.items():
+            if target.maps:
+                region = self._outboxes[-1][target.channel.device.name]
+                self._peers.publish(f"outbox {bank.number}", peer, region.remote().pack())
+        return bank
+
+    def reserve(self, timeout: float) -> None:
+        """Waits until every consumer has memory for what is sent in this step. Raises `PeerLost` or `WaitTimeout`."""
+        for outgoing in self._out.values():
+            outgoing.reserve(self.step, timeout)
+
+    def describe(self, index: int, spec: Spec, at: int) -> None:
+        """Says that edge ``index`` lies as ``spec`` in this step, at ``at`` in the bank, not as planned."""
+        header, bank = self.edges[index].header, self.bank
+        assert header is not None
+        assert bank is not None
+        pack_tensor(bank.memory, header, self.step, spec, offset=at)
+
+    def described(self, index: int, held: Hold) -> Header | None:
+        """How edge ``index``, which was received as ``held``, lies; None: as planned."""
+        at = self.edges[index].header
+        if at is None:
+            return None
+        memory = memoryview(held)
+        return unpack(memory, at, held.nbytes, held.nbytes) if step_of(memory, at) == self.step else None
+
+    def send(self, index: int, nbytes: int, at: int | None = None) -> None:
+        """Makes edge ``index``, whose ``nbytes`` lie in the outbox, arrive at its targets.
+
+        ``at``: where, if it was described: its header goes in front.
+        """
+        edge, bank, start = self.edges[index], self.bank, clock()
+        assert bank is not None
+        assert edge.slot is not None
+        for target in self._targets[index]:
+            if target.maps:
+                target.signal(index, self.step, bank.number, nbytes)
+                continue
+            source = self._outboxes[bank.number][target.channel.device.name]
+            if at is not None:
+                assert edge.header is not None
+                target.put(self.step, bank.number, source.view(edge.header, HEADER), self._timeout)
+            where = edge.slot + edge.offset if at is None else at
+            target.write(index, self.step, bank.number, source.view(where, nbytes), self._timeout)
+        spans.add("push", self.step, start, clock(), self.labels[index])
+
+    def receive(self, index: int, timeout: float | None = None) -> Hold:
+        """Waits for edge ``index``; the bytes of its source's outbox, in which it lies where planned, or those that
+        were lent. Raises `PeerLost` or `WaitTimeout`."""
+        start = clock()
+        incoming = self._in[self.edges[index].source]
+        held = incoming.receive(index, self.step, self._timeout if timeout is None else timeout)
+        spans.add("wait", self.step, start, clock(), self.labels[index])
+        return held
+
+    def ready(self, index: int, step: int) -> bool:
+        """Whether edge ``index`` has arrived in ``step``."""
+        return self._in[self.edges[index].source].ready(index, step)
+
+    @property
+    def all_held(self) -> bool:
+        """Whether this process still looks into every bank of a producer, which can send nothing then."""
+        return any(incoming.all_held for incoming in self._in.values())
+
+    def end(self) -> None:
+        """Ends the step: what it left is held by its tensors alone, and what was lent has been given back."""
+        self.held = None
+        for peer, incoming in self._in.items():
+            incoming.end(self.step, (peer, self.me) in self._borrowed)
+        for peer, outgoing in self._out.items():
+            outgoing.end(self.step, (self.me, peer) in self._borrowed, self._timeout)
+
+    def flush(self, timeout: float) -> None:
+        """Returns when everything sent is in the memory of its consumers, or raises what became of it."""
+        for outgoing in self._out.values():
+            outgoing.flush_all(timeout)
+
+    # ---- tensors of any size
+
+    def room(self, index: int, nbytes: int) -> Lease:
+        """Memory for edge ``index``, which is dynamic, to be born in. Raises `OutOfMemory`."""
+        return self._pool_of(self._targets[index][0]).lease(nbytes)
+
+    def _pool_of(self, target: Outgoing) -> Pool:
+        pool = self._pools(target.channel.device)
+        if pool not in self._lending:
+            self._lending.append(pool)
+            pool.keep(self)
+        return pool
+
+    def send_dynamic(self, index: int, lease: Lease, spec: Spec, step: int | None = None) -> None:
+        """Makes edge ``index``, which lies in ``lease`` of ``room(index)`` as ``spec``, arrive at its targets.
+
+        ``step``: what its header says; by default the step of the group.
+        """
+        edge, bank, start = self.edges[index], self.bank, clock()
+        said = self.step if step is None else step
+        assert bank is not None
+        assert edge.slot is not None
+        leases = {lease.slab.device.name: lease}
+        for number, target in enumerate(self._targets[index]):
+            device = target.channel.device.name
+            if device not in leases:  # memory of one device is not another's
+                leases[device] = other = self._pool_of(target).lease(lease.nbytes)
+                other.memory[:] = memoryview(lease.hold)
+                counters.add(copies=1, copied_bytes=lease.nbytes)
+            region, at = leases[device].slab.shown(self._access), edge.slot + HEADER * number
+            pack_tensor(bank.memory, at, said, spec, region=region, offset=leases[device].offset)
+            if target.maps:
+                target.signal(index, self.step, bank.number, HEADER)
+            else:
+                source = self._outboxes[bank.number][device].view(at, HEADER)
+                target.write(index, self.step, bank.number, source, self._timeout)
+        self._payloads.append(_Payload(self.step, bank, edge.targets, [one.hold for one in leases.values()]))
+        spans.add("push", self.step, start, clock(), self.labels[index])
+
+    def payload(self, index: int, header: Header, held: Hold, timeout: float) -> Hold:
+        """The payload that ``header`` leads to, which edge ``index`` brought in ``held``. Raises `ProtocolError`,
+        `OutOfMemory`, `PeerLost` or `WaitTimeout`: then one may go on waiting."""
+        return self._in[self.edges[index].source].payload(header, held, timeout)
+
+    def part(self, index: int, offset: int, nbytes: int, held: Hold) -> Hold:
+        """A part of the bank that edge ``index`` arrived in, as ``held``."""
+        return self._in[self.edges[index].source].part(offset, nbytes, held)
+
+    def receive_dynamic(self, index: int) -> tuple[Hold, Spec]:
+        """Waits for edge ``index``, which is dynamic. Raises `PeerLost`, `WaitTimeout` or `OutOfMemory`."""
+        edge, start = self.edges[index], clock()
+        assert edge.slot is not None
+        incoming = self._in[edge.source]
+        held = incoming.receive(index, self.step, self._timeout)
+        header = unpack(memoryview(held), edge.slot + HEADER * edge.targets.index(self.me), MOST_BYTES)
+        payload = incoming.payload(header, held, self._timeout)
+        spans.add("wait", self.step, start, clock(), self.labels[index])
+        assert header.spec is not None  # a region goes with a tensor
+        return payload, header.spec
+
+    def collect(self) -> None:
+        """Lets go of payloads of any size that their targets have read."""
+        if self._payloads:
+            self._payloads = [one for one in self._payloads if not self._is_read(one)]
+
+    def _is_read(self, payload: _Payload) -> bool:
+        return all(self._out[peer].has_read(payload.step, payload.bank.number) for peer in payload.targets)
+
+    def wait_for_reader(self, timeout: float) -> bool:
+        """Waits a moment for the oldest payload of any size to be let go of; False if there is none.
+
+        Raises `PeerLost`, or `WaitTimeout` with a ``timeout`` of 0.
+        """
+        self.collect()
+        if self._payloads:
+            one = self._payloads[0]
+            try:
+                for peer in one.targets:
+                    self._out[peer].wait_until_read(one.step, one.bank.number, min(timeout, POLL))
+            except WaitTimeout:
+                if timeout <= 0:
+                    raise
+            return True
+        return False
+
+    def drain(self, timeout: float) -> None:
+        """Returns when nobody looks into memory of this process any more. Raises `PeerLost` or `WaitTimeout`."""
+        end = time.monotonic() + timeout
+        read_in_place = [(one, bank) for one in self._out.values() if one.maps for bank in self._banks]
+        read_across = [(self._out[peer], one) for one in self._payloads for peer in one.targets]
+        for outgoing, bank in read_in_place:
+            outgoing.wait_until_read(bank.step, bank.number, max(0.0, end - time.monotonic()))
+        for outgoing, payload in read_across:
+            outgoing.wait_until_read(payload.step, payload.bank.number, max(0.0, end - time.monotonic()))
+        self.collect()
+
+    # ---- loans
+
+    def loan(self, index: int) -> Hold:
+        """The memory that edge ``index``, which is lent, is to live in."""
+        return self._loans[index][1]
+
+    def loan_address(self, index: int) -> int:
+        """Where that memory begins."""
+        return next(iter(self._loans[index][0].values())).address
+
+    def lend(self, index: int) -> None:
+        """Makes edge ``index``, which lies in ``loan(index)``, arrive at its targets."""
+        memory, start = self._loans[index][0], clock()
+        for target in self._targets[index]:
+            target.lend(index, self.step, memory[target.channel.device.name].view())
+        spans.add("push", self.step, start, clock(), self.labels[index])
+
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+        self._payloads.clear()
+        for incoming in self._in.values():
+            incoming.close()
+        for outgoing in self._out.values():
+            outgoing.close()
+        for memory in (*self._outboxes, *(memory for memory, _ in self._loans.values())):
+            for region in memory.values():
+                region.close()
+
+
+def _last_step(bank: Bank) -> int:
+    return bank.step

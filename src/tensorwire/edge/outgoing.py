@@ -1,0 +1,201 @@
+"""What this process sends to one other: where it goes, and what the other one has let go of."""
+
+from __future__ import annotations
+
+import time
+
+from tensorwire.device import Channel, Completion, RemoteRegion, RemoteView, View
+from tensorwire.edge.bank import MOST_BANKS, Bank
+from tensorwire.edge.peers import Peers
+from tensorwire.edge.traced_write import write_traced
+from tensorwire.edge.words import (
+    ANNOUNCED,
+    BEGUN,
+    CREDITS,
+    LINE,
+    POLL,
+    RETURNED,
+    RING,
+    PeerMemory,
+    arrival,
+    pack,
+    wait_unless,
+)
+from tensorwire.errors import WaitTimeout
+from tensorwire.observe import counters, spans
+from tensorwire.observe.spans import clock
+
+_LOANS = -1  # in the place of a bank's number
+
+
+class Outgoing:
+    """What this process sends to ``peer``.
+
+    ``edges``: all of the pair. ``banks``: whether any lies in the outbox.
+    """
+
+    def __init__(self, peers: Peers, peer: str, edges: list[int], banks: bool) -> None:
+        self.peer, self._peers, self._uses_banks = peer, peers, banks
+        self.channel: Channel = peers.channel(peer)
+        self._place = {edge: at for at, edge in enumerate(edges)}
+        self.words = self.channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
+        self._announced = 8 * RING * len(edges)
+        self._sent: dict[int, list[Completion]] = {}  # by the bank that it was sent from
+        self._inboxes: list[RemoteRegion] = []
+        self._landings: dict[int, RemoteRegion] = {}
+        self._steps: list[int] = []  # by inbox: the last step that went there
+        self._now = 0  # the inbox of this step
+        self._kept: set[int] = set()  # banks that a later one overtook on its way back
+        self._label = f"{peers.name}, memory of {peer}"  # in spans
+
+    def open(self, memory: PeerMemory) -> None:
+        """Takes what the consumer said."""
+        self._arrivals = RemoteRegion.unpack(memory.words)
+        self.maps = memory.maps
+        self._inboxes = [RemoteRegion.unpack(packed) for packed in memory.banks]
+        self._steps = [0] * len(self._inboxes)
+        self._landings = {edge: RemoteRegion.unpack(packed) for edge, packed in memory.loans.items()}
+
+    # ---- what the consumer has let go of
+
+    def let_go(self, bank: Bank) -> bool:
+        """Whether the consumer holds nothing of the bank's last step."""
+        return not self._uses_banks or not self.maps or self._word(CREDITS + bank.number) >= bank.step
+
+    def has_read(self, step: int, bank: int) -> bool:
+        """Whether the consumer has let go of all that it got in ``step``, in which the outbox was ``bank``."""
+        if self.maps:
+            return self._word(CREDITS + bank) >= step
+        return all(last != step or self._word(CREDITS + inbox) >= step for inbox, last in enumerate(self._steps))
+
+    def wait_until_read(self, step: int, bank: int, timeout: float) -> None:
+        """Waits until ``has_read(step, bank)``. Raises what a wait raises."""
+        numbers = [bank] if self.maps else [inbox for inbox, last in enumerate(self._steps) if last == step]
+        for number in numbers:
+            self._wait(CREDITS + number, step, timeout)
+
+    def wait_for_one_of(self, banks: list[tuple[int, int]]) -> None:
+        """Waits a moment until one of ``banks``, numbers and last steps, is let go of: the oldest, but for those that
+        the consumer seems to keep."""
+        self._kept = {number for number, step in banks if number in self._kept and self._word(CREDITS + number) < step}
+        number, step = min([bank for bank in banks if bank[0] not in self._kept] or banks, key=lambda bank: bank[1])
+        try:
+            self._wait(CREDITS + number, step, POLL)
+        except WaitTimeout:
+            if any(self._word(CREDITS + other) >= last for other, last in banks):
+                self._kept.add(number)
+
+    def keeps(self, step: int) -> str:
+        """That the consumer gave nothing back that ``step`` could use."""
+        return (
+            f"{self.peer} gave back nothing in time that step {step} of {self._peers.name} could use: is it slow, or "
+            "does it keep what it received?"
+        )
+
+    def has_begun(self, step: int) -> bool:
+        """Whether the consumer said that it began ``step`` while it held an earlier one."""
+        return not self._uses_banks or not self.maps or self._word(BEGUN) >= step
+
+    def _word(self, word: int) -> int:
+        return self.words.load(LINE * word)
+
+    def _wait(self, word: int, at_least: int, timeout: float) -> None:
+        words, channel = self.words, self.channel
+        wait_unless(lambda seconds: words.wait(LINE * word, at_least, seconds, channel), timeout, self._gone_on)
+
+    def _gone_on(self) -> Exception | None:
+        return self._peers.gone_on(self.peer, self._word(ANNOUNCED))
+
+    # ---- sending
+
+    def reserve(self, step: int, timeout: float) -> None:
+        """Waits until the consumer has an inbox for ``step``. Raises what a wait raises."""
+        if not self.maps and self._steps and self._steps[self._now] != step:
+            self._inbox(step, timeout)
+
+    def _inbox(self, step: int, timeout: float) -> RemoteRegion:
+        """Where the tensors of ``step`` go to: a bank that the consumer has let go of, or has made for this step."""
+        if self._steps[self._now] != step:
+            start = clock()
+            self._now = self._find_inbox(step, timeout)
+            self._steps[self._now] = step
+            spans.add("wait", step, start, clock(), self._label)
+        return self._inboxes[self._now]
+
+    def _find_inbox(self, step: int, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while True:
+            begun = self._word(BEGUN) >= step  # first: what the consumer let go of before that is to be seen then
+            for number, last in enumerate(self._steps):
+                if self._word(CREDITS + number) >= last:
+                    return number
+            if begun:
+                self._inboxes.append(RemoteRegion.unpack(self._peers.lookup(f"inbox {len(self._inboxes)}", self.peer)))
+                self._steps.append(0)
+                return len(self._steps) - 1
+            if time.monotonic() >= end:
+                raise WaitTimeout(self.keeps(step))
+            self.wait_for_one_of(list(enumerate(self._steps)))
+
+    def signal(self, edge: int, step: int, bank: int, nbytes: int) -> None:
+        """Makes ``edge`` arrive, ``nbytes`` in the bank of that number, at a consumer that maps it."""
+        counters.mapped(nbytes)
+        self.channel.signal(self._arrivals.view(arrival(self._place[edge], step), 8), pack(step, bank))
+
+    def write(self, edge: int, step: int, bank: int, source: View, timeout: float) -> None:
+        """Makes ``source``, a part of that bank, arrive as ``edge`` at a consumer that does not map it."""
+        target = self._inbox(step, timeout).view(source.offset, source.nbytes)
+        word = self._arrivals.view(arrival(self._place[edge], step), 8)
+        self._write(source, target, (word, pack(step, self._now)), step, bank)
+
+    def put(self, step: int, bank: int, source: View, timeout: float) -> None:
+        """Brings ``source``, a part of that bank, to a consumer that does not map it, before what is sent next."""
+        self._write(source, self._inbox(step, timeout).view(source.offset, source.nbytes), None, step, bank)
+
+    def lend(self, edge: int, step: int, source: View) -> None:
+        """Makes ``source``, which is lent, arrive as ``edge``."""
+        word, value = self._arrivals.view(arrival(self._place[edge], step), 8), pack(step, 0)
+        if self.maps:
+            counters.mapped(source.nbytes)
+            self.channel.signal(word, value)
+        else:
+            self._write(source, self._landings[edge].view(), (word, value), step, _LOANS)
+
+    def _write(
+        self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None, step: int, bank: int
+    ) -> None:
+        completion = write_traced(self.channel, source, target, signal, step, self._label)
+        self._sent.setdefault(bank, []).append(completion)
+
+    def flush(self, step: int, bank: Bank | None, timeout: float) -> None:
+        """Returns, in ``step``, when what was sent from ``bank`` is in the consumer's memory; None: what was lent."""
+        sent = self._sent.pop(_LOANS if bank is None else bank.number, None)
+        if not sent:
+            return
+        start = clock()
+        for completion in sent:
+            completion.wait(timeout)
+        spans.add("push", step, start, clock(), self._label)
+
+    def flush_all(self, timeout: float) -> None:
+        """Returns when everything sent is in the consumer's memory, or raises what became of it."""
+        end = time.monotonic() + timeout
+        for sent in self._sent.values():
+            while sent:
+                sent[0].wait(max(0.0, end - time.monotonic()))
+                sent.pop(0)
+
+    def announce(self, number: int) -> None:
+        """See `EdgeGroup.announce`."""
+        self.channel.signal(self._arrivals.view(self._announced, 8), number)
+
+    def end(self, step: int, lends: bool, timeout: float) -> None:
+        """Returns when the consumer reads nothing any more that was lent: the owner may change it."""
+        if lends:
+            start = clock()
+            self._wait(RETURNED, step, timeout)
+            spans.add("wait", step, start, clock(), self._label)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.words.close()

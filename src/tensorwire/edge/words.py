@@ -1,0 +1,74 @@
+"""The words by which the processes of an edge group say what lies where, and how they introduce their memory.
+
+All words have 8 bytes and grow. In the memory of a consumer, for each producer:
+
+- *arrival*, a ring of them per edge: the step whose tensor is there, and in the low 8 bits its bank;
+- *announced*, behind these: see `EdgeGroup.announce`.
+
+In the memory of a producer, for each consumer:
+
+- *begun*: the step that the consumer began while it still held an earlier one;
+- *returned*: the step after which it reads nothing any more that was lent;
+- *announced*, as above;
+- *credit*, one per bank: the last step of that bank that the consumer let go of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tensorwire.errors import WaitTimeout
+
+LINE = 64  # bytes between the words of a producer: each has its cache line
+RING = 256  # arrival words of an edge: a producer is never as many steps ahead, as each takes one of MOST_BANKS
+BEGUN, RETURNED, ANNOUNCED, CREDITS = range(4)
+POLL = 0.005  # seconds between looks at two words at once
+_LOOK = 1.0  # seconds between looks whether the peer has gone on to something else
+
+
+class PeerMemory(msgspec.Struct, frozen=True):
+    """What one process of a group says to another one: packed remote regions, and whether it maps the other's memory.
+
+    ``words``: its words. ``banks``: its first banks. ``loans``: by edge, the memory for what is lent.
+    """
+
+    words: bytes
+    banks: list[bytes]
+    loans: dict[int, bytes]
+    maps: bool
+
+
+def pack(step: int, bank: int) -> int:
+    """An arrival word: which bank goes with which step. It grows with the step."""
+    return step << 8 | bank
+
+
+def arrival(place: int, step: int) -> int:
+    """Where the arrival word is of an edge, the ``place``-th of its pair of processes, in that step."""
+    return 8 * (place * RING + step % RING)
+
+
+def wait_unless(wait: Callable[[float], None], timeout: float, gone_on: Callable[[], Exception | None]) -> None:
+    """``wait(seconds)``, until the peer has gone on to something else.
+
+    ``gone_on()``: the error to raise then; a peer says so after all that it sent before. Raises it, or what ``wait``
+    raises.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            return wait(min(_LOOK, left))
+        except WaitTimeout:
+            error = gone_on()
+            if error is None:
+                if left <= _LOOK:
+                    raise
+                continue
+        try:
+            return wait(0.0)
+        except WaitTimeout:
+            raise error from None
