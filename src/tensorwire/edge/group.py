@@ -232,30 +232,37 @@ class EdgeGroup:
             outgoing.flush(step, None, timeout)
         self.collect()
         if self._banks:
-            start = clock()
-            bank = self._free_bank(step, timeout)
+            bank = self._free_bank() or self._wait_for_bank(step, timeout)
             for outgoing in self._out.values():
                 outgoing.flush(step, bank, timeout)
             self.bank, self.held = bank, bank.hold(step)
-            spans.add("wait", step, start, clock(), f"{self._peers.name}, the outbox")
         self.step = step
 
-    def _free_bank(self, step: int, timeout: float) -> Bank:
+    def _free_bank(self) -> Bank | None:
+        """The next one in turn, which is likely the oldest, if nobody holds it."""
+        bank = self._banks[0 if self.bank is None else (self.bank.number + 1) % len(self._banks)]
+        if bank.held:
+            return None
+        for target in self._out.values():
+            if not target.let_go(bank):
+                return None
+        return bank
+
+    def _wait_for_bank(self, step: int, timeout: float) -> Bank:
         """Waits for one, the oldest first, but not for consumers that began this step and hold on to earlier ones."""
-        targets = list(self._out.values())
-        end = 0.0
+        targets, start = list(self._out.values()), clock()
         while True:
             ours = sorted([bank for bank in self._banks if not bank.held], key=_last_step)
             for bank in ours:
                 if all(target.let_go(bank) for target in targets):
+                    spans.add("wait", step, start, clock(), f"{self._peers.name}, the outbox")
                     return bank
             waiting = [target for target in targets if ours and not target.let_go(ours[0])]
             if ours and not waiting:
                 continue  # let go just now
             if self._grows and all(target.has_begun(step) for target in waiting):
                 return self._grow()
-            end = end or time.monotonic() + timeout
-            if time.monotonic() >= end:
+            if clock() >= start + timeout:
                 raise WaitTimeout(waiting[0].keeps(step))
             waiting[0].wait_for_one_of([(bank.number, bank.step) for bank in ours])
 

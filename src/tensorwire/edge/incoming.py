@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorwire._native import Hold, Memory
-from tensorwire.device import Channel, Completion, Region, RemoteRegion
+from tensorwire.device import Channel, Completion, Region, RemoteRegion, RemoteView
 from tensorwire.edge.bank import Bank, check_number, hold_all, hold_part
 from tensorwire.edge.header import Header
 from tensorwire.edge.peers import Peers
@@ -63,6 +63,7 @@ class Incoming:
         self._reading: _Reading | None = None
         self._bank: Bank | None = None  # of this step
         self._now: Hold | None = None  # all of its bytes
+        self._views: dict[int, RemoteView] = {}  # of the producer's words: a channel knows those that it has seen
         self._owed: collections.deque[tuple[int, int]] = collections.deque()  # banks that were let go of, and steps
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
@@ -95,14 +96,19 @@ class Incoming:
         return self._banks[-1]
 
     def _signal(self, word: int, value: int) -> None:
-        self._channel.signal(self._back.view(LINE * word, 8), value)
+        view = self._views.get(word)
+        if view is None:
+            view = self._views[word] = self._back.view(LINE * word, 8)
+        self._channel.signal(view, value)
 
     def begin(self, step: int) -> None:
         """Step ``step`` begins here. A producer that finds all banks of earlier steps held goes on in another one."""
         self._now = None
         self.give_credits()
+        if not self._grows:
+            return
         held = [bank.held for bank in self._banks]
-        if not self._grows or not any(held):
+        if not any(held):
             return
         if all(held) and not self.maps:
             bank = self._new_bank()
@@ -117,7 +123,8 @@ class Incoming:
     def receive(self, edge: int, step: int, timeout: float) -> Hold:
         """Waits for ``edge``; the memory in which it lies: the producer's outbox, or its own where it is lent."""
         words, offset, channel = self._words, arrival(self._place[edge], step), self._channel
-        wait_unless(lambda seconds: words.wait(offset, step << 8, seconds, channel), timeout, self._gone_on)
+        if words.load(offset) < step << 8:
+            wait_unless(lambda seconds: words.wait(offset, step << 8, seconds, channel), timeout, self._gone_on)
         lent = self._lent.get(edge)
         if lent is not None:
             return lent

@@ -40,6 +40,7 @@ class Outgoing:
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = self.channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
         self._announced = 8 * RING * len(edges)
+        self._views: dict[int, RemoteView] = {}  # of arrival words: a channel knows those that it has seen
         self._sent: dict[int, list[Completion]] = {}  # by the bank that it was sent from
         self._inboxes: list[RemoteRegion] = []
         self._landings: dict[int, RemoteRegion] = {}
@@ -140,13 +141,19 @@ class Outgoing:
     def signal(self, edge: int, step: int, bank: int, nbytes: int) -> None:
         """Makes ``edge`` arrive, ``nbytes`` in the bank of that number, at a consumer that maps it."""
         counters.mapped(nbytes)
-        self.channel.signal(self._arrivals.view(arrival(self._place[edge], step), 8), pack(step, bank))
+        self.channel.signal(self._arrival(edge, step), pack(step, bank))
+
+    def _arrival(self, edge: int, step: int) -> RemoteView:
+        offset = arrival(self._place[edge], step)
+        view = self._views.get(offset)
+        if view is None:
+            view = self._views[offset] = self._arrivals.view(offset, 8)
+        return view
 
     def write(self, edge: int, step: int, bank: int, source: View, timeout: float) -> None:
         """Makes ``source``, a part of that bank, arrive as ``edge`` at a consumer that does not map it."""
         target = self._inbox(step, timeout).view(source.offset, source.nbytes)
-        word = self._arrivals.view(arrival(self._place[edge], step), 8)
-        self._write(source, target, (word, pack(step, self._now)), step, bank)
+        self._write(source, target, (self._arrival(edge, step), pack(step, self._now)), step, bank)
 
     def put(self, step: int, bank: int, source: View, timeout: float) -> None:
         """Brings ``source``, a part of that bank, to a consumer that does not map it, before what is sent next."""
@@ -154,7 +161,7 @@ class Outgoing:
 
     def lend(self, edge: int, step: int, source: View) -> None:
         """Makes ``source``, which is lent, arrive as ``edge``."""
-        word, value = self._arrivals.view(arrival(self._place[edge], step), 8), pack(step, 0)
+        word, value = self._arrival(edge, step), pack(step, 0)
         if self.maps:
             counters.mapped(source.nbytes)
             self.channel.signal(word, value)
