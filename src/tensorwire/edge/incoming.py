@@ -123,7 +123,7 @@ class Incoming:
     def receive(self, edge: int, step: int, timeout: float) -> Hold:
         """Waits for ``edge``; the memory in which it lies: the producer's outbox, or its own where it is lent."""
         words, offset, channel = self._words, arrival(self._place[edge], step), self._channel
-        if words.load(offset) < step << 8:
+        if words.closed or words.load(offset) < step << 8:
             wait_unless(lambda seconds: words.wait(offset, step << 8, seconds, channel), timeout, self._gone_on)
         lent = self._lent.get(edge)
         if lent is not None:
