@@ -60,13 +60,13 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
         coordinator = jobs.coordinator(workers=3)
 
         def made(index: int, device: str = "auto", interface: str = "0.0.0.0") -> Member:
-            where = msgspec.structs.replace(whereabouts(), boot=f"machine {index}")
-            monkeypatch.setattr(member, "whereabouts", lambda: where)
+            where = msgspec.structs.replace(locality(), boot=f"machine {index}")
+            monkeypatch.setattr(member, "locality", lambda: where)
             joined = Member(coordinator.address, SECRET, "worker", index, device=device, interface=interface)
             stack.callback(joined.close)
             return joined
 
-        whereabouts = member.whereabouts
+        locality = member.locality
         yield made
     gc.collect()  # the probes' memory
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tensorwire.control.locality import Locality, locality, why_not_shm
 from tensorwire.control.reach import TOLD, Card, Endpoint, connect, endpoint, expected
-from tensorwire.control.whereabouts import Whereabouts, whereabouts, why_not_shm
 from tensorwire.device import Device, LoopbackDevice, Region, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 from tensorwire.testing import FaultyDevice
 
-HERE = whereabouts()
+HERE = locality()
 OTHERS = {
     "different machines": msgspec.structs.replace(HERE, boot="another"),
     "different network namespaces": msgspec.structs.replace(HERE, network="net:[1]"),
@@ -185,11 +185,11 @@ def test_verbs_alone_is_used_on_one_machine_too(rdma: Device, card: Card, word: 
 
 
 def test_users_are_numbers_of_one_namespace() -> None:
-    one = Whereabouts("b", "n", 0, "user:[1]")
-    assert why_not_shm(one, Whereabouts("b", "n", 1000, "user:[2]")) is None  # trying it will show
+    one = Locality("b", "n", 0, "user:[1]")
+    assert why_not_shm(one, Locality("b", "n", 1000, "user:[2]")) is None  # trying it will show
 
 
 def test_processes_that_are_not_there() -> None:
-    assert whereabouts(os.getpid()) == HERE
+    assert locality(os.getpid()) == HERE
     with pytest.raises(ArgumentError, match="no process 99999999"):
-        whereabouts(99999999)
+        locality(99999999)

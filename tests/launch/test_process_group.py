@@ -30,12 +30,12 @@ print("sum", *total.tolist(), "backend", distributed.get_backend())
 SUM = "sum 3.0 3.0 3.0 backend gloo"
 
 
-def whereabouts(job: tw.Job) -> tuple[int, int, str]:
+def rank_and_address(job: tw.Job) -> tuple[int, int, str]:
     return job.local_rank, job.local_workers, job.address
 
 
 def test_workers_of_one_machine() -> None:
-    assert run_job(whereabouts, workers=3, servers=0).ok() == [(rank, 3, "127.0.0.1") for rank in range(3)]
+    assert run_job(rank_and_address, workers=3, servers=0).ok() == [(rank, 3, "127.0.0.1") for rank in range(3)]
 
 
 def elsewhere(job: tw.Job) -> tuple[int, int]:

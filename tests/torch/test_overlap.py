@@ -36,7 +36,7 @@ def poison() -> None:
     def ruining(self: StoreServer) -> Iterator[int]:
         buckets = self.plan.buckets[self.index]
         for index in arriving(self):
-            assert self.spec.planes == 2
+            assert self.spec.buffers == 2
             self.rule._bytes[self.step % 2][index].fill_(0xFF)
             for worker in self.workers:
                 pull = worker.pulls[index]

@@ -10,9 +10,9 @@ import msgspec
 
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
+from tensorwire.control.locality import locality
 from tensorwire.control.names import member_name
 from tensorwire.control.reach import CANDIDATES, Card, Endpoint, Route, connect, endpoint, not_opened
-from tensorwire.control.whereabouts import whereabouts
 from tensorwire.device import Channel, Device
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import (
@@ -59,7 +59,7 @@ class Member:
         self.devices: dict[str, Device] = {}
         self.routes: dict[str, Route] = {}  # by which device each member was reached, and why
         self.interface = interface
-        self.where = whereabouts()
+        self.where = locality()
         self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()

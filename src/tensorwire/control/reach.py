@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from tensorwire.control.whereabouts import Whereabouts, apart, stays_here, why_not_shm
+from tensorwire.control.locality import Locality, apart, stays_here, why_not_shm
 from tensorwire.device import Channel, Device, RemoteRegion
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.errors import AuthenticationError, DeviceError, OutOfMemory, PeerLost
@@ -30,7 +30,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Card(msgspec.Struct, frozen=True):
     """A member's entry in the address book."""
 
-    where: Whereabouts
+    where: Locality
     devices: dict[str, Endpoint]  # by name
     absent: dict[str, str] = {}  # devices that `auto` would have opened, and why it could not
     frameworks: tuple[str, ...] = ()  # that its process has loaded: servers load them meanwhile
@@ -106,7 +106,7 @@ class Candidate:
     outlook: str = ""
     proof: str = ""
     connect: Callable[[Device, Endpoint], Channel] = _connected
-    why_not: Callable[[Whereabouts, Whereabouts], str | None] = _never
+    why_not: Callable[[Locality, Locality], str | None] = _never
     why_not_open: Callable[[str], str | None] = _never
     probed: bool = False
     agreed: bool = False
@@ -133,7 +133,7 @@ _TCP = Candidate("tcp")
 CANDIDATES = {candidate.device: candidate for candidate in (_SHM, _VERBS, _TCP)}
 
 
-def candidates(one: Whereabouts, other: Whereabouts) -> tuple[Candidate, ...]:
+def candidates(one: Locality, other: Locality) -> tuple[Candidate, ...]:
     """What ``auto`` tries between two processes, the best first: verbs only where a network lies between them."""
     return (_SHM, _VERBS, _TCP) if apart(one, other) else (_SHM, _TCP)
 
@@ -144,7 +144,7 @@ def not_opened(interface: str) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def expected(one: Whereabouts, other: Whereabouts, absent: Mapping[str, str] = NONE_ABSENT) -> Route:
+def expected(one: Locality, other: Locality, absent: Mapping[str, str] = NONE_ABSENT) -> Route:
     """What ``auto`` will take between two processes, unless trying it shows something else.
 
     Args:
@@ -174,7 +174,7 @@ def endpoint(device: Device) -> Endpoint:
 
 def connect(
     devices: Mapping[str, Device],
-    here: Whereabouts,
+    here: Locality,
     card: Card,
     *,
     agree: Agree = lambda device, found: found,
@@ -218,16 +218,14 @@ def _in_words(reasons: Sequence[str], favour: str) -> str:
     return "; ".join(filter(None, (*reasons, favour)))
 
 
-def _as_told(name: str, device: Device, here: Whereabouts, card: Card) -> tuple[Channel, Route]:
+def _as_told(name: str, device: Device, here: Locality, card: Card) -> tuple[Channel, Route]:
     candidate = CANDIDATES.get(name)
     if candidate is not None and (obstacle := candidate.why_not(here, card.where)) is not None:
         raise PeerLost(f"not {name}: {obstacle}")
     return device.connect(card.devices[name].address), Route(name, TOLD)
 
 
-def _try(
-    candidate: Candidate, device: Device, here: Whereabouts, card: Card, agree: Agree
-) -> tuple[Channel | None, str]:
+def _try(candidate: Candidate, device: Device, here: Locality, card: Card, agree: Agree) -> tuple[Channel | None, str]:
     """A channel, or why there is none. Where both ends agree on a device, both come here, or neither."""
     if (obstacle := candidate.why_not(here, card.where)) is not None:
         return None, obstacle

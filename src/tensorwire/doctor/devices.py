@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 
 from tensorwire.control.address import split_address
+from tensorwire.control.locality import Locality, locality, why_not_shm
 from tensorwire.control.reach import CANDIDATES, expected
-from tensorwire.control.whereabouts import Whereabouts, whereabouts, why_not_shm
 from tensorwire.device import Device, device_names, find_device
 from tensorwire.device.registry import BUILT_IN
 from tensorwire.device.verbs.ports import has_active_port
@@ -67,7 +67,7 @@ def _probe(one: Device, other: Device) -> None:
 
 def between(one: int | None = None, other: int | None = None) -> Section:
     """Which device two processes get, by what ``auto`` decides; without numbers, two of this user here."""
-    first, second = whereabouts(one), whereabouts(other)
+    first, second = locality(one), locality(other)
     route = expected(first, second, {} if has_active_port() else {"verbs": "no active RDMA port here"})
     who = "two processes of this user here" if one is None and other is None else f"processes {one} and {other}"
     findings = [Finding(f"process {pid}", _at(where)) for pid, where in ((one, first), (other, second)) if pid]
@@ -80,7 +80,7 @@ def between(one: int | None = None, other: int | None = None) -> Section:
     return Section(who, tuple(findings))
 
 
-def _at(where: Whereabouts) -> str:
+def _at(where: Locality) -> str:
     return f"user {where.user}, network namespace {where.network}"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tensorwire.control import Cause, Member
-from tensorwire.control.whereabouts import apart
+from tensorwire.control.locality import apart
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch.children import Child
 from tensorwire.launch.excepthook import ExceptHook, print_end

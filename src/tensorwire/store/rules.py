@@ -90,22 +90,22 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
 
 
 def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> Rule:
-    """The rule of one server's share. ``parameters``: the memory of all planes, one behind the other."""
+    """The rule of one server's share. ``parameters``: the memory of all buffers, one behind the other."""
     kind = Keep if spec.rule == KEEP else OptimizerRule
     return kind(spec, plan, server, parameters, workers)
 
 
 class Rule:
-    """What a server does with its buckets. Round ``step`` leaves its result in plane ``step % planes``."""
+    """What a server does with its buckets. Round ``step`` leaves its result in buffer ``step % buffers``."""
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
         self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
         size = plan.shard_bytes[server]
         self.spec, self.plan, self.workers = spec, plan, workers
-        self._planes = [parameters[i * size : (i + 1) * size] for i in range(spec.planes)]
+        self._buffers = [parameters[i * size : (i + 1) * size] for i in range(spec.buffers)]
         self._bytes = [
-            [tensor_over(plane, "uint8", bucket.shard, bucket.nbytes) for bucket in plan.buckets[server]]
-            for plane in self._planes
+            [tensor_over(buffer, "uint8", bucket.shard, bucket.nbytes) for bucket in plan.buckets[server]]
+            for buffer in self._buffers
         ]
 
     def set_options(self, values: tuple[float, ...]) -> None:
@@ -158,7 +158,7 @@ class OptimizerRule(Rule):
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
         super().__init__(spec, plan, server, parameters, workers)
         self._options: tuple[float, ...] = ()
-        self._buckets = [_BucketRule(self, bucket, self._planes) for bucket in plan.buckets[server]]
+        self._buckets = [_BucketRule(self, bucket, self._buffers) for bucket in plan.buckets[server]]
         self._optimizers = self._build_all() if self._buckets else []
         # One for all buckets: sums that are used at once stay in the processor's cache.
         sums = torch.empty(max((b.sum_bytes for b in self._buckets), default=0), dtype=torch.uint8)
@@ -264,13 +264,13 @@ class OptimizerRule(Rule):
 
 
 class _BucketRule:
-    def __init__(self, rule: OptimizerRule, bucket: Bucket, planes: Sequence[memoryview]) -> None:
+    def __init__(self, rule: OptimizerRule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
         self._bucket = bucket
         plan, spec = rule.plan, rule.spec
         self._tensors = plan.tensors
         self._workers, self._reduce = rule.workers, spec.reduce
         self._whole = spec.whole
-        self._own = [[self._piece(plane, bucket.shard, piece) for piece in bucket.pieces] for plane in planes]
+        self._own = [[self._piece(buffer, bucket.shard, piece) for piece in bucket.pieces] for buffer in buffers]
         self._masters = [self._master(own) for own in self._own[0]]
         self._shared: list[torch.Tensor | None] = []
         self._kept: list[torch.Tensor | None] = []
@@ -321,7 +321,7 @@ class _BucketRule:
 
     @torch.no_grad()
     def assigned(self, step: int) -> None:
-        """The parameters of the plane of ``step`` have new values."""
+        """The parameters of the buffer of ``step`` have new values."""
         for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
             if master is not None and _is_half(own):
                 # What rounds to the value that was loaded says more than it does.
@@ -353,7 +353,7 @@ class _BucketRule:
         self.round(step)
 
     def prepare(self, step: int, scale: float) -> None:
-        """What the optimizer updates is the plane of ``step``, by gradients times ``scale``."""
+        """What the optimizer updates is the buffer of ``step``, by gradients times ``scale``."""
         new = self._own[step % len(self._own)]
         for own, master in zip(new, self._masters, strict=True):
             if master is None:

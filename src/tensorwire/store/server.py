@@ -75,9 +75,9 @@ class _Worker:
             if target is None or source is None:
                 self.pulls.append(Producer(self.channel, arrival))
                 continue
-            planes = range(server.spec.planes)
-            slots = [target.view(i * space + b.space, b.nbytes) for i in planes]
-            views = [source.view(i * shard + b.shard, b.nbytes) for i in planes]
+            buffers = range(server.spec.buffers)
+            slots = [target.view(i * space + b.space, b.nbytes) for i in buffers]
+            views = [source.view(i * shard + b.shard, b.nbytes) for i in buffers]
             label = f"{self.name}, bucket {b.index}"
             self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views, label=label))
         if not buckets:
@@ -103,7 +103,7 @@ class StoreServer:
                 f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
             )
         self.plan: StorePlan = spec.plan(servers)
-        registered = self.plan.registered_bytes(self.index, workers, spec.planes)
+        registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
         check_memory(registered, f"server {self.index}")
         self._regions: dict[str, Region] = {}
         self.parameters = self._allocate_parameters(workers)
@@ -120,7 +120,7 @@ class StoreServer:
             key = f"{name}/worker {worker.index}/server {self.index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters), workers)
-        self._ready_queue = ReadyQueue(self.plan.buckets[self.index], overlap=spec.planes > 1)
+        self._ready_queue = ReadyQueue(self.plan.buckets[self.index], overlap=spec.buffers > 1)
         self._active = list(self.workers)  # who takes part in rounds
         self._sameness = Sameness(workers if self.index == 0 else 1)
         self.step = 0  # rounds begun
@@ -130,7 +130,7 @@ class StoreServer:
         """On a device whose memory workers can map, if any worker is reached that way."""
         devices: list[Device] = [self.member.channel("worker", w).device for w in range(workers)]
         best = next((d for d in devices if d.capabilities.maps), devices[0])
-        return best.allocate(self.plan.shard_bytes[self.index] * self.spec.planes)
+        return best.allocate(self.plan.shard_bytes[self.index] * self.spec.buffers)
 
     def source_on(self, channel: Channel) -> Region:
         """The parameters as a source for writes on that channel's device."""

@@ -119,9 +119,9 @@ class StorePlan:
         lines = [f"{t.name} {list(t.shape)} {t.dtype} group {t.group}" for t in self.tensors]
         return "\n".join([*lines, f"{self.servers} servers, {sum(map(len, self.buckets))} buckets"])
 
-    def summary(self, workers: int, planes: int = 1) -> str:
+    def summary(self, workers: int, buffers: int = 1) -> str:
         """One line for people: what moves a step, and what servers register."""
-        most = max(self.registered_bytes(s, workers, planes) for s in range(self.servers))
+        most = max(self.registered_bytes(s, workers, buffers) for s in range(self.servers))
         return (
             f"{size_text(sum(t.nbytes for t in self.tensors))} in {counted(len(self.tensors), 'tensor')}, "
             f"{counted(sum(map(len, self.buckets)), 'bucket')} on {counted(self.servers, 'server')}; "
@@ -132,9 +132,9 @@ class StorePlan:
         """A hash of the whole plan and of ``extra``."""
         return hashlib.sha256(repr(self).encode() + b"\0" + extra).digest()
 
-    def registered_bytes(self, server: int, workers: int, planes: int = 1) -> int:
-        """What server ``server`` registers: its parameters, ``planes`` times, and one gradient slot a worker."""
-        return self.shard_bytes[server] * (planes + workers)
+    def registered_bytes(self, server: int, workers: int, buffers: int = 1) -> int:
+        """What server ``server`` registers: its parameters, ``buffers`` times, and one gradient slot a worker."""
+        return self.shard_bytes[server] * (buffers + workers)
 
 
 def counted(number: int, what: str) -> str:

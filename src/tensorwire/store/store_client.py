@@ -53,7 +53,7 @@ class _Server:
         self.pushes = [self._push(b) for b in self.buckets]
         self._put: list[Completion | None] = [None] * len(self.buckets)
         # Where rounds overlap, the next forward waits for what it needs first.
-        self.send_window = SendWindow() if spec.planes > 1 and not self.mapped else None
+        self.send_window = SendWindow() if spec.buffers > 1 and not self.mapped else None
         part = memoryview(self.versions)[self.back.norm : self.back.norm + NORM.size]
         self.together = Word(self.versions, self.back.together_word, self.channel)
         self.norm_part = Consumer(Word(self.versions, self.back.norm_word, self.channel), slots=[part])
@@ -126,7 +126,7 @@ class StoreClient:
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
-        self.windows = [Window(self.plan.space_bytes) for _ in range(spec.planes)]
+        self.windows = [Window(self.plan.space_bytes) for _ in range(spec.buffers)]
         self.gradients = self._place_gradients()
         # By the buckets' numbers: which pieces had a gradient, the round in which it was pushed last, and where its
         # pieces go.
@@ -144,14 +144,14 @@ class StoreClient:
         for index, at, shard, nbytes in plan.runs():
             server = self._servers[index]
             mapped = None if server.shown is None else server.channel.map(server.shown.view())
-            for plane, window in enumerate(self.windows):
+            for buffer, window in enumerate(self.windows):
                 if mapped is not None:
-                    window.place(at, mapped, plane * plan.shard_bytes[index] + shard, nbytes)
+                    window.place(at, mapped, buffer * plan.shard_bytes[index] + shard, nbytes)
                     continue
                 device = server.channel.device
                 if device.name not in space:
                     space[device.name] = device.allocate(plan.space_bytes * len(self.windows))
-                window.place(at, space[device.name], plane * plan.space_bytes + at, nbytes)
+                window.place(at, space[device.name], buffer * plan.space_bytes + at, nbytes)
         return space
 
     def gradients_on(self, device: Device) -> Region:

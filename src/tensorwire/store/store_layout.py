@@ -22,8 +22,8 @@ class StoreSpec(msgspec.Struct, frozen=True):
     its constructor takes ``arguments``, its files have the hash ``source``, and ``folders`` is where worker 0 found it.
     ``groups`` holds each parameter group's options; ``numeric`` lists ``(group, option, index)``, in the order of the
     option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
-    ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``planes``: how many versions of the
-    parameters have a place, 1 or 2; round ``n`` writes plane ``n % planes``. With 2 an update may go on while workers
+    ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
+    parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
     still read the version before it.
     """
 
@@ -35,7 +35,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     bucket_bytes: int
     whole: bool
     reduce: str = "mean"
-    planes: int = 1
+    buffers: int = 1
     arguments: dict[str, Any] = {}
     source: str = ""
     folders: list[str] = []

@@ -1,8 +1,8 @@
 """Gradients are pushed while backward runs, and new values awaited while the next forward runs.
 
 A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
-and sends it beside backward. The servers write the new version into the other plane of the parameters, so that backward
-goes on with the old one. After ``step()`` a parameter is awaited by whoever first gets it from its module, or when its
+and sends it beside backward. The servers write the new version into the other buffer of the parameters, so that
+backward goes on with the old one. After ``step()`` a parameter is awaited by whoever first gets it from its module, or when its
 module runs. Until then its memory is full of NaN, so that nobody takes an old value for a new one who reaches it in
 another way. A parameter that was not got from its module in the step before, because compiled code or a list has it, is
 waited for in ``step()``.
@@ -195,7 +195,7 @@ class _Watched:
         self._pushed.clear()
         self._rows.clear()
         self._missing.clear()
-        # A version is shown before its successor is asked for: the plane of the one before is then free.
+        # A version is shown before its successor is asked for: the buffer of the one before is then free.
         part.arrive(range(len(part.params)))
         self._hook_gradients()
 

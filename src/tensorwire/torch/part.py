@@ -74,7 +74,7 @@ class Part:
         self._clips = False
         self._sent: set[int] = set()  # numbers of this round's buckets that are on their way
         self._latest = 0  # the last round that was closed: its version is the one to show
-        self._shown = [-1] * len(self.params)  # which plane each parameter shows
+        self._shown = [-1] * len(self.params)  # which buffer each parameter shows
         self._showing = threading.Lock()  # with overlap, any thread that runs a module shows its parameters
         self._marks = [(0, 0)] * len(self.params)
         self.assign()
@@ -232,10 +232,10 @@ class Part:
 
     def behind(self, i: int) -> bool:
         """Whether parameter ``i`` does not show the version of the last closed round yet."""
-        return self._shown[i] != self._plane
+        return self._shown[i] != self._buffer
 
     @property
-    def _plane(self) -> int:
+    def _buffer(self) -> int:
         return self._latest % len(self._views)
 
     def show(self, indices: Iterable[int]) -> None:
@@ -243,13 +243,13 @@ class Part:
 
         As an update in place does, it raises their version count: a graph made before cannot be run backward.
         """
-        plane = self._plane
+        buffer = self._buffer
         changed = list(indices)
         with self._showing:
             for i in changed:
-                if self._shown[i] != plane:
-                    self.params[i].data = self._views[plane][i]
-                    self._shown[i] = plane
+                if self._shown[i] != buffer:
+                    self.params[i].data = self._views[buffer][i]
+                    self._shown[i] = buffer
             self._mark(changed)
 
     def _mark(self, changed: Sequence[int]) -> None:

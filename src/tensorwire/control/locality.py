@@ -10,7 +10,7 @@ import msgspec
 from tensorwire.errors import ArgumentError
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class Locality(msgspec.Struct, frozen=True):
     """Where a process is, as far as sharing memory goes."""
 
     boot: str  # equal on one machine, until it starts anew
@@ -19,7 +19,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     users: str  # the user namespace that ``user`` is a number of
 
 
-def whereabouts(pid: int | None = None) -> Whereabouts:
+def locality(pid: int | None = None) -> Locality:
     """Of this process, or of another one that we may look at. Raises `ArgumentError` for one that we may not."""
     process = Path("/proc", "self" if pid is None else str(pid))
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -33,7 +33,7 @@ def whereabouts(pid: int | None = None) -> Whereabouts:
         raise ArgumentError(
             f"process {pid} cannot be looked at ({error.strerror}): ask as its user or as root"
         ) from None
-    return Whereabouts(boot, network, user, users)
+    return Locality(boot, network, user, users)
 
 
 def _user(process: Path) -> int:
@@ -41,7 +41,7 @@ def _user(process: Path) -> int:
     return int(line.split()[2])  # the effective one
 
 
-def why_not_shm(one: Whereabouts, other: Whereabouts) -> str | None:
+def why_not_shm(one: Locality, other: Locality) -> str | None:
     """What keeps two processes from sharing memory, as far as one can tell without trying; None: nothing."""
     if one.boot != other.boot:
         return "the processes run on different machines"
@@ -52,7 +52,7 @@ def why_not_shm(one: Whereabouts, other: Whereabouts) -> str | None:
     return None
 
 
-def apart(one: Whereabouts, other: Whereabouts) -> bool:
+def apart(one: Locality, other: Locality) -> bool:
     """Whether a network lies between two processes: then verbs may be quicker than tcp."""
     return (one.boot, one.network) != (other.boot, other.network)
 
