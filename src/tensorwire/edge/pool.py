@@ -114,9 +114,14 @@ class Lease:
 
 
 class Pool:
-    """Registered memory of ``device``, of at most ``limit`` bytes, leased in blocks. Safe to use from several threads.
+    """Registered memory, leased in blocks. Safe to use from several threads; leases may be dropped in any, at any time.
 
-    Leases may be dropped in any thread, at any moment. Raises `ArgumentError` for a limit below 1.
+    Args:
+        device: What the memory is registered with.
+        limit: The most bytes of registered memory.
+
+    Raises:
+        ArgumentError: The limit is below 1.
     """
 
     def __init__(self, device: Device, *, limit: int) -> None:
@@ -131,7 +136,11 @@ class Pool:
         self._borrowers: list[Borrower] = []
 
     def lease(self, nbytes: int) -> Lease:
-        """A block of ``nbytes`` or more. Raises `OutOfMemory` above the limit, and has changed nothing then."""
+        """Takes a block of ``nbytes`` or more.
+
+        Raises:
+            OutOfMemory: There would be more than the limit, or the machine has no more. Nothing has changed then.
+        """
         if nbytes < 0:
             raise ArgumentError(f"a lease has 0 bytes or more, not {nbytes}")
         block = block_nbytes(nbytes)

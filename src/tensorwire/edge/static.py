@@ -31,14 +31,25 @@ DEFAULT_TIMEOUT = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A signal word in our own memory, that the peer of ``channel`` raises."""
+    """A signal word in our own memory, that a peer raises.
+
+    Args:
+        region: The memory.
+        offset: Where the word begins in it: 8 bytes at a multiple of 8.
+        channel: To the peer that raises it.
+    """
 
     region: Region
     offset: int
     channel: Channel
 
     def wait(self, at_least: int, timeout: float) -> None:
-        """Raises `PeerLost` or `WaitTimeout`."""
+        """Waits until the word is ``at_least`` so large.
+
+        Raises:
+            PeerLost: The peer is gone.
+            WaitTimeout: ``timeout`` seconds have passed; one may wait again.
+        """
         self.region.wait(self.offset, at_least, timeout, self.channel)
 
     @property
@@ -56,15 +67,23 @@ def lane_of(channel: Channel, word: RemoteView) -> Channel:
 
 
 class Producer:
-    """The sending end.
+    """The sending end of one edge to one consumer.
 
-    Payload: with ``slots`` it goes into the consumer's memory. Where the channel maps that memory, ``slot()`` hands out
-    the consumer's slot itself, and what is born there is sent by signal alone; elsewhere it hands out a part of
-    ``source`` (this device's registered memory, one view a slot), which ``send`` writes across. Without ``slots``
-    the consumer reads our memory in place, and ``send`` is always a signal alone.
+    Where the channel maps the consumer's memory, ``slot()`` hands out the consumer's slot itself, and what is born
+    there is sent by signal alone; elsewhere it hands out a part of ``source``, which ``send`` writes across.
 
-    ``spec``: the tensor that the slots are for; then ``fill`` takes no other. ``label``: what traces call its
-    transfers. Raises `ArgumentError` for slots of another size.
+    Args:
+        channel: To the consumer.
+        arrival: The consumer's word, which says what was sent.
+        slots: The consumer's memory, one view per slot. Without slots the consumer reads our memory in place, and
+            ``send`` is always a signal alone.
+        source: This device's registered memory, one view per slot, each of the slot's size, unless it is mapped.
+        credit: Our word, by which the consumer gives slots back; None: something else says that a slot is free.
+        spec: The tensor that the slots are for; then ``fill`` takes no other.
+        label: What traces call its transfers.
+
+    Raises:
+        ArgumentError: The slots are not of the size of ``spec``, or ``source`` is missing.
     """
 
     def __init__(
@@ -129,8 +148,15 @@ class Producer:
     def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Copies ``tensor`` into the slot of step ``step``: for what was not born there. ``send`` sends it.
 
-        Any array on the CPU with the buffer protocol or DLPack, strided or not; its elements go in the order of their
-        indices. Raises `ArgumentError` for another size, and for another shape or dtype than the edge's ``spec``.
+        Args:
+            step: The step, which has to grow.
+            tensor: Any array on the CPU with the buffer protocol or DLPack, strided or not; its elements go in the
+                order of their indices.
+            timeout: Seconds to wait for the slot.
+
+        Raises:
+            ArgumentError: It has another size than the slot, or another shape or dtype than the edge's ``spec``.
+            PeerLost, WaitTimeout: The consumer is gone, or has not given the slot back.
         """
         if not self._memory:
             raise ArgumentError("this edge carries no payload: it has no slots to fill")
@@ -175,9 +201,16 @@ class Producer:
 
 
 class Consumer:
-    """The receiving end. ``slots`` are views of our memory that the producer fills, or of mapped memory of its own.
+    """The receiving end of one edge.
 
-    ``spec``: the tensor that the slots are for. Raises `ArgumentError` for slots of another size.
+    Args:
+        arrival: Our word, which says what was sent.
+        slots: Views of our memory that the producer fills, or of mapped memory of its own.
+        credit: A channel to the producer, and its word by which slots are given back.
+        spec: The tensor that the slots are for.
+
+    Raises:
+        ArgumentError: The slots are not of the size of ``spec``.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """What crosses machines, and where each tensor is born. No framework is imported here."""
 
+from tensorwire.graph.analysis import Analysis, analyze
 from tensorwire.graph.ir import Graph, Node, Output, TensorSpec, Unknown
-from tensorwire.graph.plan import Analysis, Edge, Plan, analyze
+from tensorwire.graph.plan import Edge, Plan
 
 __all__ = ["Analysis", "Edge", "Graph", "Node", "Output", "Plan", "TensorSpec", "Unknown", "analyze"]

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tensorwire.graph import Analysis, Edge
 from tensorwire.graph.ir import GIVEN, Graph, Node
 from tensorwire.graph.kinds import VALUE
-from tensorwire.graph.plan import Analysis, Edge
 
 BORN, LENT, COPIED, BY_VALUE = "born", "lent", "copied", "by value"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy
 
 from tensorwire._native import Hold
+from tensorwire.graph import analyze
 from tensorwire.graph.ir import CALL, Graph, Node, Output, TensorSpec
-from tensorwire.graph.plan import analyze
 from tensorwire.graph.worker_group import WorkerGroup
 
 Vector = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
