@@ -11,7 +11,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-rdma bench-rdma check check-native setup format docs stubs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -30,6 +30,11 @@ test-all: test
 # More models, cuts, workers and devices of the tests of graphs, and a thousand random programs.
 test-long: setup
 	$(PYTEST) -m long $(ARGS)
+
+# The fast tests under each Python that we claim, with the oldest, the pinned and the newest torch: 10 minutes each, and
+# the environments take minutes and gigabytes once. ARGS="3.10" for one; ARGS="3.10 -- tests/edge" for some of its tests.
+test-versions:
+	$(PYTHON) tests/versions.py $(ARGS)
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
@@ -77,4 +82,4 @@ stubs: setup
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:
-	rm -rf build dist site $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site $(VENV) .versions .pytest_cache .mypy_cache .ruff_cache .hypothesis
