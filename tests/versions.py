@@ -1,4 +1,4 @@
-"""``make test-versions``: the tests under the versions of Python and torch that we claim, the oldest and newest among them.
+"""``make test-versions``: the tests under every Python that we claim, with the oldest, the pinned and the newest torch.
 
 Each pair has an environment of its own in ``.versions/``, which is kept for the next time. Arguments name Pythons, such
 as ``3.10``; the others are left out. What follows ``--`` goes to pytest.

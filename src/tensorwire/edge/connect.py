@@ -16,13 +16,14 @@ from tensorwire.device.meeting import Meeting, exchange
 from tensorwire.device.region import Access
 from tensorwire.edge.bank import MOST_BANKS
 from tensorwire.edge.ends import ConsumerEnd, ProducerEnd, StaticConsumer, StaticProducer
+from tensorwire.edge.garbage_collection import garbage_collection
 from tensorwire.edge.group import EdgeGroup
 from tensorwire.edge.header import HEADER
 from tensorwire.edge.peers import Peers
 from tensorwire.edge.pool import Pool
 from tensorwire.edge.static import Consumer, Producer, Word
 from tensorwire.edge.tensor import Spec
-from tensorwire.edge.varying import BoundedProducer, DynamicProducer, VaryingConsumer, collections
+from tensorwire.edge.varying import BoundedProducer, DynamicProducer, VaryingConsumer
 from tensorwire.errors import ArgumentError, ProtocolError
 from tensorwire.sizes import round_up
 
@@ -249,7 +250,7 @@ def _varying(
     pool = Pool(channel.device, limit=limit)
     bound = edge.bound if edge.kind == "bounded" else None
     if side == "consumer" and not channel.device.capabilities.maps:
-        collections.watch()
+        garbage_collection.watch()
     group = EdgeGroup(
         [_OnlyEdge(None if bound is None else HEADER + bound)],
         {"producer": HEADER + (bound or 0), "consumer": 0},
@@ -258,7 +259,7 @@ def _varying(
         timeout=timeout,
         depth=edge.depth,
         access=access,
-        defers=collections.running,
+        defers=garbage_collection.running,
     )
     if side == "consumer":
         return VaryingConsumer(group, bound)

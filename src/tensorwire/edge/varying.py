@@ -7,7 +7,6 @@ written, and they read payload of any size into a pool of their own.
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -225,26 +224,3 @@ class VaryingConsumer(ConsumerEnd):
 
     def close(self) -> None:
         self._group.close()
-
-
-class Collections:
-    """Whether the garbage collector runs: what it drops may have interrupted the sending of something."""
-
-    def __init__(self) -> None:
-        self._running = self._watched = False
-
-    def watch(self) -> None:
-        """From now on there is something that it may drop. Idempotent."""
-        if not self._watched:
-            self._watched = True
-            gc.callbacks.append(self._note)
-
-    def _note(self, phase: str, _: dict[str, int]) -> None:
-        self._running = phase == "start"
-
-    def running(self) -> bool:
-        """Whether it runs now."""
-        return self._running
-
-
-collections = Collections()
