@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cli import group as group_of_comparisons
-from tensorwire.cli.bench import bench
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
 from tests.levels import mostly_slow
@@ -48,25 +46,6 @@ def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) ->
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "".join(blocks(page, "text")), "the page shows another output"
-
-
-def benchmarks(page: Path) -> list[list[str]]:
-    """The command lines of benchmarks on a page."""
-    lines = [line.partition("#")[0].split() for block in blocks(page, "sh") for line in block.splitlines()]
-    lines = [words[1:] if words[:1] == ["sudo"] else words for words in lines]
-    return [words for words in lines if words[:2] == ["tensorwire", "bench"] or words[1:3] == ["-m", "benchmarks"]]
-
-
-WITH_BENCHMARKS = [path for path in [*ROOT.glob("*.md"), *DOCS.glob("*.md")] if benchmarks(path)]
-
-
-@pytest.mark.parametrize("page", WITH_BENCHMARKS, ids=lambda page: page.stem)
-def test_every_command_line_of_a_benchmark_is_one(page: Path) -> None:
-    """Its command and options are there, and their values are taken; nothing is measured."""
-    for words in benchmarks(page):
-        group = bench if words[0] == "tensorwire" else group_of_comparisons
-        name, *arguments = words[2:] if words[0] == "tensorwire" else words[3:]
-        group.commands[name].make_context(name, arguments)
 
 
 def test_every_environment_variable_is_in_the_table() -> None:
