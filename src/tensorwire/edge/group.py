@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -73,14 +72,13 @@ class GroupEdge(Protocol):
         """Where in a bank its source describes a tensor that does not lie as planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Payload:
+class _Payload(NamedTuple):
     """A payload of any size that ``targets`` may still read: that of ``step``, whose outbox is ``bank``."""
 
     step: int
     bank: Bank
     targets: tuple[str, ...]
-    memory: list[Hold]
+    memory: list[Hold]  # kept until then
 
 
 class EdgeGroup:
