@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensorwire.bench.records import MODES, Record
 from tensorwire.testing.patience import patient
-from tests.sandbox import Result, Sandbox
+from tests.harness.sandbox import Result, Sandbox
 
 OURS = ("-m", "tensorwire.cli", "bench")
 BESIDE = ("-m", "benchmarks")

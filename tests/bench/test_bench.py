@@ -10,7 +10,7 @@ import pytest
 
 from tensorwire.bench.models import TINY
 from tests.bench.running import OURS, bench, costs, peers
-from tests.sandbox import Program, Sandbox
+from tests.harness.sandbox import Program, Sandbox
 
 
 def start(sandbox: Sandbox, *arguments: str) -> Program:

@@ -15,7 +15,7 @@ from tensorwire.bench.edges import KIB, workloads
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import Contender, Stage
 from tensorwire.bench.show import Notes
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 CORES = (0, 1)
 QUIET = Notes(lambda text: None, lambda text: None)

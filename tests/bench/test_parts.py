@@ -18,7 +18,7 @@ from tensorwire.bench.records import COUNTED, MODES, Target, time_text
 from tensorwire.bench.show import Notes
 from tensorwire.sizes import size_text
 from tests.cli.test_cli import complaint
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 CORES = (0, 0)

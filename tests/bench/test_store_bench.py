@@ -10,7 +10,7 @@ import torch
 from tensorwire.bench.actors.expected_values import Expected, check_gradient, put, put_start
 from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Contender, ProgramFailed, Stage
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 CORES = (0, 1)
 

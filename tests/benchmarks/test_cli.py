@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cli import main
 from tests.cli.test_cli import complaint
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 MISTAKES = [
     (["fly"], "No such command 'fly'"),

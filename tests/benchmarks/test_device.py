@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.running import BESIDE, bench, peers
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError
 from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, costs, peers
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 TINY = 16  # divides the hidden sizes
 

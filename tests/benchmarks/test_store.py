@@ -12,7 +12,7 @@ from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Stage
 from tensorwire.bench.show import Notes
 from tensorwire.bench.stores import StoreJob
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 QUIET = Notes(lambda text: None, lambda text: None)
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.workers import Setup, Variant, Workers
 from tensorwire.bench import programs
 from tensorwire.bench.programs import Program, ProgramFailed, receive_all
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 # Python runs this before the program; the victim is found by the words of its command line.
 KILLS = """

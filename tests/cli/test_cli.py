@@ -12,7 +12,7 @@ import pytest
 
 import tensorwire
 from tensorwire.cli import main
-from tests.sandbox import Result, Sandbox, nothing_kept
+from tests.harness.sandbox import Result, Sandbox, nothing_kept
 
 
 def tensorwire_(sandbox: Sandbox, *arguments: str) -> Result:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tensorwire.device.verbs.ports import has_active_port
-from tests.sandbox import Result, Sandbox, free_port
+from tests.harness.sandbox import Result, Sandbox, free_port
 
 
 def doctor(sandbox: Sandbox, *arguments: str, **environment: str) -> Result:

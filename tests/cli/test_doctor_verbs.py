@@ -10,9 +10,9 @@ import pytest
 import tensorwire.doctor.memory_limits as memory
 from tensorwire.doctor import Finding
 from tensorwire.doctor.rdma import verbs
-from tests.device.verbs.fakes import Sysfs
-from tests.device.verbs.fakes import library as library
-from tests.device.verbs.fakes import sysfs as sysfs
+from tests.harness.fakes import Sysfs
+from tests.harness.fakes import library as library
+from tests.harness.fakes import sysfs as sysfs
 
 WANTED = {"TENSORWIRE_DEVICE": "verbs"}
 

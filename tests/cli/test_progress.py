@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.progress import progress
-from tests.sandbox import Program, Sandbox
+from tests.harness.sandbox import Program, Sandbox
 
 # A PyTorch that is imported for ever, or until a file is there, and then turns out to be missing.
 SLOW_TORCH = """

@@ -8,7 +8,7 @@ import pytest
 
 from tensorwire.control import Client, Coordinator
 from tests.fixtures import sandbox as sandbox
-from tests.sandbox import nothing_kept
+from tests.harness.sandbox import nothing_kept
 
 SECRET = b"a secret of the tests"
 

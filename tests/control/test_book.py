@@ -12,7 +12,7 @@ from tensorwire.control import Client, Coordinator, frames
 from tensorwire.errors import AlreadyPublished, JobEnded, PlanMismatch, ProtocolError, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tests.control.conftest import Jobs
-from tests.sandbox import every
+from tests.harness.sandbox import every
 
 
 @pytest.fixture

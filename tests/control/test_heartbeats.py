@@ -15,7 +15,7 @@ from tensorwire.device import ShmDevice, TcpDevice
 from tensorwire.errors import JobEnded
 from tensorwire.testing.patience import patient
 from tests.control.conftest import SECRET, Jobs
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 BEAT, LOST_AFTER = 0.1, patient(1.0)
 

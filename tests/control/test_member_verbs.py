@@ -15,7 +15,7 @@ from tensorwire.device import LoopbackDevice, registry
 from tensorwire.device.verbs import VerbsDevice
 from tensorwire.errors import OutOfMemory, PeerLost, VerbsUnavailable
 from tests.control.conftest import SECRET, Jobs
-from tests.sandbox import every
+from tests.harness.sandbox import every
 
 Join = Callable[..., Member]
 

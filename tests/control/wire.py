@@ -11,7 +11,7 @@ from tensorwire.control import Coordinator, frames
 from tensorwire.control.names import PURPOSE
 from tensorwire.device import handshake
 from tests.control.conftest import SECRET
-from tests.sandbox import HANG_SECONDS
+from tests.harness.sandbox import HANG_SECONDS
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import LOST_AFTER, NEVER, Forked, quick, receive, send
+from tests.harness.forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout

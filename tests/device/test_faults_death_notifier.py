@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from forked import Forked, receive, send
+from tests.harness.forked import Forked, receive, send
 
 from tensorwire._native import DeathNotifier, Life, Memory
 from tensorwire.device import ShmDevice, handshake

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from forked import Forked, quick, receive, send
+from tests.harness.forked import Forked, quick, receive, send
 
 from tensorwire.device import Channel, Completion, Region, RemoteRegion
 from tensorwire.errors import PeerLost

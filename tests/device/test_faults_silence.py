@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from forked import LOST_AFTER, NEVER, Forked, connect, quick, receive, send
+from tests.harness.forked import LOST_AFTER, NEVER, Forked, connect, quick, receive, send
 from wire import DEVICES
 
 from tensorwire._native import Life, Memory

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from forked import Forked, receive, send
+from tests.harness.forked import Forked, receive, send
 from wire import WRITE, frame, played
 
 from tensorwire.device import Channel, Region, RemoteRegion, TcpDevice, handshake

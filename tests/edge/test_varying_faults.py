@@ -20,8 +20,8 @@ from tensorwire.device.meeting import exchange
 from tensorwire.edge import Spec, connect_edge
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.testing.patterns import asleep
-from tests.device.forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 from tests.edge.varying import EDGES, SECONDS, array_of, arrived, born, copied, group_of, incoming, outgoing
+from tests.harness.forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 
 BOUND = 1 << 20
 LIMIT = 64 << 20

@@ -16,7 +16,7 @@ from benchmarks.cli import group as group_of_comparisons
 from tensorwire.cli.bench import bench
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
-from tests.sandbox import NAMES
+from tests.harness.sandbox import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"

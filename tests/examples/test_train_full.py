@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fixtures import sandbox as sandbox
-from tests.sandbox import Program, Result, Sandbox
+from tests.harness.sandbox import Program, Result, Sandbox
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_full.py"
 EPOCHS = "4"

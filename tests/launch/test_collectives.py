@@ -16,9 +16,9 @@ import tensorwire as tw
 from tensorwire.errors import ArgumentError, PlanMismatch, WaitTimeout
 from tensorwire.launch import collectives
 from tensorwire.observe import counters
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
+from tests.harness.sandbox import Sandbox
 from tests.launch.test_starters import by_hand, finish, torchrun
-from tests.sandbox import Sandbox
 
 LARGE = 300_000  # floats: more than travels with a request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_device"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 BODY = """
 import gc, os

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox import WAITS, Program, Result, Sandbox, free_port
+from tests.harness.sandbox import WAITS, Program, Result, Sandbox, free_port
 
 
 def secret_file(sandbox: Sandbox, text: str = "0123456789abcdef", mode: int = 0o600) -> str:

@@ -19,7 +19,7 @@ import pytest
 
 from tensorwire.launch import output
 from tensorwire.launch.output_lines import OutputLines
-from tests.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
+from tests.harness.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
 
 
 def stream() -> OutputLines:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tensorwire
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "process.md"
 SOURCE = Path(tensorwire.__file__).parent

@@ -12,11 +12,11 @@ import torch
 import tensorwire as tw
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.process_group import interface_of
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
+from tests.harness.sandbox import Sandbox, free_port
 from tests.launch.test_nodes import both
 from tests.launch.test_nodes import finish as finish_nodes
 from tests.launch.test_starters import by_hand, finish, torchrun
-from tests.sandbox import Sandbox, free_port
 
 TOLD = "print('local', job.local_rank, 'of', job.local_workers, 'at', job.address)\n"
 REDUCES = """

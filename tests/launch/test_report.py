@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tensorwire.launch import tensorboard
+from tests.harness.sandbox import Sandbox
 from tests.launch.test_watch import WAITS_FOR_A_FILE, scraped, told_address
-from tests.sandbox import Sandbox
 
 REPORTS = """
 from tensorwire.observe import counters

@@ -10,7 +10,7 @@ import pytest
 
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.testing.patience import patient
-from tests.sandbox import WAITS, Sandbox, wait_for_end
+from tests.harness.sandbox import WAITS, Sandbox, wait_for_end
 
 RAISES = """
     def work():

@@ -11,7 +11,7 @@ import pytest
 
 from tensorwire.errors import OutOfMemory
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from tensorwire.errors import ArgumentError, AuthenticationError, WaitTimeout
 from tensorwire.launch import secret
-from tests.sandbox import Sandbox, every
+from tests.harness.sandbox import Sandbox, every
 
 
 def file(tmp_path: Path, content: bytes, mode: int = 0o600) -> dict[str, str]:

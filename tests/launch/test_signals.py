@@ -12,7 +12,7 @@ import pytest
 
 from tensorwire.launch.stops import is_stopped
 from tensorwire.testing.patience import patient
-from tests.sandbox import WAITS, Program, Sandbox, free_port, wait_for_end
+from tests.harness.sandbox import WAITS, Program, Sandbox, free_port, wait_for_end
 
 READY = f"job.barrier(); print('ready', job.rank)\n{WAITS}"
 STAYS = "job.barrier(); print('ready', job.rank)\nwhile True: time.sleep(99)"

@@ -15,7 +15,7 @@ import tensorwire
 from tensorwire.launch.children import Child
 from tensorwire.launch.start import module_command
 from tensorwire.launch.stops import is_stopped
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 TRAINS = """
 import torch

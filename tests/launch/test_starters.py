@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.sandbox import WAITS, Program, Result, Sandbox, free_port
+from tests.harness.sandbox import WAITS, Program, Result, Sandbox, free_port
 
 WORKS = """
 job.barrier()

@@ -11,7 +11,7 @@ import pytest
 from tensorwire.launch import threads
 from tensorwire.launch.place import Place
 from tensorwire.launch.threads import shared_cores, warn_if_crowded
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 
 @pytest.fixture(autouse=True)

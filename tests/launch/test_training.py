@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 TRAINS = """
 import torch

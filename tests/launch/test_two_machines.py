@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.testing.patience import patient
-from tests.sandbox import Program, Sandbox
+from tests.harness.sandbox import Program, Sandbox
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 TRAIN = """

@@ -16,9 +16,9 @@ import pytest
 from tensorwire.launch.metrics import MetricsServer, parse_metrics_address
 from tensorwire.trace.chrome import read_chrome
 from tensorwire.trace.parts import parts_of_trace
+from tests.harness.sandbox import HANG_SECONDS, Program, Sandbox, free_port, nothing_kept
 from tests.launch.test_nodes import secret_file
 from tests.launch.test_training import TRAINS
-from tests.sandbox import HANG_SECONDS, Program, Sandbox, free_port, nothing_kept
 
 SPANS = """
 from tensorwire.observe import spans

@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.levels import mostly_slow
 
 # Odd sizes, none, one, a scalar, and some that are cut into several buckets and over several servers.

@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 # All but "large" share one bucket.
 SHAPES = {"first": (5, 3), "second": (7, 2), "third": (2, 9), "fourth": (3, 3), "large": (96, 128)}

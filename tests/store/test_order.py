@@ -6,7 +6,7 @@ import pytest
 
 from tensorwire import Job
 from tensorwire.testing.patience import patient
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 def last_first(job: Job) -> list[float]:

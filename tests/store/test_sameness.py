@@ -6,7 +6,7 @@ import pytest
 
 from tensorwire.store import sameness
 from tensorwire.store.sameness import Sameness
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 SIZE = 200_000  # more than the part that is looked at first
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import tensorwire as tw
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 def warned(job: tw.Job, same: bool, rate: float, late: bool, train: bool) -> list[str]:

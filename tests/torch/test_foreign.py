@@ -14,8 +14,8 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
-from tests.sandbox import Sandbox
+from tests.harness.jobs import run_job
+from tests.harness.sandbox import Sandbox
 
 MODULE = '''
 import torch

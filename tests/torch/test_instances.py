@@ -10,7 +10,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 def model() -> torch.nn.Sequential:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 def too_big(job: tw.Job, elements: int) -> None:

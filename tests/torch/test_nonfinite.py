@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 STEPS = 5
 BAD = 2  # the step that is left out

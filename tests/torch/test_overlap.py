@@ -19,7 +19,7 @@ from tensorwire.store import send_window
 from tensorwire.store.rules import with_implementation
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch import overlap as overlapping
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch import zoo
 
 STEPS = 4

@@ -6,7 +6,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import ranges
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 def profiled(job: tw.Job) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 Refusal = tuple[type[Exception], str, Callable[[], Any]]
 

@@ -15,7 +15,7 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 BUCKET = 32 << 10
 # In one piece, in several, over two servers, a scalar, and one that never has a gradient.

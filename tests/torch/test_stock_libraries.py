@@ -20,8 +20,8 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import tensorwire as tw
-from tests.jobs import run_job
-from tests.sandbox import Sandbox
+from tests.harness.jobs import run_job
+from tests.harness.sandbox import Sandbox
 from tests.torch.recipes import recipe
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import tensorwire as tw
 from tensorwire.store.rules import with_implementation
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 STEPS = 9
 WORKERS = (0, 1)

@@ -15,7 +15,7 @@ from tensorwire import errors
 from tensorwire.edge import Producer
 from tensorwire.observe import counters, pickles_counted
 from tensorwire.torch import optimizer as optimizer_module
-from tests.jobs import Ended, run_job
+from tests.harness.jobs import Ended, run_job
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:

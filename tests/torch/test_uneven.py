@@ -10,7 +10,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 SHAPES = {"wide": (300, 40), "bias": (7,), "rare": (5,), "never": (3,)}
 BUCKET = 16 << 10

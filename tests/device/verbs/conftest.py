@@ -1,4 +1,4 @@
 """The fake NIC, for every test here that asks for it."""
 
-from .fake_nic import fabric as fabric
-from .fake_nic import ibverbs as ibverbs
+from tests.harness.fake_nic import fabric as fabric
+from tests.harness.fake_nic import ibverbs as ibverbs

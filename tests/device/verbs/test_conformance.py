@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_conformance_suite() -> None:
-    command = [sys.executable, "-m", "tensorwire.testing", "tests.device.verbs.fake_nic:VerbsInProcess", "-x"]
+    command = [sys.executable, "-m", "tensorwire.testing", "tests.harness.fake_nic:VerbsInProcess", "-x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(240), check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout

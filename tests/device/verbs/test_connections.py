@@ -11,15 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.harness.cable import WORD, cable, queue_pair, until
+from tests.harness.fake_nic import Fabric
 
 from tensorwire.device import VerbsDevice, handshake
 from tensorwire.device.verbs import nic
 from tensorwire.device.verbs.device import VerbsAddress
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, RemoteAccessError, TensorwireError
 from tensorwire.testing.patterns import SECONDS, array
-
-from .cable import WORD, cable, queue_pair, until
-from .fake_nic import Fabric
 
 OPEN, AGAIN = 1, 2
 

@@ -8,12 +8,11 @@ import weakref
 from dataclasses import replace
 
 import pytest
+from tests.harness.cable import WORD, cable, queue_pair, until
+from tests.harness.fake_nic import Fabric
 
 from tensorwire.errors import DeviceError, PeerLost, RegionClosed, RemoteAccessError, WaitTimeout
 from tensorwire.testing.patterns import SECONDS, array
-
-from .cable import WORD, cable, queue_pair, until
-from .fake_nic import Fabric
 
 # Statuses that are one operation's own, with its error; the channel lives on.
 REFUSALS = {

@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.fakes import FakeLibrary, Sysfs
+from tests.harness.fakes import library as library
+from tests.harness.fakes import sysfs as sysfs
 
 import tensorwire.device.verbs.library
 from tensorwire.device.verbs.library import load, open_device
 from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import query, scan_ports
 from tensorwire.errors import VerbsUnavailable
-
-from .fakes import FakeLibrary, Sysfs
-from .fakes import library as library
-from .fakes import sysfs as sysfs
 
 
 def test_nothing_is_imported_before_somebody_asks() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.harness.domain import FakeDomain
 
 from tensorwire._native import PAGE, Life, Memory
 from tensorwire.device.verbs import memory as module
@@ -25,8 +26,6 @@ from tensorwire.device.verbs.registrations import local_access, pinned_bytes, re
 from tensorwire.device.verbs.slabs import LARGEST_PIECE, SLAB
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost
 from tensorwire.observe import counters
-
-from .domain import FakeDomain
 
 pytestmark = pytest.mark.usefixtures("ibverbs")  # for its constants
 

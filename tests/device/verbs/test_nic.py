@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.harness.cable import WORD, cable, until
+from tests.harness.fake_nic import Fabric, FakeContext, FakeCQ, VerbsError
 
 from tensorwire.device import VerbsDevice
 from tensorwire.device.verbs import nic
 from tensorwire.errors import PeerLost, VerbsUnavailable
 from tensorwire.testing.patterns import SECONDS
-
-from .cable import WORD, cable, until
-from .fake_nic import Fabric, FakeContext, FakeCQ, VerbsError
 
 
 def test_completions_come_to_the_channel_they_belong_to(fabric: Fabric) -> None:

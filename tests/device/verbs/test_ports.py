@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from tests.harness.fakes import MAX_MESSAGE, MTU, ROCE, Sysfs
+from tests.harness.fakes import sysfs as sysfs
 
 from tensorwire.device.verbs.port_selection import PortChoice, select_port
 from tensorwire.device.verbs.ports import Gid, PortAttributes, has_active_port, scan_ports
 from tensorwire.errors import ArgumentError, VerbsUnavailable
-
-from .fakes import MAX_MESSAGE, MTU, ROCE, Sysfs
-from .fakes import sysfs as sysfs
 
 INFINIBAND = {0: ("fe80::a:b", "IB/RoCE v1", "")}
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.cable import NBYTES, WORD, cable, until
+from tests.harness.fake_nic import Fabric
 
 from tensorwire.device.verbs import queue_pair as module
 from tensorwire.device.verbs.queue_pair import SENDS
 from tensorwire.errors import RemoteAccessError, WaitTimeout
 from tensorwire.testing.patterns import SECONDS, array, pattern
-
-from .cable import NBYTES, WORD, cable, until
-from .fake_nic import Fabric
 
 WRITE, SIGNAL, READ = "RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "RDMA_READ"
 

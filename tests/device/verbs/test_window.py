@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.harness.domain import FakeDomain
 
 from tensorwire._native import PAGE, Memory, Window
 from tensorwire.device.verbs.memory import Registrar
 from tensorwire.device.verbs.slabs import LARGEST_PIECE
-
-from .domain import FakeDomain
 
 
 @pytest.mark.usefixtures("ibverbs")

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tests import jobs
+from tests.harness import jobs
 from tests.rdma.two import training
 
 END_SECONDS = 180.0  # only a guard
@@ -65,7 +65,14 @@ class Roles:
         return found
 
 
-PRELOAD = ["torch", "torch._dynamo", "sklearn.datasets", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "sklearn.datasets",
+    "tensorwire.torch",
+    "tensorwire.store.server",
+    "tests.harness.jobs",
+]
 
 
 def warm() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.torch.graph.memory import allocator
-from tests.sandbox import Sandbox, wait_for_end
+from tests.harness.sandbox import Sandbox, wait_for_end
 
 BUILDING = f"tensorwire: building allocator.cpp once for torch {torch.__version__}\n"
 WHY = "from tensorwire.torch.graph.memory.birthplace import why_not\nprint('why', why_not())"

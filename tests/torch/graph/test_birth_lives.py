@@ -17,7 +17,7 @@ import torch
 
 from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
 from tensorwire.torch.graph.memory.target import MemoryTarget
-from tests.sandbox import Sandbox, every
+from tests.harness.sandbox import Sandbox, every
 from tests.torch.graph.rooms import Room, life, place, room
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from tensorwire.observe import counters
 from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.planning.plan_model import plan_model
 from tensorwire.torch.graph.planning.trace_model import trace_model
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32

@@ -19,7 +19,7 @@ from tensorwire.graph import Analysis
 from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch.graph import cuts, watched
 from tests.torch.graph.graphs import analyzed, run
 from tests.torch.graph.together import Together

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 
 # A model over two workers; in step 3 worker 1 does what FAULT says.
 TRAIN = """

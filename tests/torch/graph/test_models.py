@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.levels import mostly_slow
 from tests.torch.graph import zoo
 from tests.torch.graph.training import gradients_of, train

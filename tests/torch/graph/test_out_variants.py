@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensorwire.torch.graph.memory.out_variants import OutVariant
-from tests.sandbox import Sandbox
+from tests.harness.sandbox import Sandbox
 from tests.torch.graph.operators import CASES
 
 aten = torch.ops.aten

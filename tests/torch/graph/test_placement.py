@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tensorwire as tw
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 WORKERS = {"": 0, "0": 1}
 OF_NOBODY = {"": 0, "1": 1}  # worker 1 has no parameter

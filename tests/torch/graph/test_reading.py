@@ -13,7 +13,7 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.errors import NotOnThisWorker, Unsupported
 from tensorwire.torch.graph.placement.remote_tensor import release
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch.graph.recording import Recorder
 
 A, B = 0, 1

@@ -19,7 +19,7 @@ from tensorwire.errors import ArgumentError, NotOnThisWorker, Unsupported
 from tensorwire.torch.graph.placement import remote_tensor as module
 from tensorwire.torch.graph.placement.placed_models import owner_of
 from tensorwire.torch.graph.placement.remote_tensor import RemoteTensor, location_of, make_remote, release, reserve
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.levels import mostly_slow
 from tests.torch.graph.recording import Recorder
 

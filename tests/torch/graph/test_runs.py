@@ -11,7 +11,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch.graph import zoo
 
 WORKERS = {"": 0, "model.layers.1": 1, "model.layers.2": 1}  # of the zoo's llama

@@ -15,7 +15,7 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.graph.kinds import SMALL
 from tensorwire.torch.graph.placement.remote_tensor import here_now, location_of
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 
 
 class Classifier(nn.Module):

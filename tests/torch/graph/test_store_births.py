@@ -16,7 +16,7 @@ import torch
 import tensorwire as tw
 from tensorwire.observe import counters
 from tensorwire.torch.graph.memory.gradient_slots import GradientSlot, slot_of
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch.graph import zoo
 
 Optimizer = tw.torch.StoreOptimizer

@@ -12,7 +12,7 @@ from torch import nn
 
 import tensorwire as tw
 from tensorwire.observe import counters
-from tests.jobs import run_job
+from tests.harness.jobs import run_job
 from tests.torch.graph.lying import lie
 
 NORM = {"": 0, "norm": 1}

@@ -18,7 +18,9 @@ from tensorwire.testing.patience import patient
 JOIN_SECONDS = patient(200.0)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tests.jobs"])
+context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tests.harness.jobs"]
+)
 
 
 @dataclass
