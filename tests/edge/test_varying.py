@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorwire.edge import Received, Spec
+from tensorwire.edge import BoundedProducer, Received, Spec
 from tensorwire.edge.header import HEADER, pack_number
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RegionClosed, WaitTimeout
@@ -23,7 +23,7 @@ from tensorwire.observe import counters
 from tensorwire.observe.counting import pickles_counted
 from tests.edge.edges import Pair
 from tests.edge.test_tensors import NUMPY, PROPERTY, bits, loopback, views
-from tests.edge.varying import EDGES, SECONDS, array_of, arrived, bank_of, born, copied, incoming, make
+from tests.edge.varying import EDGES, SECONDS, array_of, arrived, bank_of, born, copied, incoming, make, outgoing
 
 __all__ = ["loopback"]  # a fixture
 
@@ -366,6 +366,36 @@ def test_what_is_not_a_header(pair: Pair, kind: str) -> None:
     assert value(consumer, 1) == 1
 
 
+def test_a_step_that_was_begun_and_not_sent_does_not_hold_up_the_end(pair: Pair, kind: str) -> None:
+    producer, consumer = make(kind, pair, 2, BOUND)
+    small(producer, 1)
+    assert value(consumer, 1) == 1
+    if isinstance(producer, BoundedProducer):
+        producer.slot(2, SECONDS)
+    producer.fill(2, np.zeros(3), SECONDS)
+    producer.close(SECONDS)
+
+
+def test_a_producer_that_timed_out_still_waits_for_its_bytes(pair: Pair, kind: str) -> None:
+    """Memory that is being written from is not handed out, however often one asks."""
+    producer, _ = make(kind, pair, 1, BOUND)
+    small(producer, 1)
+
+    class Late:
+        done = False
+
+        def wait(self, timeout: float) -> None:
+            raise WaitTimeout("it goes on")
+
+    late: Any = Late()
+    outgoing(producer)._sent[0] = [late]
+    if outgoing(producer).maps:
+        outgoing(producer).words.store(64 * 3, 1)  # as if it had been let go of
+    for _ in range(3):
+        with pytest.raises(WaitTimeout, match="it goes on"):
+            small(producer, 2, 0.01)
+
+
 def test_numbers_are_no_tensors(pair: Pair, kind: str) -> None:
     """They are for graphs, whose plan says what they are."""
     producer, consumer = make(kind, pair, 2, BOUND)
@@ -379,8 +409,6 @@ def test_numbers_are_no_tensors(pair: Pair, kind: str) -> None:
 
 @pytest.mark.parametrize("bank", [2, 255])
 def test_a_bank_that_there_is_not(pair: Pair, kind: str, bank: int) -> None:
-    if pair.consumer.capabilities.maps:
-        pytest.skip("where memory is mapped, the producer may have made another bank")
     _, consumer = make(kind, pair, 2, BOUND)
     incoming(consumer)._words.store(8, 1 << 8 | bank)
     with pytest.raises(ProtocolError, match=f"in bank {bank} of 2"):

@@ -9,7 +9,6 @@ from typing import Any
 
 from tensorwire.device import Channel, Region, RemoteRegion, VerbsDevice
 from tensorwire.testing.patterns import SECONDS, array, pattern
-
 from tests.harness.fake_nic import Fabric, FakeQP
 
 WORD = 4096  # where the signal word lies in the target, behind the payload

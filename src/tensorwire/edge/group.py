@@ -122,6 +122,7 @@ class EdgeGroup:
         self.step = 0
         self.bank: Bank | None = None  # of this step
         self.held: Hold | None = None  # all of its bytes
+        self._sends = False  # whether anything was sent in this step
         self._borrowed = {*borrowed, *((e.source, target) for e in edges if e.lent for target in e.targets)}
         pairs = {*self._borrowed, *((edge.source, target) for edge in edges for target in edge.targets)}
         self._in = {one: self._incoming(one, outboxes[one], defers) for one, to in sorted(pairs) if to == self.me}
@@ -234,7 +235,7 @@ class EdgeGroup:
             for outgoing in self._out.values():
                 outgoing.flush(step, bank, timeout)
             self.bank, self.held = bank, bank.hold(step)
-        self.step = step
+        self.step, self._sends = step, False
 
     def _free_bank(self) -> Bank | None:
         """The next one in turn, which is likely the oldest, if nobody holds it."""
@@ -300,6 +301,7 @@ class EdgeGroup:
         edge, bank, start = self.edges[index], self.bank, clock()
         assert bank is not None
         assert edge.slot is not None
+        self._sends = True
         for target in self._targets[index]:
             if target.maps:
                 target.signal(index, self.step, bank.number, nbytes)
@@ -366,6 +368,7 @@ class EdgeGroup:
         assert bank is not None
         assert edge.slot is not None
         leases = {lease.slab.device.name: lease}
+        self._sends = True
         for number, target in enumerate(self._targets[index]):
             device = target.channel.device.name
             if device not in leases:  # memory of one device is not another's
@@ -431,7 +434,8 @@ class EdgeGroup:
     def drain(self, timeout: float) -> None:
         """Returns when nobody looks into memory of this process any more. Raises `PeerLost` or `WaitTimeout`."""
         end = time.monotonic() + timeout
-        read_in_place = [(one, bank) for one in self._out.values() if one.maps for bank in self._banks]
+        banks = [bank for bank in self._banks if self._sends or bank is not self.bank]
+        read_in_place = [(one, bank) for one in self._out.values() if one.maps for bank in banks]
         read_across = [(self._out[peer], one) for one in self._payloads for peer in one.targets]
         for outgoing, bank in read_in_place:
             outgoing.wait_until_read(bank.step, bank.number, max(0.0, end - time.monotonic()))

@@ -184,7 +184,7 @@ class Incoming:
         return self._peers.gone_on(self.peer, self._words.load(self._announced))
 
     def _hold(self, number: int, step: int) -> Hold:
-        while self.maps and number >= len(self._banks):
+        while self.maps and self._grows and number >= len(self._banks):
             self._map_bank(self._peers.lookup(f"outbox {len(self._banks)}", self.peer))
         if number >= len(self._banks):
             raise ProtocolError(f"{self.peer} sent a tensor in bank {number} of {len(self._banks)}")

@@ -176,21 +176,17 @@ class Outgoing:
 
     def flush(self, step: int, bank: Bank | None, timeout: float) -> None:
         """Returns, in ``step``, when what was sent from ``bank`` is in the consumer's memory; None: what was lent."""
-        sent = self._sent.pop(_LOANS if bank is None else bank.number, None)
-        if not sent:
-            return
-        start = clock()
-        for completion in sent:
-            completion.wait(timeout)
-        spans.add("push", step, start, clock(), self._label)
+        sent = self._sent.get(_LOANS if bank is None else bank.number)
+        if sent:
+            start = clock()
+            _wait_for_all(sent, timeout)
+            spans.add("push", step, start, clock(), self._label)
 
     def flush_all(self, timeout: float) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""
         end = time.monotonic() + timeout
         for sent in self._sent.values():
-            while sent:
-                sent[0].wait(max(0.0, end - time.monotonic()))
-                sent.pop(0)
+            _wait_for_all(sent, max(0.0, end - time.monotonic()))
 
     def announce(self, number: int) -> None:
         """See `EdgeGroup.announce`."""
@@ -206,3 +202,11 @@ class Outgoing:
     def close(self) -> None:
         """Gives the memory back."""
         self.words.close()
+
+
+def _wait_for_all(sent: list[Completion], timeout: float) -> None:
+    """Takes those that are over from the list: one may wait for the others again."""
+    end = time.monotonic() + timeout
+    while sent:
+        sent[0].wait(max(0.0, end - time.monotonic()))
+        del sent[0]
