@@ -119,7 +119,7 @@ class RpcEdges(EdgeGroup):
         self._sent: list[Any] = []
         self._headers: dict[int, Header] = {}  # of this run, by edge: those that were received
 
-    def begin(self, timeout: float | None = None) -> None:
+    def begin(self, timeout: float | None = None, *, holds: bool = True) -> None:
         self.step += 1
         self._headers.clear()
 

@@ -259,6 +259,7 @@ def _varying(
         timeout=timeout,
         depth=edge.depth,
         access=access,
+        traced=False,
         defers=garbage_collection.running,
     )
     if side == "consumer":

@@ -95,6 +95,7 @@ class EdgeGroup:
         borrowed: By owner and borrower, who still reads in a step what was lent through another group.
         depth: How many banks there are; None: two, and more where tensors of earlier steps are kept.
         access: What consumers may do to payloads of any size that they look at in place.
+        traced: Whether what is sent and waited for in a step is recorded as spans.
         defers: ``defers()``: whether this is a bad moment to send a credit, on a device that maps nothing.
 
     Raises:
@@ -113,11 +114,13 @@ class EdgeGroup:
         borrowed: Collection[tuple[str, str]] = (),
         depth: int | None = None,
         access: Access = "write",
+        traced: bool = True,
         defers: Callable[[], bool] = lambda: True,
     ) -> None:
         self.edges, self.me, self._peers, self._timeout = edges, peers.me, peers, timeout
         self._outbox_nbytes = outboxes[peers.me]
         self._grows, self._depth, self._pools, self._access = depth is None, depth or BANKS, pools, access
+        self._traced = traced
         self.labels = [f"{peers.name}, {edge.name}" for edge in edges]  # in spans
         self.step = 0
         self.bank: Bank | None = None  # of this step
@@ -219,8 +222,10 @@ class EdgeGroup:
 
     # ---- one step
 
-    def begin(self, timeout: float | None = None) -> None:
+    def begin(self, timeout: float | None = None, *, holds: bool = True) -> None:
         """Begins the next step: takes a bank of the outbox that nobody holds.
+
+        ``holds``: whether this process looks into it until ``end``, and as long as it keeps ``held``.
 
         Raises `WaitTimeout`, after which one may try again, `PeerLost`, or what `Peers.gone_on` says.
         """
@@ -234,7 +239,8 @@ class EdgeGroup:
             bank = self._free_bank() or self._wait_for_bank(step, timeout)
             for outgoing in self._out.values():
                 outgoing.flush(step, bank, timeout)
-            self.bank, self.held = bank, bank.hold(step)
+            self.bank, self.held = bank, bank.hold(step) if holds else None
+            bank.step = step
         self.step, self._sends = step, False
 
     def _free_bank(self) -> Bank | None:
@@ -298,7 +304,7 @@ class EdgeGroup:
 
         ``at``: where, if it was described: its header goes in front.
         """
-        edge, bank, start = self.edges[index], self.bank, clock()
+        edge, bank, start = self.edges[index], self.bank, clock() if self._traced else 0.0
         assert bank is not None
         assert edge.slot is not None
         self._sends = True
@@ -312,14 +318,18 @@ class EdgeGroup:
                 target.put(self.step, bank.number, source.view(edge.header, HEADER), self._timeout)
             where = edge.slot + edge.offset if at is None else at
             target.write(index, self.step, bank.number, source.view(where, nbytes), self._timeout)
-        spans.add("push", self.step, start, clock(), self.labels[index])
+        if self._traced:
+            spans.add("push", self.step, start, clock(), self.labels[index])
 
     def receive(self, index: int, timeout: float | None = None) -> Hold:
         """Waits for edge ``index``; the bytes of its source's outbox, in which it lies where planned, or those that
         were lent. Raises `PeerLost` or `WaitTimeout`."""
-        start = clock()
         incoming = self._in[self.edges[index].source]
-        held = incoming.receive(index, self.step, self._timeout if timeout is None else timeout)
+        timeout = self._timeout if timeout is None else timeout
+        if not self._traced:
+            return incoming.receive(index, self.step, timeout)
+        start = clock()
+        held = incoming.receive(index, self.step, timeout)
         spans.add("wait", self.step, start, clock(), self.labels[index])
         return held
 
@@ -363,7 +373,7 @@ class EdgeGroup:
 
         ``step``: what its header says; by default the step of the group.
         """
-        edge, bank, start = self.edges[index], self.bank, clock()
+        edge, bank, start = self.edges[index], self.bank, clock() if self._traced else 0.0
         said = self.step if step is None else step
         assert bank is not None
         assert edge.slot is not None
@@ -383,7 +393,8 @@ class EdgeGroup:
                 source = self._outboxes[bank.number][device].view(at, HEADER)
                 target.write(index, self.step, bank.number, source, self._timeout)
         self._payloads.append(_Payload(self.step, bank, edge.targets, [one.hold for one in leases.values()]))
-        spans.add("push", self.step, start, clock(), self.labels[index])
+        if self._traced:
+            spans.add("push", self.step, start, clock(), self.labels[index])
 
     def payload(self, index: int, header: Header, held: Hold, timeout: float) -> Hold:
         """The payload that ``header`` leads to, which edge ``index`` brought in ``held``. Raises `ProtocolError`,

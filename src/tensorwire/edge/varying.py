@@ -37,8 +37,7 @@ class _VaryingProducer(ProducerEnd):
         self._check(step)
         group, end = self._group, time.monotonic() + timeout
         if not self._begun:
-            group.begin(timeout)
-            group.held = None  # what the caller looks into does not keep it: only the consumer does
+            group.begin(timeout, holds=False)  # what the caller looks into does not keep it: only the consumer does
             self._begun = True
         group.reserve(max(0.0, end - time.monotonic()))
         assert group.bank is not None
