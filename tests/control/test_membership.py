@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from tensorwire.control import Cause, Client, frames
-from tensorwire.errors import JobEnded, PeerLost, ProtocolError
+from tensorwire.control import Cause, Client, Member, frames
+from tensorwire.errors import JobEnded, PeerLost, ProtocolError, RemoteAccessError, TensorwireError, WaitTimeout
 from tests.control import wire
 from tests.control.conftest import SECRET, Jobs
 
@@ -211,3 +211,20 @@ def test_a_forked_child_does_not_keep_the_connection_open(jobs: Jobs) -> None:
     finally:
         os.close(release)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), RemoteAccessError("no open region has that key")])
+def test_a_peer_that_is_gone_or_closed_its_memory_is_explained_by_the_end_of_the_job(
+    jobs: Jobs, error: TensorwireError
+) -> None:
+    coordinator = jobs.coordinator(workers=2, servers=0)
+    member = Member(coordinator.address, SECRET, "worker", 0, device="tcp")
+    try:
+        other = jobs.client(coordinator, index=1)
+        other.fail(Cause("worker 1", "raised OutOfMemory: no room"))
+        explained = member.explain(error)
+        assert isinstance(explained, JobEnded)
+        assert "no room" in str(explained)
+        assert member.explain(WaitTimeout("late")).args == ("late",)
+    finally:
+        member.close()

@@ -9,6 +9,7 @@ import random
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,12 +19,25 @@ from hypothesis import strategies as st
 from tensorwire.edge import BoundedProducer, Received, Spec
 from tensorwire.edge.header import HEADER, pack_number
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RegionClosed, WaitTimeout
+from tensorwire.edge.words import PeerMemory
+from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RegionClosed, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.observe.counting import pickles_counted
 from tests.edge.edges import Pair
 from tests.edge.test_tensors import NUMPY, PROPERTY, bits, loopback, views
-from tests.edge.varying import EDGES, SECONDS, array_of, arrived, bank_of, born, copied, incoming, make, outgoing
+from tests.edge.varying import (
+    EDGES,
+    SECONDS,
+    array_of,
+    arrived,
+    bank_of,
+    born,
+    copied,
+    group_of,
+    incoming,
+    make,
+    outgoing,
+)
 
 __all__ = ["loopback"]  # a fixture
 
@@ -394,6 +408,84 @@ def test_a_producer_that_timed_out_still_waits_for_its_bytes(pair: Pair, kind: s
     for _ in range(3):
         with pytest.raises(WaitTimeout, match="it goes on"):
             small(producer, 2, 0.01)
+
+
+def test_a_step_is_sent_as_what_it_was_filled_for(pair: Pair, kind: str) -> None:
+    producer, consumer = make(kind, pair, 2, BOUND)
+    producer.fill(5, np.zeros(3), SECONDS)
+    with pytest.raises(ArgumentError, match="nothing lies there for step 6"):
+        producer.send(6)
+    producer.send(5)
+    assert consumer.receive(5, SECONDS).spec.shape == (3,)
+
+
+def test_a_producer_that_was_closed_sends_nothing(pair: Pair, kind: str) -> None:
+    producer, _ = make(kind, pair, 2, BOUND)
+    producer.close(SECONDS)
+    with pytest.raises(RegionClosed, match="this edge was closed"):
+        small(producer, 1)
+
+
+def test_a_tensor_that_is_refused_holds_up_no_end(pair: Pair, kind: str) -> None:
+    producer, consumer = make(kind, pair, 2, BOUND)
+    producer.fill(1, np.zeros((1,) * 9), SECONDS)
+    with pytest.raises(ArgumentError, match="up to 8 dimensions"):
+        producer.send(1)
+    small(producer, 1)
+    assert value(consumer, 1) == 1
+    producer.close(SECONDS)
+
+
+def test_a_consumer_that_closed_is_seen_by_its_producer(pair: Pair, kind: str) -> None:
+    """Its channel goes on, such as for another edge."""
+    producer, consumer = make(kind, pair, 2, BOUND)
+    small(producer, 1)
+    assert value(consumer, 1) == 1
+    consumer.close()
+    small(producer, 2)
+    with pytest.raises(RemoteAccessError):
+        producer.flush(SECONDS)
+
+
+def test_credits_of_a_bad_moment_are_given_later(pair: Pair, kind: str) -> None:
+    """What the collector lets go of while it runs is given back when something else is received, or at the end."""
+    producer, consumer = make(kind, pair, 1, BOUND)
+    bad = True
+    incoming(consumer)._defers = lambda: bad
+    small(producer, 1)
+    consumer.receive(1, SECONDS).release()
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(value(consumer, 2)))
+    thread.start()
+    small(producer, 2)
+    thread.join(SECONDS)
+    assert got == [2]
+    consumer.close()
+    producer.close(SECONDS)
+
+
+@pytest.mark.parametrize("change", ["maps", "banks", "loans", "words", "small"])
+def test_memory_that_does_not_fit_the_group(pair: Pair, kind: str, change: str) -> None:
+    producer, consumer = make(kind, pair, 2, BOUND)
+    for end, right in ((outgoing(producer), incoming(consumer).memory()), (incoming(consumer), shown(producer))):
+        region = pair.consumer.allocate(8).remote().pack()
+        wrong = {
+            "maps": msgspec.structs.replace(right, maps=not right.maps),
+            "banks": msgspec.structs.replace(right, banks=[region] * 251),
+            "loans": msgspec.structs.replace(right, loans={7: region}),
+            "words": msgspec.structs.replace(right, words=b"short"),
+            "small": msgspec.structs.replace(right, words=region),
+        }[change]
+        if change in ("banks", "loans") and (end is outgoing(producer)) == pair.producer.capabilities.maps:
+            continue  # which nobody looks at
+        with pytest.raises(ProtocolError):
+            end.open(wrong)
+
+
+def shown(producer: Any) -> PeerMemory:
+    """What a producer shows its consumer."""
+    memory: PeerMemory = group_of(producer)._shown_to("consumer", outgoing(producer))
+    return memory
 
 
 def test_numbers_are_no_tensors(pair: Pair, kind: str) -> None:

@@ -20,6 +20,7 @@ from tensorwire.errors import (
     JobEnded,
     OutOfMemory,
     PeerLost,
+    RemoteAccessError,
     TensorwireError,
     VerbsUnavailable,
     WaitTimeout,
@@ -142,8 +143,8 @@ class Member:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
 
     def explain(self, error: TensorwireError) -> TensorwireError:
-        """The job's own cause where ``error`` only says that a peer is gone."""
-        if isinstance(error, PeerLost) and self.client.ended.wait(CAUSE_SECONDS):
+        """The job's own cause where ``error`` only says that a peer is gone, or has closed its memory."""
+        if isinstance(error, (PeerLost, RemoteAccessError)) and self.client.ended.wait(CAUSE_SECONDS):
             return self.client.error()
         return error
 

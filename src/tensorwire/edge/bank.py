@@ -42,7 +42,7 @@ def check_number(banks: int, name: str) -> None:
     """Refuses one bank more than ``banks`` if there can be no more. Raises `OutOfMemory`."""
     if banks >= MOST_BANKS:
         raise OutOfMemory(
-            f"graph {name}: tensors of {banks} earlier runs are still held, such as losses with their graphs in a "
+            f"{name}: tensors of {banks} earlier runs are still held, such as losses with their graphs in a "
             "list: detach() them"
         )
 

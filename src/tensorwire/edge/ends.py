@@ -9,6 +9,7 @@ from typing import Any
 
 from tensorwire._native import Hold
 from tensorwire.device import Region
+from tensorwire.edge.garbage_collection import garbage_collection
 from tensorwire.edge.received import Received
 from tensorwire.edge.static import DEFAULT_TIMEOUT, Consumer, Producer
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed
@@ -156,10 +157,12 @@ class StaticConsumer(ConsumerEnd):
         self._returned: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
         self._last = 0
+        garbage_collection.watch()
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Received:
         if step <= self._last:
             raise ArgumentError(f"edge steps grow: step {step} after {self._last}")
+        self._give_all()
         self._consumer.receive(step, timeout)
         self._last = step
         self._kept.append(step)
@@ -167,14 +170,19 @@ class StaticConsumer(ConsumerEnd):
         return Received(Hold(self._memory, at, self._spec.nbytes, self._give_back, step), self._spec)
 
     def ready(self) -> bool:
+        self._give_all()
         return self._consumer.ready(self._last + 1)
 
     def close(self) -> None:
         self._memory.close()
 
     def _give_back(self, step: int) -> None:
-        # The garbage collector may call this in the middle of itself: none waits for the lock, its holder looks again.
         self._returned.append(step)
+        if not garbage_collection.running():  # it may have interrupted the sending of something else
+            self._give_all()
+
+    def _give_all(self) -> None:
+        # In any thread: none waits for the lock, its holder looks again.
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:

@@ -1,15 +1,17 @@
-"""Whether the garbage collector runs: what it drops may have interrupted the sending of something."""
+"""Whether the garbage collector runs in this thread: what it drops may have interrupted the sending of something."""
 
 from __future__ import annotations
 
 import gc
+import threading
 
 
 class GarbageCollection:
     """Knows from the collector's own callbacks; without ``watch()`` there are none."""
 
     def __init__(self) -> None:
-        self._running = self._watched = False
+        self._thread = 0
+        self._watched = False
 
     def watch(self) -> None:
         """From now on there is something that it may drop. Idempotent."""
@@ -18,11 +20,11 @@ class GarbageCollection:
             gc.callbacks.append(self._note)
 
     def _note(self, phase: str, _: dict[str, int]) -> None:
-        self._running = phase == "start"
+        self._thread = threading.get_ident() if phase == "start" else 0
 
     def running(self) -> bool:
-        """Whether it runs now, in any thread."""
-        return self._running
+        """Whether it runs now in this thread."""
+        return self._thread == threading.get_ident()
 
 
 garbage_collection = GarbageCollection()

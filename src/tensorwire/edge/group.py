@@ -11,6 +11,7 @@ room for a header, which names the step that it is of. In other steps nothing is
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -149,14 +150,18 @@ class EdgeGroup:
 
     def _incoming(self, peer: str, nbytes: int, defers: Callable[[], bool]) -> Incoming:
         edges = self._edges(peer, self.me)
-        loans = {index: self.edges[index].nbytes or 0 for index in edges if self.edges[index].lent}
         pool = self._pools(self._peers.channel(peer).device)
         depth, grows = self._depth, self._grows
-        return Incoming(self._peers, peer, edges, loans, nbytes, pool, depth=depth, grows=grows, defers=defers)
+        return Incoming(
+            self._peers, peer, edges, self._loaned(edges), nbytes, pool, depth=depth, grows=grows, defers=defers
+        )
 
     def _outgoing(self, peer: str) -> Outgoing:
         edges = self._edges(self.me, peer)
-        return Outgoing(self._peers, peer, edges, any(self.edges[index].slot is not None for index in edges))
+        return Outgoing(self._peers, peer, edges, self._loaned(edges), self._outbox_nbytes, self._depth)
+
+    def _loaned(self, edges: list[int]) -> dict[int, int]:
+        return {index: self.edges[index].nbytes or 0 for index in edges if self.edges[index].lent}
 
     # ---- set-up
 
@@ -229,16 +234,16 @@ class EdgeGroup:
 
         Raises `WaitTimeout`, after which one may try again, `PeerLost`, or what `Peers.gone_on` says.
         """
-        step, timeout = self.step + 1, self._timeout if timeout is None else timeout
+        step, end = self.step + 1, clock() + (self._timeout if timeout is None else timeout)
         for incoming in self._in.values():
             incoming.begin(step)
         for outgoing in self._out.values():
-            outgoing.flush(step, None, timeout)
+            outgoing.flush(step, None, end)
         self.collect()
         if self._banks:
-            bank = self._free_bank() or self._wait_for_bank(step, timeout)
+            bank = self._free_bank() or self._wait_for_bank(step, end)
             for outgoing in self._out.values():
-                outgoing.flush(step, bank, timeout)
+                outgoing.flush(step, bank, end)
             self.bank, self.held = bank, bank.hold(step) if holds else None
             bank.step = step
         self.step, self._sends = step, False
@@ -253,7 +258,7 @@ class EdgeGroup:
                 return None
         return bank
 
-    def _wait_for_bank(self, step: int, timeout: float) -> Bank:
+    def _wait_for_bank(self, step: int, end: float) -> Bank:
         """Waits for one, the oldest first, but not for consumers that began this step and hold on to earlier ones."""
         targets, start = list(self._out.values()), clock()
         while True:
@@ -267,7 +272,7 @@ class EdgeGroup:
                 continue  # let go just now
             if self._grows and all(target.has_begun(step) for target in waiting):
                 return self._grow()
-            if clock() >= start + timeout:
+            if clock() >= end:
                 raise WaitTimeout(waiting[0].keeps(step))
             waiting[0].wait_for_one_of([(bank.number, bank.step) for bank in ours])
 
@@ -307,8 +312,8 @@ class EdgeGroup:
         edge, bank, start = self.edges[index], self.bank, clock() if self._traced else 0.0
         assert bank is not None
         assert edge.slot is not None
-        self._sends = True
         for target in self._targets[index]:
+            self._sends = True
             if target.maps:
                 target.signal(index, self.step, bank.number, nbytes)
                 continue
@@ -378,7 +383,20 @@ class EdgeGroup:
         assert bank is not None
         assert edge.slot is not None
         leases = {lease.slab.device.name: lease}
-        self._sends = True
+        try:
+            self._send_leases(index, leases, spec, said)
+        finally:
+            if self._sends:
+                memory = [one.hold for one in leases.values()]
+                self._payloads.append(_Payload(self.step, bank, edge.targets, memory))
+        if self._traced:
+            spans.add("push", self.step, start, clock(), self.labels[index])
+
+    def _send_leases(self, index: int, leases: dict[str, Lease], spec: Spec, said: int) -> None:
+        """Sends what lies in one lease to targets on any device. ``leases``: by device; what is copied is added."""
+        edge, bank, lease = self.edges[index], self.bank, next(iter(leases.values()))
+        assert bank is not None
+        assert edge.slot is not None
         for number, target in enumerate(self._targets[index]):
             device = target.channel.device.name
             if device not in leases:  # memory of one device is not another's
@@ -387,14 +405,12 @@ class EdgeGroup:
                 counters.add(copies=1, copied_bytes=lease.nbytes)
             region, at = leases[device].slab.shown(self._access), edge.slot + HEADER * number
             pack_tensor(bank.memory, at, said, spec, region=region, offset=leases[device].offset)
+            self._sends = True
             if target.maps:
                 target.signal(index, self.step, bank.number, HEADER)
             else:
                 source = self._outboxes[bank.number][device].view(at, HEADER)
                 target.write(index, self.step, bank.number, source, self._timeout)
-        self._payloads.append(_Payload(self.step, bank, edge.targets, [one.hold for one in leases.values()]))
-        if self._traced:
-            spans.add("push", self.step, start, clock(), self.labels[index])
 
     def payload(self, index: int, header: Header, held: Hold, timeout: float) -> Hold:
         """The payload that ``header`` leads to, which edge ``index`` brought in ``held``. Raises `ProtocolError`,
@@ -418,9 +434,10 @@ class EdgeGroup:
         return payload, header.spec
 
     def collect(self) -> None:
-        """Lets go of payloads of any size that their targets have read."""
-        if self._payloads:
-            self._payloads = [one for one in self._payloads if not self._is_read(one)]
+        """Lets go of payloads of any size that their targets have read. In any thread."""
+        for one in [one for one in self._payloads if self._is_read(one)]:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self._payloads.remove(one)
 
     def _is_read(self, payload: _Payload) -> bool:
         return all(self._out[peer].has_read(payload.step, payload.bank.number) for peer in payload.targets)
@@ -430,15 +447,14 @@ class EdgeGroup:
 
         Raises `PeerLost`, or `WaitTimeout` with a ``timeout`` of 0.
         """
-        self.collect()
-        if self._payloads:
-            one = self._payloads[0]
+        for one in self._payloads[:1]:
             try:
                 for peer in one.targets:
                     self._out[peer].wait_until_read(one.step, one.bank.number, min(timeout, POLL))
             except WaitTimeout:
                 if timeout <= 0:
                     raise
+            self.collect()
             return True
         return False
 
@@ -474,6 +490,10 @@ class EdgeGroup:
     def close(self) -> None:
         """Gives the memory back. Idempotent."""
         self._payloads.clear()
+        for pool in self._lending:
+            pool.forget(self)
+            pool.trim()
+        self._lending.clear()
         for incoming in self._in.values():
             incoming.close()
         for outgoing in self._out.values():

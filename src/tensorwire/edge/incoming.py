@@ -7,13 +7,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorwire._native import Hold, Memory
-from tensorwire.device import Channel, Completion, Region, RemoteRegion, RemoteView
+from tensorwire.device import Completion, Region, RemoteRegion, RemoteView
 from tensorwire.edge.bank import Bank, check_number, hold_all, hold_part
 from tensorwire.edge.header import Header
 from tensorwire.edge.peers import Peers
 from tensorwire.edge.pool import Pool
-from tensorwire.edge.words import ANNOUNCED, BEGUN, CREDITS, LINE, RETURNED, RING, PeerMemory, arrival, wait_unless
-from tensorwire.errors import DeviceError, ProtocolError, WaitTimeout
+from tensorwire.edge.words import (
+    ANNOUNCED,
+    BEGUN,
+    CREDITS,
+    LINE,
+    PRODUCER_WORDS,
+    RETURNED,
+    RING,
+    PeerMemory,
+    arrival,
+    check_maps,
+    consumer_words,
+    unpack_loans,
+    unpack_regions,
+    wait_unless,
+)
+from tensorwire.errors import DeviceError, OutOfMemory, ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 
 
@@ -49,12 +64,12 @@ class Incoming:
         defers: Callable[[], bool],
     ) -> None:
         self.peer, self._peers, self._nbytes, self._pool = peer, peers, nbytes, pool
-        self._grows, self._defers = grows, defers
+        self._depth, self._grows, self._defers, self._loans = depth, grows, defers, loans
         self._channel = channel = peers.channel(peer)
         self.maps = channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
         self._announced = 8 * RING * len(edges)  # behind the arrival words
-        self._words = channel.device.allocate(self._announced + 8)
+        self._words = channel.device.allocate(consumer_words(len(edges)))
         self._banks: list[Bank] = []
         self._regions: list[Region] = []
         self._lent: dict[int, Hold] = {}
@@ -63,6 +78,7 @@ class Incoming:
         self._reading: _Reading | None = None
         self._bank: Bank | None = None  # of this step
         self._now: Hold | None = None  # all of its bytes
+        self._credited: dict[int, int] = {}  # by bank, the last step that it was given back in
         self._views: dict[int, RemoteView] = {}  # of the producer's words: a channel knows those that it has seen
         self._owed: collections.deque[tuple[int, int]] = collections.deque()  # banks that were let go of, and steps
         if not self.maps:
@@ -78,15 +94,24 @@ class Incoming:
         return PeerMemory(self._words.remote().pack(), banks, loans, self.maps)
 
     def open(self, memory: PeerMemory) -> None:
-        """Takes what the producer said."""
-        self._back = RemoteRegion.unpack(memory.words)
-        if self.maps:
-            for packed in memory.banks:
-                self._map_bank(packed)
-            self._lent = {edge: hold_all(_map(self._channel, packed)) for edge, packed in memory.loans.items()}
+        """Takes what the producer said. Raises `ProtocolError` for what does not fit this group."""
+        (self._back,) = unpack_regions([memory.words], PRODUCER_WORDS)
+        check_maps(memory, self.maps, self.peer)
+        if not self.maps:
+            return
+        self._map(self._back)  # so that no credit finds too few descriptors
+        for region in unpack_regions(memory.banks, self._nbytes, self._depth if self._nbytes else 0):
+            self._map_bank(region)
+        for edge, region in unpack_loans(memory, self._loans, self.peer).items():
+            self._lent[edge] = hold_all(self._map(region))
 
-    def _map_bank(self, packed: bytes) -> None:
-        self._banks.append(Bank(len(self._banks), _map(self._channel, packed)))
+    def _map(self, region: RemoteRegion) -> Memory:
+        memory = self._channel.map(region.view())
+        assert memory is not None
+        return memory
+
+    def _map_bank(self, region: RemoteRegion) -> None:
+        self._banks.append(Bank(len(self._banks), self._map(region)))
 
     def _new_bank(self) -> Bank:
         check_number(len(self._banks), self._peers.name)
@@ -107,10 +132,11 @@ class Incoming:
         self.give_credits()
         if not self._grows:
             return
-        held = [bank.held for bank in self._banks]
-        if not any(held):
+        # Not whether they are held: what is let go of just now may wait until it is given back.
+        kept = [self._credited.get(bank.number, 0) < bank.step for bank in self._banks]
+        if not any(kept):
             return
-        if all(held) and not self.maps:
+        if all(kept) and not self.maps:
             bank = self._new_bank()
             self._peers.publish(f"inbox {bank.number}", self.peer, self._regions[-1].remote().pack())
         self._signal(BEGUN, step)
@@ -122,6 +148,7 @@ class Incoming:
 
     def receive(self, edge: int, step: int, timeout: float) -> Hold:
         """Waits for ``edge``; the memory in which it lies: the producer's outbox, or its own where it is lent."""
+        self.give_credits()
         words, offset, channel = self._words, arrival(self._place[edge], step), self._channel
         if words.closed or words.load(offset) < step << 8:
             wait_unless(lambda seconds: words.wait(offset, step << 8, seconds, channel), timeout, self._gone_on)
@@ -181,11 +208,13 @@ class Incoming:
         return reading.hold
 
     def _gone_on(self) -> Exception | None:
+        self.give_credits()  # what another thread let go of at a bad moment
         return self._peers.gone_on(self.peer, self._words.load(self._announced))
 
     def _hold(self, number: int, step: int) -> Hold:
         while self.maps and self._grows and number >= len(self._banks):
-            self._map_bank(self._peers.lookup(f"outbox {len(self._banks)}", self.peer))
+            packed = self._peers.lookup(f"outbox {len(self._banks)}", self.peer)
+            self._map_bank(*unpack_regions([packed], self._nbytes))
         if number >= len(self._banks):
             raise ProtocolError(f"{self.peer} sent a tensor in bank {number} of {len(self._banks)}")
         self._bank = self._banks[number]
@@ -214,11 +243,12 @@ class Incoming:
                 return
             try:
                 self._signal(CREDITS + number, step)
-            except WaitTimeout:  # the channel is full: the next one that comes back takes it along
+            except (WaitTimeout, OutOfMemory):  # the channel is full: the next one that comes back takes it along
                 self._owed.append((number, step))
                 return
             except DeviceError:
                 pass  # of a peer that is gone, or a channel that was closed
+            self._credited[number] = step
 
     def announce(self, number: int) -> None:
         """See `EdgeGroup.announce`."""
@@ -233,11 +263,8 @@ class Incoming:
 
     def close(self) -> None:
         """Gives the memory back."""
+        if not self._words.closed:
+            self.give_credits()
+            self._pool.trim()
         for region in (self._words, *self._regions, *self._landings.values()):
             region.close()
-
-
-def _map(channel: Channel, packed: bytes) -> Memory:
-    memory = channel.map(RemoteRegion.unpack(packed).view())
-    assert memory is not None
-    return memory

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from tensorwire.device import Channel, Completion, RemoteRegion, RemoteView, View
-from tensorwire.edge.bank import MOST_BANKS, Bank
+from tensorwire.device.contract import DONE
+from tensorwire.edge.bank import Bank
 from tensorwire.edge.peers import Peers
 from tensorwire.edge.traced_write import write_traced
 from tensorwire.edge.words import (
@@ -14,11 +15,16 @@ from tensorwire.edge.words import (
     CREDITS,
     LINE,
     POLL,
+    PRODUCER_WORDS,
     RETURNED,
     RING,
     PeerMemory,
     arrival,
+    check_maps,
+    consumer_words,
     pack,
+    unpack_loans,
+    unpack_regions,
     wait_unless,
 )
 from tensorwire.errors import WaitTimeout
@@ -31,14 +37,19 @@ _LOANS = -1  # in the place of a bank's number
 class Outgoing:
     """What this process sends to ``peer``.
 
-    ``edges``: all of the pair. ``banks``: whether any lies in the outbox.
+    ``edges``: all of the pair. ``loans``: bytes of each that is lent. ``nbytes``: of the outbox. ``depth``: how many
+    banks there are to begin with.
     """
 
-    def __init__(self, peers: Peers, peer: str, edges: list[int], banks: bool) -> None:
-        self.peer, self._peers, self._uses_banks = peer, peers, banks
+    def __init__(
+        self, peers: Peers, peer: str, edges: list[int], loans: dict[int, int], nbytes: int, depth: int
+    ) -> None:
+        self.peer, self._peers, self._loans, self._nbytes = peer, peers, loans, nbytes
+        self._depth = depth if len(edges) > len(loans) else 0
         self.channel: Channel = peers.channel(peer)
+        self.maps = self.channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
-        self.words = self.channel.device.allocate(LINE * (CREDITS + MOST_BANKS))
+        self.words = self.channel.device.allocate(PRODUCER_WORDS)
         self._announced = 8 * RING * len(edges)
         self._views: dict[int, RemoteView] = {}  # of arrival words: a channel knows those that it has seen
         self._sent: dict[int, list[Completion]] = {}  # by the bank that it was sent from
@@ -50,18 +61,21 @@ class Outgoing:
         self._label = f"{peers.name}, memory of {peer}"  # in spans
 
     def open(self, memory: PeerMemory) -> None:
-        """Takes what the consumer said."""
-        self._arrivals = RemoteRegion.unpack(memory.words)
-        self.maps = memory.maps
-        self._inboxes = [RemoteRegion.unpack(packed) for packed in memory.banks]
+        """Takes what the consumer said. Raises `ProtocolError` for what does not fit this group."""
+        (self._arrivals,) = unpack_regions([memory.words], consumer_words(len(self._place)))
+        check_maps(memory, self.maps, self.peer)
+        if self.maps:
+            self.channel.map(self._arrivals.view())  # so that no signal finds too few descriptors
+            return
+        self._inboxes = unpack_regions(memory.banks, self._nbytes, self._depth)
         self._steps = [0] * len(self._inboxes)
-        self._landings = {edge: RemoteRegion.unpack(packed) for edge, packed in memory.loans.items()}
+        self._landings = unpack_loans(memory, self._loans, self.peer)
 
     # ---- what the consumer has let go of
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the consumer holds nothing of the bank's last step."""
-        return not self._uses_banks or not self.maps or self._word(CREDITS + bank.number) >= bank.step
+        return not self._depth or not self.maps or self._word(CREDITS + bank.number) >= bank.step
 
     def has_read(self, step: int, bank: int) -> bool:
         """Whether the consumer has let go of all that it got in ``step``, in which the outbox was ``bank``."""
@@ -95,7 +109,7 @@ class Outgoing:
 
     def has_begun(self, step: int) -> bool:
         """Whether the consumer said that it began ``step`` while it held an earlier one."""
-        return not self._uses_banks or not self.maps or self._word(BEGUN) >= step
+        return not self._depth or not self.maps or self._word(BEGUN) >= step
 
     def _word(self, word: int) -> int:
         return self.words.load(LINE * word)
@@ -131,7 +145,8 @@ class Outgoing:
                 if self._word(CREDITS + number) >= last:
                     return number
             if begun:
-                self._inboxes.append(RemoteRegion.unpack(self._peers.lookup(f"inbox {len(self._inboxes)}", self.peer)))
+                packed = self._peers.lookup(f"inbox {len(self._inboxes)}", self.peer)
+                self._inboxes += unpack_regions([packed], self._nbytes)
                 self._steps.append(0)
                 return len(self._steps) - 1
             if time.monotonic() >= end:
@@ -141,7 +156,12 @@ class Outgoing:
     def signal(self, edge: int, step: int, bank: int, nbytes: int) -> None:
         """Makes ``edge`` arrive, ``nbytes`` in the bank of that number, at a consumer that maps it."""
         counters.mapped(nbytes)
-        self.channel.signal(self._arrival(edge, step), pack(step, bank))
+        self._keep(self.channel.signal(self._arrival(edge, step), pack(step, bank)), bank)
+
+    def _keep(self, completion: Completion, bank: int) -> None:
+        """What is not over yet, or failed: ``flush`` says what became of it."""
+        if completion is not DONE:
+            self._sent.setdefault(bank, []).append(completion)
 
     def _arrival(self, edge: int, step: int) -> RemoteView:
         offset = arrival(self._place[edge], step)
@@ -164,29 +184,31 @@ class Outgoing:
         word, value = self._arrival(edge, step), pack(step, 0)
         if self.maps:
             counters.mapped(source.nbytes)
-            self.channel.signal(word, value)
+            self._keep(self.channel.signal(word, value), _LOANS)
         else:
             self._write(source, self._landings[edge].view(), (word, value), step, _LOANS)
 
     def _write(
         self, source: View, target: RemoteView, signal: tuple[RemoteView, int] | None, step: int, bank: int
     ) -> None:
-        completion = write_traced(self.channel, source, target, signal, step, self._label)
-        self._sent.setdefault(bank, []).append(completion)
+        self._keep(write_traced(self.channel, source, target, signal, step, self._label), bank)
 
-    def flush(self, step: int, bank: Bank | None, timeout: float) -> None:
-        """Returns, in ``step``, when what was sent from ``bank`` is in the consumer's memory; None: what was lent."""
+    def flush(self, step: int, bank: Bank | None, end: float) -> None:
+        """Returns, in ``step``, when what was sent from ``bank`` is in the consumer's memory; None: what was lent.
+
+        ``end``: when to give up, on the clock of spans.
+        """
         sent = self._sent.get(_LOANS if bank is None else bank.number)
         if sent:
             start = clock()
-            _wait_for_all(sent, timeout)
+            _wait_for_all(sent, end)
             spans.add("push", step, start, clock(), self._label)
 
     def flush_all(self, timeout: float) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""
         end = time.monotonic() + timeout
         for sent in self._sent.values():
-            _wait_for_all(sent, max(0.0, end - time.monotonic()))
+            _wait_for_all(sent, end)
 
     def announce(self, number: int) -> None:
         """See `EdgeGroup.announce`."""
@@ -204,9 +226,12 @@ class Outgoing:
         self.words.close()
 
 
-def _wait_for_all(sent: list[Completion], timeout: float) -> None:
+def _wait_for_all(sent: list[Completion], end: float) -> None:
     """Takes those that are over from the list: one may wait for the others again."""
-    end = time.monotonic() + timeout
     while sent:
-        sent[0].wait(max(0.0, end - time.monotonic()))
-        del sent[0]
+        first = sent[0]
+        try:
+            first.wait(max(0.0, end - time.monotonic()))
+        finally:
+            if first.done:
+                del sent[0]

@@ -185,6 +185,10 @@ class Pool:
         """Keeps who lends leases to a peer as long as the pool, and asks it what came back before the pool grows."""
         self._borrowers.append(borrower)
 
+    def forget(self, borrower: Borrower) -> None:
+        """Asks it no more."""
+        self._borrowers = [one for one in self._borrowers if one is not borrower]
+
     def _collect(self) -> None:
         while self._returned:
             slab, offset = self._returned.popleft()

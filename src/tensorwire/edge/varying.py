@@ -18,7 +18,7 @@ from tensorwire.edge.pool import Lease, Pool
 from tensorwire.edge.received import Received
 from tensorwire.edge.static import DEFAULT_TIMEOUT
 from tensorwire.edge.tensor import Spec, check_step, check_tensor, copy_tensor
-from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, RegionClosed, WaitTimeout
 from tensorwire.observe import counters
 
 _EDGE = 0  # its place in its group
@@ -29,7 +29,7 @@ class _VaryingProducer(ProducerEnd):
 
     def __init__(self, group: EdgeGroup) -> None:
         self._group = group
-        self._last = 0
+        self._last = self._prepared = 0
         self._begun = self._closed = False
 
     def _begin(self, step: int, timeout: float) -> memoryview:
@@ -39,11 +39,14 @@ class _VaryingProducer(ProducerEnd):
         if not self._begun:
             group.begin(timeout, holds=False)  # what the caller looks into does not keep it: only the consumer does
             self._begun = True
+        self._prepared = step
         group.reserve(max(0.0, end - time.monotonic()))
         assert group.bank is not None
         return group.bank.memory
 
     def _check(self, step: int) -> None:
+        if self._closed:
+            raise RegionClosed("this edge was closed: connect another one")
         check_step(step)
         if not self._last < step < 2**64:
             raise ArgumentError(f"edge steps grow, up to 2**64 - 1: step {step} after {self._last}")
@@ -101,8 +104,8 @@ class BoundedProducer(_VaryingProducer):
         """
         self._check(step)
         spec = self._filled if spec is None else self._fitting(spec)
-        if spec is None or not self._begun:
-            raise ArgumentError("nothing lies there for this step: call fill(), or slot() and send(step, spec)")
+        if spec is None or not self._begun or self._prepared != step:
+            raise ArgumentError(f"nothing lies there for step {step}: call fill(), or slot() and send(step, spec)")
         group = self._group
         assert group.bank is not None
         pack_tensor(group.bank.memory, 0, step, spec)

@@ -20,11 +20,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from tensorwire.errors import WaitTimeout
+from tensorwire.device import RemoteRegion
+from tensorwire.edge.bank import MOST_BANKS
+from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 
 LINE = 64  # bytes between the words of a producer: each has its cache line
 RING = 256  # arrival words of an edge: a producer is never as many steps ahead, as each takes one of MOST_BANKS
 BEGUN, RETURNED, ANNOUNCED, CREDITS = range(4)
+PRODUCER_WORDS = LINE * (CREDITS + MOST_BANKS)  # bytes of a producer's words
 POLL = 0.005  # seconds between looks at two words at once
 _LOOK = 1.0  # seconds between looks whether the peer has gone on to something else
 
@@ -39,6 +42,37 @@ class PeerMemory(msgspec.Struct, frozen=True):
     banks: list[bytes]
     loans: dict[int, bytes]
     maps: bool
+
+
+def consumer_words(edges: int) -> int:
+    """Bytes of a consumer's words, for so many edges of the pair."""
+    return 8 * (RING * edges + 1)
+
+
+def check_maps(memory: PeerMemory, maps: bool, peer: str) -> None:
+    """Refuses a peer whose device maps where ours does not, or the other way round. Raises `ProtocolError`."""
+    if memory.maps != maps:
+        raise ProtocolError(f"{peer} says {'that' if memory.maps else 'not that'} it maps this process's memory")
+
+
+def unpack_regions(packed: list[bytes], nbytes: int, count: int | None = None) -> list[RemoteRegion]:
+    """The regions of a peer: ``count`` of at least ``nbytes``. Raises `ProtocolError` for others."""
+    if count is not None and len(packed) != count:
+        raise ProtocolError(f"a peer shows {len(packed)} banks of this group, which has {count}")
+    try:
+        regions = [RemoteRegion.unpack(one) for one in packed]
+    except ArgumentError as error:
+        raise ProtocolError(f"a peer shows malformed memory: {error}") from None
+    if small := [region for region in regions if region.length < nbytes]:
+        raise ProtocolError(f"a peer shows memory of {small[0].length} bytes, where this group needs {nbytes}")
+    return regions
+
+
+def unpack_loans(memory: PeerMemory, loans: dict[int, int], peer: str) -> dict[int, RemoteRegion]:
+    """By edge, the memory for what is lent; ``loans``: the bytes of each. Raises `ProtocolError` for others."""
+    if memory.loans.keys() != loans.keys():
+        raise ProtocolError(f"{peer} shows memory for {len(memory.loans)} loans of this group, which has {len(loans)}")
+    return {edge: unpack_regions([memory.loans[edge]], nbytes)[0] for edge, nbytes in loans.items()}
 
 
 def pack(step: int, bank: int) -> int:
