@@ -46,7 +46,11 @@ class ProducerEnd(abc.ABC):
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns when everything sent is in the consumer's memory, or raises what became of it."""
 
+    @property
     @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+
     def close(self, timeout: float = 60.0) -> None:
         """Flushes, and gives the memory back. Idempotent.
 
@@ -58,6 +62,18 @@ class ProducerEnd(abc.ABC):
         Raises:
             WaitTimeout: That took longer; the memory is given back all the same.
         """
+        if self.closed:
+            return
+        try:
+            self._settle(timeout)
+        except PeerLost:
+            pass  # nobody is there to see it
+        finally:
+            self.abandon()
+
+    def _settle(self, timeout: float) -> None:
+        """Returns when the memory may be given back."""
+        self.flush(timeout)
 
     @abc.abstractmethod
     def abandon(self) -> None:
@@ -128,15 +144,9 @@ class StaticProducer(ProducerEnd):
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._producer.flush(timeout)
 
-    def close(self, timeout: float = 60.0) -> None:
-        if self._memory.closed:
-            return
-        try:
-            self._producer.flush(timeout)
-        except PeerLost:
-            pass  # nobody is there to see it
-        finally:
-            self.abandon()
+    @property
+    def closed(self) -> bool:
+        return self._memory.closed
 
     def abandon(self) -> None:
         self._memory.close()

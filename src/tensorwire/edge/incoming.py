@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensorwire._native import Hold, Memory
-from tensorwire.device import Completion, Region, RemoteRegion, RemoteView
+from tensorwire.device import Completion, Region, RemoteRegion
 from tensorwire.edge.bank import Bank, check_number, hold_all, hold_part
 from tensorwire.edge.header import Header
 from tensorwire.edge.peers import Peers
@@ -19,8 +19,9 @@ from tensorwire.edge.words import (
     LINE,
     PRODUCER_WORDS,
     RETURNED,
-    RING,
     PeerMemory,
+    RemoteWords,
+    announced,
     arrival,
     check_maps,
     consumer_words,
@@ -68,7 +69,6 @@ class Incoming:
         self._channel = channel = peers.channel(peer)
         self.maps = channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
-        self._announced = 8 * RING * len(edges)  # behind the arrival words
         self._words = channel.device.allocate(consumer_words(len(edges)))
         self._banks: list[Bank] = []
         self._regions: list[Region] = []
@@ -79,7 +79,6 @@ class Incoming:
         self._bank: Bank | None = None  # of this step
         self._now: Hold | None = None  # all of its bytes
         self._credited: dict[int, int] = {}  # by bank, the last step that it was given back in
-        self._views: dict[int, RemoteView] = {}  # of the producer's words: a channel knows those that it has seen
         self._owed: collections.deque[tuple[int, int]] = collections.deque()  # banks that were let go of, and steps
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
@@ -95,11 +94,12 @@ class Incoming:
 
     def open(self, memory: PeerMemory) -> None:
         """Takes what the producer said. Raises `ProtocolError` for what does not fit this group."""
-        (self._back,) = unpack_regions([memory.words], PRODUCER_WORDS)
+        (words,) = unpack_regions([memory.words], PRODUCER_WORDS)
+        self._back = RemoteWords(words)
         check_maps(memory, self.maps, self.peer)
         if not self.maps:
             return
-        self._map(self._back)  # so that no credit finds too few descriptors
+        self._map(words)  # so that no credit finds too few descriptors
         for region in unpack_regions(memory.banks, self._nbytes, self._depth if self._nbytes else 0):
             self._map_bank(region)
         for edge, region in unpack_loans(memory, self._loans, self.peer).items():
@@ -121,10 +121,7 @@ class Incoming:
         return self._banks[-1]
 
     def _signal(self, word: int, value: int) -> None:
-        view = self._views.get(word)
-        if view is None:
-            view = self._views[word] = self._back.view(LINE * word, 8)
-        self._channel.signal(view, value)
+        self._channel.signal(self._back.at(LINE * word), value)
 
     def begin(self, step: int) -> None:
         """Step ``step`` begins here. A producer that finds all banks of earlier steps held goes on in another one."""
@@ -183,9 +180,7 @@ class Incoming:
         memory = self._mapped.get(region.key)
         if memory is None or memory.closed:
             self._mapped = {key: memory for key, memory in self._mapped.items() if not memory.closed}
-            memory = self._channel.map(region.view())
-            assert memory is not None
-            self._mapped[region.key] = memory
+            memory = self._mapped[region.key] = self._map(region)
         return memory
 
     def _read(self, header: Header, region: RemoteRegion, timeout: float) -> Hold:
@@ -209,7 +204,7 @@ class Incoming:
 
     def _gone_on(self) -> Exception | None:
         self.give_credits()  # what another thread let go of at a bad moment
-        return self._peers.gone_on(self.peer, self._words.load(self._announced))
+        return self._peers.gone_on(self.peer, self._words.load(announced(len(self._place))))
 
     def _hold(self, number: int, step: int) -> Hold:
         while self.maps and self._grows and number >= len(self._banks):

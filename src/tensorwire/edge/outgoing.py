@@ -17,8 +17,9 @@ from tensorwire.edge.words import (
     POLL,
     PRODUCER_WORDS,
     RETURNED,
-    RING,
     PeerMemory,
+    RemoteWords,
+    announced,
     arrival,
     check_maps,
     consumer_words,
@@ -50,8 +51,6 @@ class Outgoing:
         self.maps = self.channel.device.capabilities.maps
         self._place = {edge: at for at, edge in enumerate(edges)}
         self.words = self.channel.device.allocate(PRODUCER_WORDS)
-        self._announced = 8 * RING * len(edges)
-        self._views: dict[int, RemoteView] = {}  # of arrival words: a channel knows those that it has seen
         self._sent: dict[int, list[Completion]] = {}  # by the bank that it was sent from
         self._inboxes: list[RemoteRegion] = []
         self._landings: dict[int, RemoteRegion] = {}
@@ -62,10 +61,11 @@ class Outgoing:
 
     def open(self, memory: PeerMemory) -> None:
         """Takes what the consumer said. Raises `ProtocolError` for what does not fit this group."""
-        (self._arrivals,) = unpack_regions([memory.words], consumer_words(len(self._place)))
+        (words,) = unpack_regions([memory.words], consumer_words(len(self._place)))
+        self._arrivals = RemoteWords(words)
         check_maps(memory, self.maps, self.peer)
         if self.maps:
-            self.channel.map(self._arrivals.view())  # so that no signal finds too few descriptors
+            self.channel.map(words.view())  # so that no signal finds too few descriptors
             return
         self._inboxes = unpack_regions(memory.banks, self._nbytes, self._depth)
         self._steps = [0] * len(self._inboxes)
@@ -164,11 +164,7 @@ class Outgoing:
             self._sent.setdefault(bank, []).append(completion)
 
     def _arrival(self, edge: int, step: int) -> RemoteView:
-        offset = arrival(self._place[edge], step)
-        view = self._views.get(offset)
-        if view is None:
-            view = self._views[offset] = self._arrivals.view(offset, 8)
-        return view
+        return self._arrivals.at(arrival(self._place[edge], step))
 
     def write(self, edge: int, step: int, bank: int, source: View, timeout: float) -> None:
         """Makes ``source``, a part of that bank, arrive as ``edge`` at a consumer that does not map it."""
@@ -212,7 +208,7 @@ class Outgoing:
 
     def announce(self, number: int) -> None:
         """See `EdgeGroup.announce`."""
-        self.channel.signal(self._arrivals.view(self._announced, 8), number)
+        self.channel.signal(self._arrivals.at(announced(len(self._place))), number)
 
     def end(self, step: int, lends: bool, timeout: float) -> None:
         """Returns when the consumer reads nothing any more that was lent: the owner may change it."""

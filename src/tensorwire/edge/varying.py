@@ -18,7 +18,7 @@ from tensorwire.edge.pool import Lease, Pool
 from tensorwire.edge.received import Received
 from tensorwire.edge.static import DEFAULT_TIMEOUT
 from tensorwire.edge.tensor import Spec, check_step, check_tensor, copy_tensor
-from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, RegionClosed, WaitTimeout
+from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError, RegionClosed, WaitTimeout
 from tensorwire.observe import counters
 
 _EDGE = 0  # its place in its group
@@ -57,16 +57,13 @@ class _VaryingProducer(ProducerEnd):
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._group.flush(timeout)
 
-    def close(self, timeout: float = 60.0) -> None:
-        if self._closed:
-            return
-        try:
-            self._group.flush(timeout)
-            self._group.drain(timeout)
-        except PeerLost:
-            pass  # nobody is there to see it
-        finally:
-            self.abandon()
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _settle(self, timeout: float) -> None:
+        self._group.flush(timeout)
+        self._group.drain(timeout)
 
     def abandon(self) -> None:
         self._closed = True

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tensorwire.device import RemoteRegion
+from tensorwire.device import RemoteRegion, RemoteView
 from tensorwire.edge.bank import MOST_BANKS
 from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 
@@ -44,9 +44,29 @@ class PeerMemory(msgspec.Struct, frozen=True):
     maps: bool
 
 
+class RemoteWords:
+    """The words of a peer. A channel knows views that it has seen, so each word keeps its own."""
+
+    def __init__(self, region: RemoteRegion) -> None:
+        self.region = region
+        self._views: dict[int, RemoteView] = {}
+
+    def at(self, offset: int) -> RemoteView:
+        """The word there."""
+        view = self._views.get(offset)
+        if view is None:
+            view = self._views[offset] = self.region.view(offset, 8)
+        return view
+
+
+def announced(edges: int) -> int:
+    """Where a consumer has its word for announcements: behind the arrival words of so many edges of the pair."""
+    return arrival(edges, 0)
+
+
 def consumer_words(edges: int) -> int:
     """Bytes of a consumer's words, for so many edges of the pair."""
-    return 8 * (RING * edges + 1)
+    return announced(edges) + 8
 
 
 def check_maps(memory: PeerMemory, maps: bool, peer: str) -> None:
