@@ -49,6 +49,7 @@ class ProcessGroup:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         distributed.init_process_group(backend, store=store, rank=self._rank, world_size=self._workers, **options)
         self._made = distributed.group.WORLD
+        self._share(None if self._rank else "connected")  # all meet: nobody leaves while another one still connects
 
     def close(self) -> None:
         """Destroys the group if it was made here and is still there. Idempotent."""
