@@ -104,20 +104,18 @@ def test_an_interrupted_trace_is_one_line(sandbox: Sandbox) -> None:
     assert (result.status, result.one_line()) == (130, "tensorwire: interrupted")
 
 
-def test_a_line_for_each_step_that_lasts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_step_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorwire.progress.PATIENCE", 0.001)
-    said = ""
-
-    def until(line: str) -> None:
-        nonlocal said
-        while line not in said:
-            said += capfd.readouterr().err
-
-    with progress("the first") as report:
-        until("tensorwire: the first ...\n")
-        report("the second")
-        until("tensorwire: the second ...\n")
-    assert said + capfd.readouterr().err == "tensorwire: the first ...\ntensorwire: the second ...\n"
+    # A pipe, because capturing with pytest may lose what a thread writes while another one reads.
+    ours, theirs = os.pipe()
+    with open(ours) as said:
+        with open(theirs, "w") as stderr:
+            monkeypatch.setattr("sys.stderr", stderr)
+            with progress("the first") as report:
+                assert said.readline() == "tensorwire: the first ...\n"
+                report("the second")
+                assert said.readline() == "tensorwire: the second ...\n"
+        assert said.read() == ""
 
 
 def test_who_is_quick_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
