@@ -109,9 +109,9 @@ def _operations(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, i
 
 
 def _told(layers: Sequence[Sequence[str]], where: Sequence[int], last: int) -> str:
-    told = []
+    parts = []
     for worker in sorted({*where, last}):
         own = [", ".join(paths) for paths, its in zip(layers, where, strict=True) if its == worker]
         what = [" to ".join(dict.fromkeys((own[0], own[-1])))] if own else []
-        told.append(f"worker {worker} has " + " and ".join([*what, *(["the rest"] if worker == last else [])]))
-    return "; ".join(told)
+        parts.append(f"worker {worker} has " + " and ".join([*what, *(["the rest"] if worker == last else [])]))
+    return "; ".join(parts)

@@ -81,9 +81,9 @@ class CutNote:
 
 
 def measure(
-    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], told: list[CutNote], notes: Notes
+    workloads: Sequence[str], devices: Sequence[str], made: dict[str, Any], cuts: list[CutNote], notes: Notes
 ) -> list[Record]:
-    """Every workload over every device; adds to ``told``. ``made``: the rest of what `contest` takes."""
+    """Every workload over every device; adds to ``cuts``. ``made``: the rest of what `contest` takes."""
     if "rpc" in made["modes"] and find_spec("grpc") is None:
         notes.skip(f"rpc needs grpcio: {how_to_install('benchmarks')}")
         made = {**made, "modes": [mode for mode in made["modes"] if mode != "rpc"]}
@@ -96,7 +96,7 @@ def measure(
             notes.skip(f"{workload} can be cut over {MOST_WORKERS[workload]} workers")
             continue
         for device in devices:
-            found += contest(workload, device, told=told, notes=notes, **made)
+            found += contest(workload, device, cuts=cuts, notes=notes, **made)
     return found
 
 
@@ -107,7 +107,7 @@ def contest(
     workers: int,
     modes: Sequence[str],
     course: Course,
-    told: list[CutNote],
+    cuts: list[CutNote],
     notes: Notes,
     shrink: int = 1,
 ) -> list[Record]:
@@ -119,7 +119,7 @@ def contest(
     facts = outcomes[ALONE].facts
     title = MODELS[workload].title
     name = f"{title}{f' / {shrink}' if shrink > 1 else ''}, batch {facts['batch']}, {workers} workers, {device}"
-    told.append(CutNote(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
+    cuts.append(CutNote(name, next((o.facts["cut"] for o in outcomes.values() if o.facts["cut"]), ""), same(outcomes)))
     shape = Workload("graph", device, name, facts["nbytes"], "training-step", (), (ALONE,))
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
     aimed = shrink == 1 and (workload, device, workers) == ("gpt2", "shm", 2)
@@ -142,7 +142,7 @@ def run(
                 continue
             job = jobs[name] = stack.enter_context(Workers(variant, setups[name]))
             job.run(REHEARSED, 1, REHEARSAL)
-            outcomes[name] = Outcome(facts=json.loads(job.told[0]))
+            outcomes[name] = Outcome(facts=json.loads(job.first_lines[0]))
             needed = needed or round(ROOM * max(0, before - available_bytes()))
         names = list(jobs)
         for number in range(course.rounds):
@@ -186,7 +186,7 @@ def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -
     return replace(record, target=target, met=met)
 
 
-# ---- what is told besides the table of figures
+# ---- what is shown besides the table of figures
 
 STEP_TITLE = "Where a step's time went, the mean of the workers (overhead: over one process)"
 CROSSED_TITLE = "What crossed in a step, all workers together"
@@ -201,13 +201,13 @@ def crossed_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     before = ""
     for record in records:
         what, before = ("" if record.workload == before else record.workload), record.workload
-        told = record.details or {}
-        cells = [f"{told[name]:,.2f}".removesuffix(".00") for name in COUNTS]
+        details = record.details or {}
+        cells = [f"{details[name]:,.2f}".removesuffix(".00") for name in COUNTS]
         verdict = "" if record.met is None else ("met" if record.met else "MISSED")
         rows.append((what, record.peer, *cells, record.target or "", verdict))
     return rows
 
 
-def cut_rows(told: Sequence[CutNote]) -> list[tuple[str, ...]]:
+def cut_rows(cuts: Sequence[CutNote]) -> list[tuple[str, ...]]:
     """A row a workload."""
-    return [(one.workload, one.cut, one.same) for one in told]
+    return [(one.workload, one.cut, one.same) for one in cuts]

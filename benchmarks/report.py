@@ -60,20 +60,26 @@ def step_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     rows = []
     before = ""
     for record in records:
-        told = record.details or {}
+        details = record.details or {}
         what, before = ("" if record.workload == before else record.workload), record.workload
-        whole = sum(told.get(name, 0.0) for name in PARTS)
-        shares = [_share(told, name, whole) for name in (*PARTS, "hidden")]
-        if "hidden_share" in told:
-            shares[-1] = f"{told['hidden_share']:.0%} of communication"
-        overhead = f"{told['overhead']:+.1%}" if "overhead" in told else ""
-        end = (f"{told.get('samples_per_second', 0):,.1f}", f"{told.get('loss', 0):.6f}")
+        whole = sum(details.get(name, 0.0) for name in PARTS)
+        shares = [_share(details, name, whole) for name in (*PARTS, "hidden")]
+        if "hidden_share" in details:
+            shares[-1] = f"{details['hidden_share']:.0%} of communication"
+        overhead = f"{details['overhead']:+.1%}" if "overhead" in details else ""
+        end = (f"{details.get('samples_per_second', 0):,.1f}", f"{details.get('loss', 0):.6f}")
         rows.append((what, record.peer, time_text(record.seconds), overhead, *shares, *end))
     return rows
 
 
-def _share(told: Mapping[str, float], name: str, whole: float) -> str:
-    return f"{time_text(told[name])} ({told[name] / whole:.1%})" if told.get(name) else "0" if name in told else ""
+def _share(details: Mapping[str, float], name: str, whole: float) -> str:
+    return (
+        f"{time_text(details[name])} ({details[name] / whole:.1%})"
+        if details.get(name)
+        else "0"
+        if name in details
+        else ""
+    )
 
 
 SIZES_TITLE = "How big the tensors are (float32)"
@@ -146,22 +152,22 @@ def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
 
 
 def _bar(axes: Any, at: float, record: Record) -> None:
-    told = record.details or {}
+    details = record.details or {}
     end = 0.0
-    if "compute" not in told:
+    if "compute" not in details:
         axes.barh(at, record.seconds * 1e3, height=0.6, facecolor="white", edgecolor="black", linewidth=0.8)
         end = record.seconds * 1e3
-    for name, (colour, hatch) in PARTS.items() if "compute" in told else ():
-        width = told[name] * 1e3
+    for name, (colour, hatch) in PARTS.items() if "compute" in details else ():
+        width = details[name] * 1e3
         if not width:
             continue
         style = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
         axes.barh(at, width, left=end, height=0.6, **style)
         end += width
-    if told.get("hidden"):
+    if details.get("hidden"):
         colour, hatch = _HIDDEN
         style = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-        axes.barh(at + 0.4, told["hidden"] * 1e3, height=0.2, **style)
+        axes.barh(at + 0.4, details["hidden"] * 1e3, height=0.2, **style)
     axes.text(end, at, f" {time_text(record.seconds)}", va="center", fontsize=8)
 
 
@@ -169,10 +175,10 @@ def _legend(figure: Any, records: Sequence[Record]) -> None:
     """What of it there is in the bars."""
     from matplotlib.patches import Patch
 
-    told = [record.details or {} for record in records]
+    details = [record.details or {} for record in records]
     names = {"exposed": "exposed communication", "hidden": "hidden communication (beside)"}
     styles = {**PARTS, "hidden": _HIDDEN}
-    named = [(names.get(part, part), *style) for part, style in styles.items() if any(one.get(part) for one in told)]
-    named += [("not divided", "white", "")] if any("compute" not in one for one in told) else []
+    named = [(names.get(part, part), *style) for part, style in styles.items() if any(one.get(part) for one in details)]
+    named += [("not divided", "white", "")] if any("compute" not in one for one in details) else []
     patches = [Patch(facecolor=c, hatch=h, edgecolor="black", linewidth=0.5, label=n) for n, c, h in named]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8, frameon=False)

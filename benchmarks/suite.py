@@ -53,10 +53,10 @@ def train(options: Options) -> None:
     if options.report:
         report.check_chart(options.report)
     records, described = report_on(options, _train, shared=True)
-    tell = report.markdown if options.markdown else report.show
-    tell(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    print_table = report.markdown if options.markdown else report.show
+    print_table(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
     if options.report:
-        tell(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
+        print_table(report.SIZES_TITLE, report.SIZES_HEAD, report.size_rows())
         report.chart(records, options.report, described)
 
 
@@ -64,12 +64,12 @@ def graph(options: Options) -> None:
     """``python -m benchmarks graph``."""
     if options.report:
         report.check_chart(options.report)
-    told: list[graphs.CutNote] = []
-    records, described = report_on(options, partial(_graph, told), shared=True)
-    tell = report.markdown if options.markdown else report.show
-    tell(graphs.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
-    tell(graphs.CROSSED_TITLE, graphs.CROSSED_HEAD, graphs.crossed_rows(records))
-    tell(graphs.CUT_TITLE, graphs.CUT_HEAD, graphs.cut_rows(told))
+    cuts: list[graphs.CutNote] = []
+    records, described = report_on(options, partial(_graph, cuts), shared=True)
+    print_table = report.markdown if options.markdown else report.show
+    print_table(graphs.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
+    print_table(graphs.CROSSED_TITLE, graphs.CROSSED_HEAD, graphs.crossed_rows(records))
+    print_table(graphs.CUT_TITLE, graphs.CUT_HEAD, graphs.cut_rows(cuts))
     if options.report:
         report.chart(records, options.report, described)
 
@@ -105,11 +105,11 @@ def _train(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     return training.measure(options.workloads, options.devices, options.links, made, notes)
 
 
-def _graph(told: list[graphs.CutNote], options: Options, settings: Settings, notes: Notes) -> list[Record]:
+def _graph(cuts: list[graphs.CutNote], options: Options, settings: Settings, notes: Notes) -> list[Record]:
     made = {
         "workers": options.workers,
         "modes": options.modes,
         "course": training.Course(options.rounds or (2 if options.quick else 5), options.steps),
         "shrink": options.shrink,
     }
-    return graphs.measure(options.workloads, options.devices, made, told, notes)
+    return graphs.measure(options.workloads, options.devices, made, cuts, notes)

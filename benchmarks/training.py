@@ -112,8 +112,8 @@ def contest(
 ) -> list[Record]:
     """One workload over one device: a record a variant. Raises `ProgramFailed` if Tensorwire's own fails."""
     setup = Setup(workload, workers, servers, shrink, ends)
-    told = f"{workload} over {rate or device}"
-    outcomes = run(variants(workload, device, peers, overlap=overlap), setup, course, told, notes)
+    label = f"{workload} over {rate or device}"
+    outcomes = run(variants(workload, device, peers, overlap=overlap), setup, course, label, notes)
     check_losses(workload, outcomes, notes)
     size = next(iter(outcomes.values())).size
     model = MODELS[workload]
@@ -126,7 +126,7 @@ def contest(
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
-def run(variants: Sequence[Variant], setup: Setup, course: Course, told: str, notes: Notes) -> dict[str, Outcome]:
+def run(variants: Sequence[Variant], setup: Setup, course: Course, label: str, notes: Notes) -> dict[str, Outcome]:
     """Starts all of them, has them take turns, and ends them. Who fails and is not ours is left out, and who does not
     fit into memory beside the others."""
     outcomes: dict[str, Outcome] = {}
@@ -134,11 +134,11 @@ def run(variants: Sequence[Variant], setup: Setup, course: Course, told: str, no
         jobs: dict[str, Workers] = {}
         ours = 0  # bytes that the store without overlap took
         for variant in variants:
-            notes.progress(f"{told}: starting {variant.name}")
+            notes.progress(f"{label}: starting {variant.name}")
             before, needed = available_bytes(), round(ROOM.get(variant.kind, 0) * ours)
             if before < needed:
                 notes.skip(
-                    f"{told}: {variant.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
+                    f"{label}: {variant.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
                 )
                 continue
             with _tolerated(variant, notes):
@@ -152,7 +152,7 @@ def run(variants: Sequence[Variant], setup: Setup, course: Course, told: str, no
             names = list(outcomes)
             at = number % len(names)  # nobody is always the first after a pause
             for name in names[at:] + names[:at]:
-                notes.progress(f"{told}: round {number + 1} of {course.rounds}: {name}")
+                notes.progress(f"{label}: round {number + 1} of {course.rounds}: {name}")
                 with _tolerated(jobs[name].variant, notes, outcomes):
                     outcomes[name].add(jobs[name].run(WARM, course.steps, word), course)
         for name, outcome in outcomes.items():
@@ -192,7 +192,7 @@ def check_losses(workload: str, outcomes: Mapping[str, Outcome], notes: Notes) -
             raise ProgramFailed(f"{workload}: the loss is {wanted:.6g} with {OURS}, but {loss:.6g} with {name}")
 
 
-# ---- what is told of a step
+# ---- what is shown of a step
 
 
 def parts(trace: Mapping[str, ProcessTrace]) -> dict[str, float]:

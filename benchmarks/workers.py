@@ -72,8 +72,8 @@ class Workers(Group):
     def __init__(self, variant: Variant, setup: Setup) -> None:
         super().__init__()
         self.variant = variant
-        self.told: list[str] = []  # each worker's first line
-        self._cast = setup
+        self.first_lines: list[str] = []  # each worker's first line
+        self._setup = setup
         self._others: list[Program] = []  # the servers, and before ours the coordinator
         self._folder = tempfile.TemporaryDirectory(prefix="tensorwire-bench-")
         try:
@@ -96,15 +96,15 @@ class Workers(Group):
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             # gloo takes the interface of the machine's name otherwise.
-            "GLOO_SOCKET_IFNAME": "cable" if self._cast.ends else "lo",
+            "GLOO_SOCKET_IFNAME": "cable" if self._setup.ends else "lo",
         }
         name = f"{self.variant.name}: {name}"
-        return Program((*self._cast.inside(place), *command), {**common, **environment}, name=name)
+        return Program((*self._setup.inside(place), *command), {**common, **environment}, name=name)
 
     def _serve(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Starts coordinator and servers, as ``tensorwire run`` would; what the workers are told of them."""
-        setup = self._cast
-        told = {
+        """Starts coordinator and servers, as ``tensorwire run`` would; what the workers need in their environment."""
+        setup = self._setup
+        environment = {
             **environment,
             "TENSORWIRE_SECRET": new_secret(),
             "TENSORWIRE_DEVICE": self.variant.device,
@@ -113,21 +113,21 @@ class Workers(Group):
         }
         interface = ADDRESSES[0] if setup.ends else "127.0.0.1"
         launch = module_command("tensorwire.launch.coordinator_process", setup.workers, setup.servers, interface, 0)
-        coordinator = self._program("the coordinator", 0, tuple(launch), told)
+        coordinator = self._program("the coordinator", 0, tuple(launch), environment)
         self._others.append(coordinator)
         line = coordinator.receive()
         if not line.startswith("listening "):
             raise ProgramFailed(line)
-        told["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
+        environment["TENSORWIRE_COORDINATOR"] = line.removeprefix("listening ")
         for index in range(setup.servers):
             command = tuple(module_command("tensorwire.launch.server_process"))
-            own = {**told, "TENSORWIRE_INDEX": str(index)}
+            own = {**environment, "TENSORWIRE_INDEX": str(index)}
             self._others.append(self._program(f"server {index}", index, command, own))
-        return told
+        return environment
 
     def _serve_grpc(self, environment: Mapping[str, str]) -> str:
         """Starts the gRPC store's servers; their addresses."""
-        setup, script = self._cast, str(PROGRAMS / "grpc_train.py")
+        setup, script = self._setup, str(PROGRAMS / "grpc_train.py")
         for index in range(setup.servers):
             interface = ADDRESSES[index % 2] if setup.ends else "127.0.0.1"
             command = (sys.executable, script, "server", str(index), str(setup.workers), interface)
@@ -135,14 +135,14 @@ class Workers(Group):
         return ",".join(receive_all(self._others))
 
     def _start(self, environment: Mapping[str, str], meeting: str) -> None:
-        setup = self._cast
+        setup = self._setup
         for rank in range(setup.workers):
             words = (self.variant.kind, setup.workload, setup.shrink, rank, setup.workers, meeting)
-            told = {**environment, "TENSORWIRE_RANK": str(rank)}
+            own = {**environment, "TENSORWIRE_RANK": str(rank)}
             command = tuple(module_command(self.variant.actor, *words))
-            self.programs.append(self._program(f"worker {rank}", rank + 1, command, told))
+            self.programs.append(self._program(f"worker {rank}", rank + 1, command, own))
         servers = self._others[-setup.servers :] if self._others and setup.servers else []
-        self.told = receive_all(self.programs, silent=servers)
+        self.first_lines = receive_all(self.programs, silent=servers)
         self.introduce(["-"] * setup.workers, silent=servers)
 
     def finish(self) -> dict[str, ProcessTrace]:
@@ -151,7 +151,7 @@ class Workers(Group):
             worker.send("run 0 0 0 leave")
         for program in (*self.programs, *self._others):
             if self.variant.kind == "grpc":
-                program.send("leave")  # its servers go last, and are told
+                program.send("leave")  # its servers go last, and learn of it
             try:
                 status = program.process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ def meet_by_rpc(lines: Any, *, target: bool) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ours = str(free.getsockname()[1])
-    told = lines.hello(ours)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{ours if target else told}")
+    theirs_at = lines.hello(ours)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{ours if target else theirs_at}")
     name, rank = ("target", 0) if target else ("initiator", 1)
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)

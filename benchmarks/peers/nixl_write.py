@@ -20,9 +20,9 @@ def main(role: str, device: str, nbytes: str) -> None:
     here = [(memory.ctypes.data, size, 0)]
     agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
     ours = agent.get_xfer_descs(here, "DRAM")
-    told = lines.hello(f"{agent.get_agent_metadata().hex()} {agent.get_serialized_descs(ours).hex()}").split()
-    partner = agent.add_remote_agent(bytes.fromhex(told[0]))
-    theirs = agent.deserialize_descs(bytes.fromhex(told[1]))
+    theirs_at = lines.hello(f"{agent.get_agent_metadata().hex()} {agent.get_serialized_descs(ours).hex()}").split()
+    partner = agent.add_remote_agent(bytes.fromhex(theirs_at[0]))
+    theirs = agent.deserialize_descs(bytes.fromhex(theirs_at[1]))
 
     def repeat(count: int) -> None:
         for _ in range(count):

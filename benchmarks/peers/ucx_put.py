@@ -23,9 +23,9 @@ def main(role: str, device: str, nbytes: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-    told = lines.hello(port)
+    theirs_at = lines.hello(port)
     environment = {**os.environ, "UCX_TLS": "tcp,self" if device == "tcp" else "posix,self", "UCX_LOG_LEVEL": "fatal"}
-    server = ["ucx_perftest", "-t", "ucp_put_lat", "-s", nbytes, "-p", port if role == "target" else told]
+    server = ["ucx_perftest", "-t", "ucp_put_lat", "-s", nbytes, "-p", port if role == "target" else theirs_at]
     for run in lines.runs():
         command = [*server, "-n", str(run.count), "-w", str(run.warm)]
         if role == "target":

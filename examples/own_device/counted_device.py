@@ -21,7 +21,7 @@ class CountedChannel(Channel):
     """Counts what is sent, and has a channel of the tcp device do it."""
 
     def __init__(self, device: CountedDevice, channel: Channel) -> None:
-        super().__init__(device, channel.life)
+        super().__init__(device, channel.liveness)
         self._channel = channel
 
     def write(

@@ -19,8 +19,8 @@ constexpr size_t most_replies = 1024;    // replies a target queues before it st
 constexpr int reads_per_turn = 64;       // then other connections get theirs
 }  // namespace
 
-Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> l, PeerDevice peer)
-    : life(std::move(l)), engine_(engine), engine_life_(engine.life_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), near_(within_machine(fd)), staging_(staging_bytes) {
+Connection::Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Liveness> l, PeerDevice peer)
+    : liveness(std::move(l)), engine_(engine), engine_liveness_(engine.liveness_), fd_(fd), token_(token), initiator_(initiator), peer_(peer), near_(within_machine(fd)), staging_(staging_bytes) {
     close_on_fork(fd_);
     enlist(&futex_);
 }
@@ -31,7 +31,7 @@ Connection::~Connection() {
 }
 
 void Connection::close(const std::string& reason, bool own) {
-    if (life->forked()) return;  // a thread that the child does not have may hold a mutex
+    if (liveness->forked()) return;  // a thread that the child does not have may hold a mutex
     if (dead_.exchange(true)) {
         if (own) closed_.wait(false);  // its memory is the caller's again once this returns
         return;
@@ -55,7 +55,7 @@ void Connection::close(const std::string& reason, bool own) {
         close_socket(fd_);
         fd_ = -1;
     }
-    own ? life->close(reason) : life->lose(reason);
+    own ? liveness->close(reason) : liveness->lose(reason);
     closed_ = true;
     closed_.notify_all();
     tell(~u64{0});
@@ -70,7 +70,7 @@ bool Connection::broken(const char* why) {
 // ---- sending
 
 Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, bool fence, u64& id) {
-    if (life->lost() || engine_life_->lost()) return Outcome::lost;
+    if (liveness->lost() || engine_liveness_->lost()) return Outcome::lost;
     std::vector<std::shared_ptr<Span>> finished;
     const double end = now() + seconds;
     if (fence) {
@@ -87,7 +87,7 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
     }
     if (dead_) {
         g.unlock();
-        while (!life->lost()) std::this_thread::yield();  // who closes it says why, soon
+        while (!liveness->lost()) std::this_thread::yield();  // who closes it says why, soon
         return Outcome::lost;
     }
     id = frame.id = ++posted_;
@@ -475,7 +475,7 @@ void Connection::notify(u64 id, std::shared_ptr<Notices> notices, u64 token) {
     told_.push_back({id, token, std::move(notices)});
     anyone_to_tell_ = true;
     // Either complete() and close() see it now, or we see what they did.
-    if (done_.load() < id && !life->lost()) return;
+    if (done_.load() < id && !liveness->lost()) return;
     told_.back().notices->post(token);
     told_.pop_back();
 }

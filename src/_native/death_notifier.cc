@@ -90,7 +90,7 @@ DeathNotifier::DeathNotifier(double heartbeat, double lost_after) : heartbeat_(h
     tid_.wait(0);
 }
 
-u32 DeathNotifier::enter(std::shared_ptr<Life> life, int socket) {
+u32 DeathNotifier::enter(std::shared_ptr<Liveness> liveness, int socket) {
     if (getpid() != pid_) fail(EPERM, "the death notifier belongs to the parent process");
     std::lock_guard g(mutex_);
     if (stop_) fail(EBADF, "the death notifier is closed");
@@ -107,7 +107,7 @@ u32 DeathNotifier::enter(std::shared_ptr<Life> life, int socket) {
     }
     // As if somebody waited, always: the kernel wakes nobody otherwise.
     words_[word].value.store(tid_.load() | FUTEX_WAITERS, std::memory_order_release);
-    entries_[word].life = std::move(life);
+    entries_[word].liveness = std::move(liveness);
     entries_[word].socket = socket;
     return word;
 }
@@ -170,7 +170,7 @@ const char* DeathNotifier::what_became_of(Entry& e, bool tick) {
 void DeathNotifier::look(bool tick) {
     struct Loss {
         u32 word;
-        std::shared_ptr<Life> life;
+        std::shared_ptr<Liveness> liveness;
         const char* why;
     };
     std::vector<Loss> losses;
@@ -180,21 +180,21 @@ void DeathNotifier::look(bool tick) {
         for (auto& [word, e] : entries_) {
             if (!e.page) continue;
             if (const char* why = what_became_of(e, tick)) {
-                losses.push_back({word, e.life, why});
+                losses.push_back({word, e.liveness, why});
                 e.page.reset();
             } else if (slept_on_.size() + 1 < most_waited_on) {
                 slept_on_.emplace_back(e.page, e.peer_word);
             }
         }
     }
-    for (auto& [word, life, why] : losses) lose(word, life, why);
+    for (auto& [word, liveness, why] : losses) lose(word, liveness, why);
 }
 
-void DeathNotifier::lose(u32 word, const std::shared_ptr<Life>& life, const char* why) {
-    life->lose(why);  // before the hang-up, which knows less
+void DeathNotifier::lose(u32 word, const std::shared_ptr<Liveness>& liveness, const char* why) {
+    liveness->lose(why);  // before the hang-up, which knows less
     std::lock_guard g(mutex_);
     auto it = entries_.find(word);
-    if (it != entries_.end() && it->second.life == life && it->second.socket >= 0) shutdown(it->second.socket, SHUT_RDWR);
+    if (it != entries_.end() && it->second.liveness == liveness && it->second.socket >= 0) shutdown(it->second.socket, SHUT_RDWR);
 }
 
 void DeathNotifier::sleep(double until, u32 seen) {

@@ -24,10 +24,10 @@ class DeathNotifier {
     ~DeathNotifier();
     DeathNotifier(const DeathNotifier&) = delete;
     DeathNotifier& operator=(const DeathNotifier&) = delete;
-    // A word that tells one peer of this process's death; 0 if none is free. When that life is lost here, `socket` is shut
+    // A word that tells one peer of this process's death; 0 if none is free. When that liveness is lost here, `socket` is shut
     // down: a peer that was only stopped learns of it.
-    u32 enter(std::shared_ptr<Life> life, int socket);
-    // Ends that life when the peer's word says so, or its counter stood still for too long. Throws std::system_error
+    u32 enter(std::shared_ptr<Liveness> liveness, int socket);
+    // Ends that liveness when the peer's word says so, or its counter stood still for too long. Throws std::system_error
     // for a page that is none.
     void watch(u32 word, int fd, u32 peer_word, double peer_heartbeat);
     void leave(u32 word);  // before the socket is closed
@@ -41,7 +41,7 @@ class DeathNotifier {
     };
     struct Page;
     struct Entry {
-        std::shared_ptr<Life> life;
+        std::shared_ptr<Liveness> liveness;
         int socket = -1;
         std::shared_ptr<Page> page;  // null: the peer is not watched, or no more
         u32 peer_word = 0, expected = 0, beat = 0;
@@ -50,7 +50,7 @@ class DeathNotifier {
     void run();
     void give_up(u32 word);  // mutex_ held; its watcher takes the connection for closed
     void look(bool tick);
-    void lose(u32 word, const std::shared_ptr<Life>& life, const char* why);
+    void lose(u32 word, const std::shared_ptr<Liveness>& liveness, const char* why);
     const char* what_became_of(Entry& entry, bool tick);
     void sleep(double until, u32 seen);
     void wake();

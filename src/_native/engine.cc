@@ -30,8 +30,8 @@ void rest(double from) {
 }
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after)
-    : life_(std::move(life)), heartbeat_(heartbeat), lost_after_(lost_after), pid_(getpid()) {
+Engine::Engine(std::shared_ptr<Liveness> liveness, double heartbeat, double lost_after)
+    : liveness_(std::move(liveness)), heartbeat_(heartbeat), lost_after_(lost_after), pid_(getpid()) {
     inner_ = epoll_create1(EPOLL_CLOEXEC);
     outer_ = epoll_create1(EPOLL_CLOEXEC);
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -82,7 +82,7 @@ void Engine::close() {
         exposed.swap(exposed_);
     }
     for (auto& c : all()) c->close("the device was closed");
-    life_->close("the device was closed");
+    liveness_->close("the device was closed");
     stop_ = true;
     const u64 one = 1;
     if (write(stop_fd_, &one, 8) < 0) { /* it is awake */ }
@@ -128,14 +128,14 @@ bool Engine::look(u64 key, Exposed& out) {
     return true;
 }
 
-std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Life> life, PeerDevice peer) {
+std::shared_ptr<Connection> Engine::connect(int fd, bool initiator, std::shared_ptr<Liveness> liveness, PeerDevice peer) {
     std::lock_guard g(table_mutex_);
     if (closed_ || getpid() != pid_) {
         close_socket(fd);
         throw std::system_error(EBADF, std::generic_category(), "the engine is closed");
     }
     const u64 token = next_token_++;
-    auto c = std::make_shared<Connection>(*this, fd, token, initiator, std::move(life), peer);
+    auto c = std::make_shared<Connection>(*this, fd, token, initiator, std::move(liveness), peer);
     connections_[token] = c;
     epoll_event e{};
     e.events = c->interest_ = EPOLLIN | EPOLLRDHUP;

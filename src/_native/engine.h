@@ -46,7 +46,7 @@ class Engine;
 
 class Connection : public std::enable_shared_from_this<Connection> {
   public:
-    Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Life> life, PeerDevice peer);
+    Connection(Engine& engine, int fd, u64 token, bool initiator, std::shared_ptr<Liveness> liveness, PeerDevice peer);
     ~Connection();
     // Gives the operation a number and sends it; waits while too many are outstanding. Only if the outcome is
     // `reached` was it started. `memory` is a write's source or a read's destination.
@@ -54,7 +54,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     Outcome post(Frame frame, std::shared_ptr<Span> memory, u64 offset, double seconds, bool fence, u64& id);
     // Posts the token once that operation is done, or the connection lost.
     void notify(u64 id, std::shared_ptr<Notices> notices, u64 token);
-    Target completion() { return {&done_, &futex_, life.get(), engine_life_.get()}; }
+    Target completion() { return {&done_, &futex_, liveness.get(), engine_liveness_.get()}; }
     u64 done() const { return done_.load(std::memory_order_acquire); }
     bool refused(u64 id) { return any_refusal_.load(std::memory_order_acquire) && refusal(id) != Refusal::none; }
     Refusal refusal(u64 id);
@@ -63,7 +63,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     // acknowledged and whose source may change. `own`: it is our own doing, and no loss.
     void close(const std::string& reason, bool own = false);
 
-    const std::shared_ptr<Life> life;
+    const std::shared_ptr<Liveness> liveness;
 
   private:
     friend class Engine;
@@ -110,7 +110,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     void tell(u64 id);
 
     Engine& engine_;
-    const std::shared_ptr<Life> engine_life_;
+    const std::shared_ptr<Liveness> engine_liveness_;
     int fd_;  // closed under both receive_mutex_ and send_mutex_
     const u64 token_;
     const bool initiator_;
@@ -176,11 +176,11 @@ class Patience {
 
 class Engine : public Progress, public std::enable_shared_from_this<Engine> {
   public:
-    Engine(std::shared_ptr<Life> life, double heartbeat, double lost_after);
+    Engine(std::shared_ptr<Liveness> liveness, double heartbeat, double lost_after);
     ~Engine() override;
     void expose(u64 key, std::shared_ptr<Span> span, bool writable);
     void withdraw(u64 key);
-    std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Life> life, PeerDevice peer);
+    std::shared_ptr<Connection> connect(int fd, bool initiator, std::shared_ptr<Liveness> liveness, PeerDevice peer);
     void expel(u64 device, const std::string& reason);
     Outcome wait(const Target& target, u64 at_least, double seconds) override;
     void kick() override;
@@ -210,7 +210,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     void arm(bool on);
     void run();
 
-    const std::shared_ptr<Life> life_;
+    const std::shared_ptr<Liveness> liveness_;
     const double heartbeat_, lost_after_;
     int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1, timer_ = -1;
     std::atomic<bool> stop_{false}, closed_{false};

@@ -79,8 +79,8 @@ struct Registry {
     std::mutex mutex;
     std::unordered_set<Futex*> futexes;
     std::unordered_set<Progress*> engines;
-    std::unordered_set<Life*> lives;
-    std::unordered_set<AtFork*> told;  // of a fork
+    std::unordered_set<Liveness*> lives;
+    std::unordered_set<AtFork*> at_fork;
     std::unordered_set<int> fds;
 };
 
@@ -96,8 +96,8 @@ void enlist(Futex* futex) { std::lock_guard g(registry().mutex); registry().fute
 void dismiss(Futex* futex) { std::lock_guard g(registry().mutex); registry().futexes.erase(futex); }
 void enlist(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.insert(p); }
 void dismiss(Progress* p) { std::lock_guard g(registry().mutex); registry().engines.erase(p); }
-void enlist(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.insert(told); }
-void dismiss(AtFork* told) { std::lock_guard g(registry().mutex); registry().told.erase(told); }
+void enlist(AtFork* one) { std::lock_guard g(registry().mutex); registry().at_fork.insert(one); }
+void dismiss(AtFork* one) { std::lock_guard g(registry().mutex); registry().at_fork.erase(one); }
 
 void ring_all() {
     std::lock_guard g(registry().mutex);
@@ -108,29 +108,29 @@ void ring_all() {
     for (Progress* p : registry().engines) p->kick();
 }
 
-Life::Life(std::shared_ptr<Life> parent, std::string name, bool inbound)
+Liveness::Liveness(std::shared_ptr<Liveness> parent, std::string name, bool inbound)
     : peer(std::move(name)), parent_(std::move(parent)), inbound_(inbound) {
     if (parent_ && inbound_) parent_->inbound_lost_.store(false, std::memory_order_release);
     std::lock_guard g(registry().mutex);
     registry().lives.insert(this);
 }
 
-Life::~Life() {
+Liveness::~Liveness() {
     std::lock_guard g(registry().mutex);
     registry().lives.erase(this);
 }
 
 // Whether it was alive.
-bool Life::end(const std::string& reason, bool own, std::vector<Told>& told) {
+bool Liveness::end(const std::string& reason, bool own, std::vector<Listener>& listeners) {
     if (lost_.load()) return false;
     reason_ = reason;
     closed_.store(own, std::memory_order_release);
     lost_.store(1, std::memory_order_release);
-    told.swap(told_);
+    listeners.swap(listeners_);
     return true;
 }
 
-void Life::count(const std::string& loss, bool inbound) {
+void Liveness::count(const std::string& loss, bool inbound) {
     std::lock_guard g(mutex_);
     last_loss_ = loss;
     if (inbound) inbound_lost_.store(true, std::memory_order_release);
@@ -138,51 +138,51 @@ void Life::count(const std::string& loss, bool inbound) {
     losses_.fetch_add(1, std::memory_order_acq_rel);
 }
 
-void Life::lose(const std::string& reason) {
+void Liveness::lose(const std::string& reason) {
     if (forked()) return;  // a thread that the child does not have may hold the mutex
-    std::vector<Told> told;
+    std::vector<Listener> listeners;
     {
         std::lock_guard g(mutex_);
-        if (!end(reason, false, told)) return;
+        if (!end(reason, false, listeners)) return;
         counted_ = parent_ && !inbound_;
         if (parent_) parent_->count((peer.empty() ? "a peer" : peer) + " is lost: " + reason, inbound_);
     }
     ring_all();
-    for (auto& [notices, token] : told) notices->post(token);
+    for (auto& [notices, token] : listeners) notices->post(token);
 }
 
-void Life::close(const std::string& reason) {
+void Liveness::close(const std::string& reason) {
     if (forked()) return;
-    std::vector<Told> told;
+    std::vector<Listener> listeners;
     {
         std::lock_guard g(mutex_);
         if (counted_) parent_->children_lost_.fetch_sub(1, std::memory_order_acq_rel);
         counted_ = false;
-        if (!end(reason, true, told)) return;
+        if (!end(reason, true, listeners)) return;
     }
     ring_all();
-    for (auto& [notices, token] : told) notices->post(token);
+    for (auto& [notices, token] : listeners) notices->post(token);
 }
 
-void Life::notify(std::shared_ptr<Notices> notices, u64 token) {
+void Liveness::notify(std::shared_ptr<Notices> notices, u64 token) {
     if (forked()) return notices->post(token);
     {
         std::lock_guard g(mutex_);
         if (!lost_.load()) {
-            told_.emplace_back(std::move(notices), token);
+            listeners_.emplace_back(std::move(notices), token);
             return;
         }
     }
     notices->post(token);
 }
 
-std::string Life::reason() {
+std::string Liveness::reason() {
     if (forked()) return "it belongs to the parent process: a forked child cannot use it";
     std::lock_guard g(mutex_);
     return reason_;
 }
 
-std::string Life::last_loss() {
+std::string Liveness::last_loss() {
     if (forked()) return reason();
     std::lock_guard g(mutex_);
     return last_loss_;
@@ -219,8 +219,8 @@ static void after_fork_in_parent() { registry().mutex.unlock(); }
 static void after_fork_in_child() {
     Unlocked::after_fork_in_child();
     Registry& r = registry();
-    for (Life* life : r.lives) life->mark_forked();
-    for (AtFork* told : r.told) told->in_child();
+    for (Liveness* liveness : r.lives) liveness->mark_forked();
+    for (AtFork* one : r.at_fork) one->in_child();
     // The numbers stay taken, by /dev/null: objects copied from the parent will close them again.
     const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (null >= 0) {

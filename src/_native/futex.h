@@ -1,4 +1,4 @@
-// What wakes a waiter: futexes, and the life of a peer.
+// What wakes a waiter: futexes, and the liveness of a peer.
 //
 // A futex is a 32-bit word beside the signals that it announces. It is shared between processes, so it never
 // carries FUTEX_PRIVATE. The waker makes a system call only if somebody is parked.
@@ -38,20 +38,20 @@ void ring(Futex& futex);
 // Sleeps until the bell differs from `seen`, a signal arrives (then false), or `seconds` pass.
 bool park(Futex& futex, u32 seen, double seconds);
 
-// Futexes that a loss must ring, whoever is lost: waiters look at their peer's life themselves.
+// Futexes that a loss must ring, whoever is lost: waiters look at their peer's liveness themselves.
 void enlist(Futex* futex);
 void dismiss(Futex* futex);
 void ring_all();
 
 class Notices;
 
-// Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's life has its
+// Alive until lost, once and for good. Owned by native code, so that its end never needs the GIL. A channel's liveness has its
 // device's as parent, which counts the peers that are lost: that ends waits that named no peer.
-class Life : public std::enable_shared_from_this<Life> {
+class Liveness : public std::enable_shared_from_this<Liveness> {
   public:
     // `peer`: the process at the other end, in words. `inbound`: the peer made the connection, so nobody here closes it.
-    explicit Life(std::shared_ptr<Life> parent = nullptr, std::string peer = "", bool inbound = false);
-    ~Life();
+    explicit Liveness(std::shared_ptr<Liveness> parent = nullptr, std::string peer = "", bool inbound = false);
+    ~Liveness();
     void lose(const std::string& reason);
     // Our own doing: ends what `lose` ends, but is no loss, and the parent forgets the loss that came before it.
     void close(const std::string& reason);
@@ -64,20 +64,20 @@ class Life : public std::enable_shared_from_this<Life> {
     void mark_forked() { forked_.store(true); lost_.store(1); }  // in the child: takes no lock
     std::string reason();
     std::string last_loss();  // of a child, with its peer
-    // Posts the token when this life is lost; at once if it is.
+    // Posts the token when this liveness is lost; at once if it is.
     void notify(std::shared_ptr<Notices> notices, u64 token);
     const std::string peer;
 
   private:
-    using Told = std::pair<std::shared_ptr<Notices>, u64>;
-    bool end(const std::string& reason, bool own, std::vector<Told>& told);
+    using Listener = std::pair<std::shared_ptr<Notices>, u64>;
+    bool end(const std::string& reason, bool own, std::vector<Listener>& listeners);
     void count(const std::string& loss, bool inbound);
     std::atomic<u32> lost_{0}, children_lost_{0}, losses_{0};
     std::atomic<bool> closed_{false}, inbound_lost_{false}, forked_{false};
     std::mutex mutex_;  // a child's is taken before its parent's
     std::string reason_, last_loss_;
-    std::vector<Told> told_;
-    std::shared_ptr<Life> parent_;
+    std::vector<Listener> listeners_;
+    std::shared_ptr<Liveness> parent_;
     const bool inbound_;
     bool counted_ = false;  // among its parent's lost children
 };
@@ -98,8 +98,8 @@ class AtFork {
   protected:
     ~AtFork() = default;
 };
-void enlist(AtFork* told);
-void dismiss(AtFork* told);
+void enlist(AtFork* one);
+void dismiss(AtFork* one);
 
 // Something that must run for a word to change: the tcp engine, or whoever drains completion queues.
 class Progress;
@@ -109,8 +109,8 @@ enum class Outcome { reached, timed_out, lost, interrupted, attend };  // attend
 struct Target {
     std::atomic<u64>* word;
     Futex* futex;
-    const Life* peer;  // may be null
-    const Life* own;   // may be null
+    const Liveness* peer;  // may be null
+    const Liveness* own;   // may be null
     const std::atomic<u32>* closed = nullptr;  // of the region that is waited on
     u32 losses = 0;                            // of `own`'s children when the wait began
     bool reached(u64 at_least) const { return word->load(std::memory_order_acquire) >= at_least; }

@@ -19,8 +19,8 @@ u64 next_path = 1;  // with the GIL
 // `channel` is kept weakly: it owns this path, and what a channel holds is to be free as soon as it is dropped.
 class Path {
   public:
-    Path(std::shared_ptr<Life> life, std::shared_ptr<Life> device, nb::handle channel, nb::object done)
-        : life_(std::move(life)), device_(std::move(device)), channel_(nb::steal(PyWeakref_NewRef(channel.ptr(), nullptr))), done_(std::move(done)), id_(next_path++) {
+    Path(std::shared_ptr<Liveness> liveness, std::shared_ptr<Liveness> device, nb::handle channel, nb::object done)
+        : liveness_(std::move(liveness)), device_(std::move(device)), channel_(nb::steal(PyWeakref_NewRef(channel.ptr(), nullptr))), done_(std::move(done)), id_(next_path++) {
         if (!channel_) throw nb::python_error();
     }
 
@@ -91,7 +91,7 @@ class Path {
     }
 
     std::shared_ptr<Span> find(const RemoteView& view, bool write) const {
-        if (view.path != id_ || life_->lost() || device_->lost() || (write && !view.writable)) return nullptr;
+        if (view.path != id_ || liveness_->lost() || device_->lost() || (write && !view.writable)) return nullptr;
         auto span = view.span.lock();
         return span && !span->closed() ? span : nullptr;
     }
@@ -109,7 +109,7 @@ class Path {
         return flag.span && flag.span->aligned(target.offset);
     }
 
-    const std::shared_ptr<Life> life_, device_;
+    const std::shared_ptr<Liveness> liveness_, device_;
     const nb::object channel_, done_;
     const u64 id_;
 };
@@ -141,9 +141,9 @@ void bind_mapped(nb::module_& m) {
         .def_ro("nbytes", &RemoteView::nbytes);
 
     nb::class_<Path>(m, "Path", "The short way of a channel over mapped memory. What is unusual goes to the channel's own `_write` and `_signal`.")
-        .def("__init__", [](Path* self, std::shared_ptr<Life> life, std::shared_ptr<Life> device, nb::handle channel, nb::object done) {
-                 new (self) Path(std::move(life), std::move(device), channel, std::move(done));
-             }, "life"_a, "device"_a, "channel"_a, "done"_a)
+        .def("__init__", [](Path* self, std::shared_ptr<Liveness> liveness, std::shared_ptr<Liveness> device, nb::handle channel, nb::object done) {
+                 new (self) Path(std::move(liveness), std::move(device), channel, std::move(done));
+             }, "liveness"_a, "device"_a, "channel"_a, "done"_a)
         .def("remember", &Path::remember, "view"_a, "memory"_a, "writable"_a, "Where the region of a view lies, in this channel.")
         .def("write", &Path::write_or_else, "local"_a.none(), "remote"_a.none(), "signal"_a.none() = nb::none(), nb::kw_only(), "fence"_a = false,
              nb::sig("def write(self, local: View, remote: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False) -> tensorwire.device.contract.Completion"))

@@ -99,7 +99,7 @@ int wait_outcome(const Target& target, Progress* progress, u64 at_least, double 
     }
 }
 
-int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Life* peer) {
+int wait_word(const Memory& m, u64 offset, u64 at_least, double seconds, const Liveness* peer) {
     word(m, offset);
     if (m.span->closed()) return 2;
     if (m.span->own && m.span->own->forked()) return 2;  // the word may be on a page that the child does not have
@@ -126,7 +126,7 @@ u64 post(Connection& c, const Frame& frame, const std::shared_ptr<Span>& memory,
 
 // The short way of a write with prepared views. 0: something is unusual, and nothing was posted.
 u64 post_write(Connection& c, const View& source, const RemoteView& target, nb::handle signal, bool fence, double seconds) {
-    if (source.nbytes != target.nbytes || source.span->closed() || c.life->lost()) return 0;
+    if (source.nbytes != target.nbytes || source.span->closed() || c.liveness->lost()) return 0;
     Frame f;
     f.op = static_cast<u32>(Op::write);
     f.key = target.key; f.offset = target.offset; f.length = source.nbytes;
@@ -137,7 +137,7 @@ u64 post_write(Connection& c, const View& source, const RemoteView& target, nb::
         f.signal_key = flag->key; f.signal_offset = flag->offset;
     }
     const u64 id = post(c, f, source.span, source.offset, seconds, fence);
-    if (!id && !c.life->lost()) {
+    if (!id && !c.liveness->lost()) {
         PyErr_SetString(PyExc_TimeoutError, "the channel stayed full");
         throw nb::python_error();
     }
@@ -188,20 +188,20 @@ NB_MODULE(_native, m) {
                  return token;
              }, "The next token; waits for it. 0: closed and empty.");
 
-    nb::class_<Life>(m, "Life", "Alive until lost, once and for good.", nb::is_weak_referenceable())
-        .def(nb::new_([](std::shared_ptr<Life> parent, std::string peer, bool inbound) {
-                 return std::make_shared<Life>(std::move(parent), std::move(peer), inbound);
+    nb::class_<Liveness>(m, "Liveness", "Alive until lost, once and for good.", nb::is_weak_referenceable())
+        .def(nb::new_([](std::shared_ptr<Liveness> parent, std::string peer, bool inbound) {
+                 return std::make_shared<Liveness>(std::move(parent), std::move(peer), inbound);
              }), "parent"_a.none() = nb::none(), "peer"_a = "", "inbound"_a = false)
-        .def("lose", &Life::lose, "reason"_a, nb::call_guard<Unlocked>(), "Marks it lost and wakes every waiter of the process.")
-        .def("close", &Life::close, "reason"_a, nb::call_guard<Unlocked>(), "The same by our own doing: no loss for the parent, and the end of one.")
-        .def("notify", &Life::notify, "notices"_a, "token"_a, "Posts the token when it is lost; at once if it is.")
-        .def_prop_ro("lost", &Life::lost)
-        .def_prop_ro("closed", &Life::closed, "Whether that end was our own doing.")
-        .def_prop_ro("child_lost", &Life::child_lost)
-        .def_prop_ro("last_loss", &Life::last_loss, "Which child was lost, and why.")
-        .def_ro("peer", &Life::peer)
-        .def_prop_ro("forked", &Life::forked, "True in a forked child, for what its parent made.")
-        .def_prop_ro("reason", &Life::reason);
+        .def("lose", &Liveness::lose, "reason"_a, nb::call_guard<Unlocked>(), "Marks it lost and wakes every waiter of the process.")
+        .def("close", &Liveness::close, "reason"_a, nb::call_guard<Unlocked>(), "The same by our own doing: no loss for the parent, and the end of one.")
+        .def("notify", &Liveness::notify, "notices"_a, "token"_a, "Posts the token when it is lost; at once if it is.")
+        .def_prop_ro("lost", &Liveness::lost)
+        .def_prop_ro("closed", &Liveness::closed, "Whether that end was our own doing.")
+        .def_prop_ro("child_lost", &Liveness::child_lost)
+        .def_prop_ro("last_loss", &Liveness::last_loss, "Which child was lost, and why.")
+        .def_ro("peer", &Liveness::peer)
+        .def_prop_ro("forked", &Liveness::forked, "True in a forked child, for what its parent made.")
+        .def_prop_ro("reason", &Liveness::reason);
 
     bind_tensors(m);
 
@@ -216,11 +216,11 @@ NB_MODULE(_native, m) {
                  return Memory{Span::map(fd, writable)};
              }, "fd"_a, "writable"_a, "A peer's memfd.")
         .def_static("wrap", [](nb::object buffer) { return Memory{borrow(std::move(buffer))}; }, "buffer"_a, "Memory of a contiguous Python buffer, or of a contiguous tensor with DLPack.")
-        .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Engine> engine) {
+        .def("bind", [](Memory& self, std::shared_ptr<Liveness> own, std::shared_ptr<Engine> engine) {
                  self.span->own = std::move(own);
                  self.span->progress = engine;
              }, "own"_a, "engine"_a.none() = nb::none(), "Whose memory it is, and what must run while somebody waits on it.")
-        .def("bind", [](Memory& self, std::shared_ptr<Life> own, std::shared_ptr<Sleepers> sleepers) {
+        .def("bind", [](Memory& self, std::shared_ptr<Liveness> own, std::shared_ptr<Sleepers> sleepers) {
                  self.span->own = std::move(own);
                  self.span->progress = sleepers;
              }, "own"_a, "sleepers"_a)
@@ -265,13 +265,13 @@ NB_MODULE(_native, m) {
 
     nb::class_<Monitor>(m, "Monitor", "A thread that notices hang-ups of watched sockets.")
         .def(nb::init<>())
-        .def("watch", &Monitor::watch, "fd"_a, "life"_a)
+        .def("watch", &Monitor::watch, "fd"_a, "liveness"_a)
         .def("forget", &Monitor::forget, "fd"_a)
         .def("close", &Monitor::close, nb::call_guard<Unlocked>());
 
     nb::class_<DeathNotifier>(m, "DeathNotifier", "A thread whose own death the kernel tells to peers, and that watches theirs.")
         .def(nb::init<double, double>(), "heartbeat"_a, "lost_after"_a)
-        .def("enter", &DeathNotifier::enter, "life"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
+        .def("enter", &DeathNotifier::enter, "liveness"_a, "socket"_a = -1, "The number of a word that tells one peer of our death; 0 if none is free.")
         .def("watch", &DeathNotifier::watch, "word"_a, "fd"_a, "peer_word"_a, "peer_heartbeat"_a, "That peer's page and word.")
         .def("leave", &DeathNotifier::leave, "word"_a)
         .def("close", &DeathNotifier::close, nb::call_guard<Unlocked>())
@@ -284,14 +284,14 @@ NB_MODULE(_native, m) {
         .def("close", &Heartbeat::close, nb::call_guard<Unlocked>());
 
     nb::class_<Engine>(m, "Engine", "The tcp engine of one device.")
-        .def(nb::new_([](std::shared_ptr<Life> life, double heartbeat, double lost_after) {
-                 return std::make_shared<Engine>(std::move(life), heartbeat, lost_after);
-             }), "life"_a, "heartbeat"_a, "lost_after"_a)
+        .def(nb::new_([](std::shared_ptr<Liveness> liveness, double heartbeat, double lost_after) {
+                 return std::make_shared<Engine>(std::move(liveness), heartbeat, lost_after);
+             }), "liveness"_a, "heartbeat"_a, "lost_after"_a)
         .def("expose", [](Engine& e, u64 key, const Memory& memory, bool writable) { e.expose(key, memory.span, writable); }, "key"_a, "memory"_a, "writable"_a)
         .def("withdraw", &Engine::withdraw, "key"_a)
-        .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Life> life, u64 device, double heartbeat) {
-                 return e.connect(fd, initiator, std::move(life), {device, heartbeat});
-             }, "fd"_a, "initiator"_a, "life"_a, "device"_a, "heartbeat"_a, nb::keep_alive<0, 1>(),
+        .def("connect", [](Engine& e, int fd, bool initiator, std::shared_ptr<Liveness> liveness, u64 device, double heartbeat) {
+                 return e.connect(fd, initiator, std::move(liveness), {device, heartbeat});
+             }, "fd"_a, "initiator"_a, "liveness"_a, "device"_a, "heartbeat"_a, nb::keep_alive<0, 1>(),
              "Takes over a connected, authenticated socket of that peer device, which beats so often; 0: never.")
         .def("expel", &Engine::expel, "device"_a, "reason"_a, nb::call_guard<Unlocked>(), "Closes every connection of that peer device.")
         .def_prop_ro("connections", &Engine::connections)
@@ -343,7 +343,7 @@ NB_MODULE(_native, m) {
              }, "engine"_a, "id"_a, "seconds"_a, "0 done, 1 timed out, 2 lost, 3 refused: `refusal` says why.")
         .def("notify", &Connection::notify, "id"_a, "notices"_a, "token"_a, "Posts the token when that operation is done, or the connection lost.")
         .def_prop_ro("done", &Connection::done)
-        .def_prop_ro("life", [](Connection& c) { return c.life; })
+        .def_prop_ro("liveness", [](Connection& c) { return c.liveness; })
         .def("refusal", [](Connection& c, u64 id) { return static_cast<u32>(c.refusal(id)); }, "id"_a)
         .def("old_value", &Connection::old_value, "id"_a)
         .def("close", &Connection::close, "reason"_a, "own"_a = false, nb::call_guard<Unlocked>());
@@ -355,7 +355,7 @@ NB_MODULE(_native, m) {
                  return static_cast<int>(s.rest(seconds));
              }, "seconds"_a, "Until something came that no waiter attends to: ATTEND; 1 timed out, 2 closed, 3 a signal.")
         .def("armed", &Sleepers::armed, "The completion queues have been armed.")
-        .def("told", &Sleepers::told, nb::call_guard<Unlocked>(), "Words may have changed: everybody looks.")
+        .def("wake_all", &Sleepers::wake_all, nb::call_guard<Unlocked>(), "Words may have changed: everybody looks.")
         .def("left", &Sleepers::left, nb::call_guard<Unlocked>(), "A waiter that was sent to attend does not come back.")
         .def("close", &Sleepers::close, nb::call_guard<Unlocked>());
     m.attr("ATTEND") = static_cast<int>(Outcome::attend);

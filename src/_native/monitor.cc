@@ -48,7 +48,7 @@ Monitor::Monitor() : pid_(getpid()) {
     thread_ = start_thread([](void* self) { static_cast<Monitor*>(self)->run(); }, this);
 }
 
-void Monitor::watch(int fd, std::shared_ptr<Life> life) {
+void Monitor::watch(int fd, std::shared_ptr<Liveness> liveness) {
     if (getpid() != pid_) throw std::system_error(EPERM, std::generic_category(), "the monitor belongs to the parent process");
     std::lock_guard g(mutex_);
     const u64 token = next_token_++;
@@ -56,7 +56,7 @@ void Monitor::watch(int fd, std::shared_ptr<Life> life) {
     e.events = EPOLLRDHUP;  // EPOLLHUP and EPOLLERR come by themselves
     e.data.u64 = token;
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &e)) throw std::system_error(errno, std::generic_category(), "epoll_ctl");
-    watched_[token] = {fd, std::move(life)};
+    watched_[token] = {fd, std::move(liveness)};
 }
 
 void Monitor::forget(int fd) {
@@ -76,16 +76,16 @@ void Monitor::run() {
         const int n = epoll_wait(epoll_, events, 16, -1);
         for (int i = 0; i < n; i++) {
             if (events[i].data.u64 == wake_token) continue;
-            std::shared_ptr<Life> life;
+            std::shared_ptr<Liveness> liveness;
             {
                 std::lock_guard g(mutex_);
                 auto it = watched_.find(events[i].data.u64);
                 if (it == watched_.end()) continue;
-                life = std::move(it->second.life);
+                liveness = std::move(it->second.liveness);
                 epoll_ctl(epoll_, EPOLL_CTL_DEL, it->second.fd, nullptr);
                 watched_.erase(it);
             }
-            life->lose("its process closed the connection or died");
+            liveness->lose("its process closed the connection or died");
         }
     }
 }

@@ -14,12 +14,12 @@ std::thread start_thread(void (*body)(void*), void* argument);
 // In a forked child the thread does not exist: its handle can be neither joined nor detached, so it is left alone.
 void abandon_thread(std::thread& thread);
 
-// One epoll thread: a watched socket whose peer is gone ends the life that goes with it.
+// One epoll thread: a watched socket whose peer is gone ends the liveness that goes with it.
 class Monitor {
   public:
     Monitor();
     ~Monitor();
-    void watch(int fd, std::shared_ptr<Life> life);
+    void watch(int fd, std::shared_ptr<Liveness> liveness);
     void forget(int fd);  // before the descriptor is closed
     void close();
 
@@ -27,7 +27,7 @@ class Monitor {
     void run();
     struct Watched {
         int fd;
-        std::shared_ptr<Life> life;
+        std::shared_ptr<Liveness> liveness;
     };
     int epoll_ = -1, wake_ = -1;
     std::atomic<bool> stop_{false};

@@ -44,7 +44,7 @@ void Sleepers::close() {
     dismiss(static_cast<Progress*>(this));
     const u64 one = 1;
     if (write(stop_fd_, &one, 8) < 0) { /* it is awake */ }
-    told();
+    wake_all();
     kick();
     std::scoped_lock all(lead_mutex_, rest_mutex_, fds_mutex_);
     for (int* each : {&wake_, &stop_fd_, &outer_}) {
@@ -66,7 +66,7 @@ void Sleepers::nudge() {
     if (sleeping_.load(std::memory_order_relaxed)) kick();
 }
 
-void Sleepers::told() {
+void Sleepers::wake_all() {
     {
         std::lock_guard g(followers_mutex_);
         for (Futex* futex : followers_) ring(*futex);
@@ -76,7 +76,7 @@ void Sleepers::told() {
 
 void Sleepers::left() {
     watch(true);
-    told();
+    wake_all();
 }
 
 // Whether the resting thread is to hear of events.

@@ -23,7 +23,7 @@ class Sleepers : public Progress, public std::enable_shared_from_this<Sleepers> 
     Outcome rest(double seconds);
     void armed() { armed_.store(true); }
     void left();  // a waiter that was sent to attend does not come back
-    void told();  // words may have changed, whichever: everybody looks
+    void wake_all();  // words may have changed, whichever: everybody looks
     void kick() override;
     void nudge() override;
     void close();

@@ -37,7 +37,7 @@ class Span {
     bool closed() const { return header->closed.load(std::memory_order_acquire); }
     bool aligned(u64 offset) const { return (reinterpret_cast<uintptr_t>(base) + offset) % 8 == 0; }
     std::atomic<u64>* word(u64 offset) const { return reinterpret_cast<std::atomic<u64>*>(base + offset); }
-    Target target(u64 offset, const Life* peer) const { return {word(offset), &header->futex, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
+    Target target(u64 offset, const Liveness* peer) const { return {word(offset), &header->futex, peer, own.get(), &header->closed, own ? own->losses() : 0}; }
     // After this process changed a word, or closed the span: wakes whoever waits here.
     void announce() const;
     // Forked children do not get the payload. They keep the page in front of it: its futex is in the list of all futexes.
@@ -55,7 +55,7 @@ class Span {
     int fd = -1;
     bool writable = true;
     bool reserved = true;                 // every page exists: mapping it may touch them all
-    std::shared_ptr<Life> own;            // the device this span belongs to
+    std::shared_ptr<Liveness> own;            // the device this span belongs to
     std::weak_ptr<Progress> progress;     // what must run while somebody waits here; it holds spans, so they do not hold it
 
   private:

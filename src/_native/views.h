@@ -1,4 +1,4 @@
-// Prepared views, and how the short ways of the channels read their arguments: whatever is unusual is no match.
+// Prepared views, and how the short ways of the channels read their arguments: whatever is unusual does not match.
 #pragma once
 
 #include "memory.h"

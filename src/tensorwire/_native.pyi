@@ -19,10 +19,10 @@ class Notices:
     def take(self) -> int:
         """The next token; waits for it. 0: closed and empty."""
 
-class Life:
+class Liveness:
     """Alive until lost, once and for good."""
 
-    def __init__(self, parent: Life | None = None, peer: str = "", inbound: bool = False) -> None: ...
+    def __init__(self, parent: Liveness | None = None, peer: str = "", inbound: bool = False) -> None: ...
     def lose(self, reason: str) -> None:
         """Marks it lost and wakes every waiter of the process."""
 
@@ -87,11 +87,11 @@ class Memory:
         """
 
     @overload
-    def bind(self, own: Life, engine: Engine | None = None) -> None:
+    def bind(self, own: Liveness, engine: Engine | None = None) -> None:
         """Whose memory it is, and what must run while somebody waits on it."""
 
     @overload
-    def bind(self, own: Life, sleepers: Sleepers) -> None: ...
+    def bind(self, own: Liveness, sleepers: Sleepers) -> None: ...
     def dont_fork(self) -> None:
         """
         Children forked from now on do not get these pages: for mapped memory. Touching them there is a SIGSEGV.
@@ -121,7 +121,7 @@ class Memory:
 
     def fetch_add(self, offset: int, value: int) -> int: ...
     def compare_swap(self, offset: int, expected: int, value: int) -> int: ...
-    def wait(self, offset: int, at_least: int, seconds: float, peer: Life | None = None) -> int:
+    def wait(self, offset: int, at_least: int, seconds: float, peer: Liveness | None = None) -> int:
         """
         Without the GIL until the word reached `at_least`: 0 reached, 1 timed out, 2 lost or closed, ATTEND.
         """
@@ -161,7 +161,7 @@ class Path:
     The short way of a channel over mapped memory. What is unusual goes to the channel's own `_write` and `_signal`.
     """
 
-    def __init__(self, life: Life, device: Life, channel: object, done: object) -> None: ...
+    def __init__(self, liveness: Liveness, device: Liveness, channel: object, done: object) -> None: ...
     def remember(self, view: RemoteView, memory: Memory, writable: bool) -> None:
         """Where the region of a view lies, in this channel."""
 
@@ -235,7 +235,7 @@ class Monitor:
     """A thread that notices hang-ups of watched sockets."""
 
     def __init__(self) -> None: ...
-    def watch(self, fd: int, life: Life) -> None: ...
+    def watch(self, fd: int, liveness: Liveness) -> None: ...
     def forget(self, fd: int) -> None: ...
     def close(self) -> None: ...
 
@@ -245,7 +245,7 @@ class DeathNotifier:
     """
 
     def __init__(self, heartbeat: float, lost_after: float) -> None: ...
-    def enter(self, life: Life, socket: int = -1) -> int:
+    def enter(self, liveness: Liveness, socket: int = -1) -> int:
         """
         The number of a word that tells one peer of our death; 0 if none is free.
         """
@@ -272,10 +272,10 @@ class Heartbeat:
 class Engine:
     """The tcp engine of one device."""
 
-    def __init__(self, life: Life, heartbeat: float, lost_after: float) -> None: ...
+    def __init__(self, liveness: Liveness, heartbeat: float, lost_after: float) -> None: ...
     def expose(self, key: int, memory: Memory, writable: bool) -> None: ...
     def withdraw(self, key: int) -> None: ...
-    def connect(self, fd: int, initiator: bool, life: Life, device: int, heartbeat: float) -> Connection:
+    def connect(self, fd: int, initiator: bool, liveness: Liveness, device: int, heartbeat: float) -> Connection:
         """
         Takes over a connected, authenticated socket of that peer device, which beats so often; 0: never.
         """
@@ -329,7 +329,7 @@ class Connection:
     @property
     def done(self) -> int: ...
     @property
-    def life(self) -> Life: ...
+    def liveness(self) -> Liveness: ...
     def refusal(self, id: int) -> int: ...
     def old_value(self, id: int) -> int: ...
     def close(self, reason: str, own: bool = False) -> None: ...
@@ -348,7 +348,7 @@ class Sleepers:
     def armed(self) -> None:
         """The completion queues have been armed."""
 
-    def told(self) -> None:
+    def wake_all(self) -> None:
         """Words may have changed: everybody looks."""
 
     def left(self) -> None:

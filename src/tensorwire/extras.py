@@ -1,4 +1,4 @@
-"""Optional packages, and how to install the extra that brings one: said in one way wherever one is missing."""
+"""Optional packages, and one message for all that are missing: how to install the extra that brings them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command is doing, for whoever waits: a spinner on a terminal at once, else a plain line after two seconds."""
+"""What a command is doing: a spinner on a terminal at once, else a plain line after two seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes: how they are written for people, and how they are rounded up."""
+"""Numbers of bytes: formatting and rounding up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables for people: with frames and colours on a terminal, else in plain columns."""
+"""Tables: with frames and colours on a terminal, otherwise in plain columns."""
 
 from __future__ import annotations
 

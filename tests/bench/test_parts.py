@@ -173,7 +173,7 @@ MISTAKES = [
     (["bench", "store", "--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16"),
     (["bench", "store", "--device", "verbs"], "'verbs' is not one of shm, tcp"),
     (["bench", "store", "--workers", "0"], "0 is not in the range 1<=x<=64"),
-    (["bench", "faults", "--cores", "one"], "--cores is two numbers such as 0,1, not 'one'"),
+    (["bench", "faults", "--cores", "one"], "--cores takes two numbers such as 0,1, not 'one'"),
     (["bench", "faults", "--cores", "0,4095"], "--cores 0,4095: two of the processors"),
     (
         ["bench", "faults", "--json", "/no/such/folder/x"],

@@ -102,5 +102,7 @@ def test_a_long_picture_is_drawn_with_fewer_points(tmp_path: Path) -> None:
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ArgumentError, match=r"--svg .*lanes.gif: a picture ends with \.png, \.svg, \.pdf"):
+    with pytest.raises(
+        ArgumentError, match=r"--svg .*lanes.gif: the name of a picture must end with \.png, \.svg, \.pdf"
+    ):
         plot_lanes(tmp_path / "lanes.gif", "", [conversation()], kinds=KINDS, option="--svg")

@@ -50,7 +50,7 @@ def test_the_step_that_is_drawn_is_of_median_length() -> None:
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    for path, why in (("picture.gif", r"ends with \.png, \.svg, \.pdf"), ("no/such/place.png", "there is no folder")):
+    for path, why in (("picture.gif", r"end with \.png, \.svg, \.pdf"), ("no/such/place.png", "there is no folder")):
         with pytest.raises(ArgumentError, match=why):
             plot_steps(tmp_path / path, job())
     with pytest.raises(ArgumentError, match="no whole step"):

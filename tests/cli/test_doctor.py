@@ -170,7 +170,7 @@ def test_a_peer(sandbox: Sandbox) -> None:
         (("--between", "7", "7"), "needs two processes"),
         (("--between", "1", "99999999"), "process"),
         (("--between", "0", "1"), "not in the range"),
-        (("--peer", "here"), "an address is HOST:PORT, not 'here'"),
+        (("--peer", "here"), "an address must be HOST:PORT, not 'here'"),
     ],
 )
 def test_a_mistake_is_one_line(sandbox: Sandbox, arguments: tuple[str, ...], why: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tensorwire.progress import progress
 from tests.harness.sandbox import Program, Sandbox
 
-# A PyTorch that is imported for ever, or until a file is there, and then turns out to be missing.
+# A PyTorch that is imported forever, or until a file is there, and then turns out to be missing.
 SLOW_TORCH = """
 import os, time
 while not os.path.exists({flag!r}): time.sleep(0.01)

@@ -103,7 +103,7 @@ def test_mistakes_are_one_line(
         ([good, good], "server 0 is in another file, too"),
         ([tmp_path / "none"], "cannot read"),
         ([tmp_path / "empty.json"], "no worker has a whole step in it"),
-        ([good, "--plot", tmp_path / "x.gif"], "a picture ends with .png"),
+        ([good, "--plot", tmp_path / "x.gif"], "the name of a picture must end with .png"),
         ([], "Missing argument 'FILE...'"),
     ):
         assert why in call(capsys, monkeypatch, *arguments)[1]

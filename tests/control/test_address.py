@@ -35,7 +35,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:65536", "host:-1", "[]:1"])
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ArgumentError, match="an address is HOST:PORT, not"):
+    with pytest.raises(ArgumentError, match="an address must be HOST:PORT, not"):
         split_address(text)
 
 

@@ -40,7 +40,7 @@ def joined(coordinator: Coordinator, role: str = "worker", index: int = 0) -> It
 
 
 def receive(sock: socket.socket) -> frames.Any:
-    """The next message that is no heartbeat."""
+    """The next message that is not a heartbeat."""
     while True:
         size = frames.body_size(handshake.receive_exactly(sock, frames.HEAD))
         message = frames.decode(handshake.receive_exactly(sock, size))

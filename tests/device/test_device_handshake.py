@@ -138,7 +138,7 @@ def test_a_wrong_token_is_refused(far_spec: DeviceSpec) -> None:
             address = device.address[:16] + b"x" * 32
         with pytest.raises(AuthenticationError):
             other.connect(address, timeout=SECONDS)
-        assert not other.life.child_lost
+        assert not other.liveness.child_lost
 
 
 def test_strangers_disturb_nobody(pair: Pair) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.harness.forked import Forked, receive, send
 
-from tensorwire._native import DeathNotifier, Life, Memory
+from tensorwire._native import DeathNotifier, Liveness, Memory
 from tensorwire.device import ShmDevice, handshake
 from tensorwire.testing.fixtures import Pair
 from tensorwire.testing.patterns import SECONDS
@@ -39,17 +39,17 @@ def _kernel() -> None:
         pytest.skip("needs Linux 5.16, which wakes who waits for several words")
 
 
-def wait_for(life: Life) -> str:
+def wait_for(liveness: Liveness) -> str:
     word = Memory.wrap(bytearray(8))
-    word.bind(life)
+    word.bind(liveness)
     assert word.wait(0, 1, SECONDS) == 2
-    return life.reason
+    return liveness.reason
 
 
 def shows_words(pipe: socket.socket, count: int) -> None:
     """A peer with that many words, until it is told to go; its page goes to the test."""
     death_notifier = DeathNotifier(NEVER, NEVER)
-    words = [death_notifier.enter(Life()) for _ in range(count)]
+    words = [death_notifier.enter(Liveness()) for _ in range(count)]
     socket.send_fds(pipe, [b"!"], [death_notifier.fd])
     send(pipe, words)
     receive(pipe)
@@ -73,42 +73,42 @@ def test_the_kernel_marks_every_word_of_the_dead(death_notifier: DeathNotifier) 
     """No socket says anything here, and nobody beats: the words alone do it."""
     with Forked(lambda pipe: shows_words(pipe, 100)) as peer:
         fd, words = page_of(peer)
-        lives = [Life() for _ in words]
-        for word, life in zip(words, lives, strict=True):
-            death_notifier.watch(death_notifier.enter(life), fd, word, NEVER)
+        lives = [Liveness() for _ in words]
+        for word, liveness in zip(words, lives, strict=True):
+            death_notifier.watch(death_notifier.enter(liveness), fd, word, NEVER)
         os.close(fd)
-        assert not any(life.lost for life in lives)
+        assert not any(liveness.lost for liveness in lives)
         peer.kill()
-        assert {wait_for(life) for life in lives} == {"its process died"}
+        assert {wait_for(liveness) for liveness in lives} == {"its process died"}
 
 
 def test_words_that_one_wait_cannot_hold_are_looked_at_on_the_beat() -> None:
     death_notifier = DeathNotifier(0.05, NEVER)
     with Forked(lambda pipe: shows_words(pipe, MANY)) as peer:
         fd, words = page_of(peer)
-        lives = [Life() for _ in words]
-        for word, life in zip(words, lives, strict=True):
-            death_notifier.watch(death_notifier.enter(life), fd, word, NEVER)
+        lives = [Liveness() for _ in words]
+        for word, liveness in zip(words, lives, strict=True):
+            death_notifier.watch(death_notifier.enter(liveness), fd, word, NEVER)
         os.close(fd)
         peer.kill()
-        assert {wait_for(life) for life in lives} == {"its process died"}
+        assert {wait_for(liveness) for liveness in lives} == {"its process died"}
     death_notifier.close()
 
 
 def test_an_exit_without_a_close_is_a_death(death_notifier: DeathNotifier) -> None:
     with Forked(lambda pipe: shows_words(pipe, 1)) as peer:
         fd, words = page_of(peer)
-        life = Life()
-        death_notifier.watch(death_notifier.enter(life), fd, words[0], NEVER)
+        liveness = Liveness()
+        death_notifier.watch(death_notifier.enter(liveness), fd, words[0], NEVER)
         os.close(fd)
         send(peer.pipe, "leave")
-        assert wait_for(life) == "its process died"
+        assert wait_for(liveness) == "its process died"
 
 
 def test_a_word_that_was_given_up_is_the_end_of_its_connection(death_notifier: DeathNotifier) -> None:
     other = DeathNotifier(NEVER, NEVER)
-    first, second, gone = Life(), Life(), Life()
-    word, kept = other.enter(Life()), other.enter(Life())
+    first, second, gone = Liveness(), Liveness(), Liveness()
+    word, kept = other.enter(Liveness()), other.enter(Liveness())
     death_notifier.watch(death_notifier.enter(second), other.fd, kept, NEVER)
     mine = death_notifier.enter(gone)
     death_notifier.watch(mine, other.fd, word, NEVER)
@@ -118,17 +118,17 @@ def test_a_word_that_was_given_up_is_the_end_of_its_connection(death_notifier: D
     assert wait_for(first) == "it closed the connection"
     assert not second.lost
     assert not gone.lost
-    assert other.enter(Life()) == word  # it is used again
+    assert other.enter(Liveness()) == word  # it is used again
     other.close()
 
 
 def test_there_are_so_many_words(death_notifier: DeathNotifier) -> None:
-    life = Life()
-    words = [death_notifier.enter(life) for _ in range(1999)]
+    liveness = Liveness()
+    words = [death_notifier.enter(liveness) for _ in range(1999)]
     assert sorted(words) == list(range(1, 2000))
-    assert death_notifier.enter(life) == 0
+    assert death_notifier.enter(liveness) == 0
     death_notifier.leave(77)
-    assert death_notifier.enter(life) == 77
+    assert death_notifier.enter(liveness) == 77
 
 
 def test_a_peer_cannot_write_the_page(death_notifier: DeathNotifier) -> None:
@@ -155,8 +155,8 @@ def memfd(nbytes: int, seals: int) -> int:
 
 def test_what_is_no_page_is_refused(death_notifier: DeathNotifier) -> None:
     size = os.fstat(death_notifier.fd).st_size
-    life = Life()
-    word = death_notifier.enter(life)
+    liveness = Liveness()
+    word = death_notifier.enter(liveness)
     for fd in (memfd(size, 0), memfd(size // 2, fcntl.F_SEAL_SHRINK), os.open("/dev/zero", os.O_RDONLY)):
         with pytest.raises(OSError):
             death_notifier.watch(word, fd, 1, 1.0)
@@ -166,11 +166,11 @@ def test_what_is_no_page_is_refused(death_notifier: DeathNotifier) -> None:
             death_notifier.watch(word, death_notifier.fd, number, beat)
     with pytest.raises(OSError):
         death_notifier.watch(word + 1, death_notifier.fd, 1, 1.0)
-    assert not life.lost
+    assert not liveness.lost
     empty = memfd(size, fcntl.F_SEAL_SHRINK)  # a page without words: whoever sent it counts as gone
     death_notifier.watch(word, empty, 1, 1.0)
     os.close(empty)
-    assert wait_for(life) == "it closed the connection"
+    assert wait_for(liveness) == "it closed the connection"
 
 
 @pytest.mark.parametrize("spec", [DeviceSpec("tensorwire.device:ShmDevice")], ids=["shm"])
@@ -192,13 +192,13 @@ def test_a_page_that_is_none_ends_that_connection_only(pair: Pair, in_thread: In
 
 
 def test_a_forked_child_touches_nothing_of_it(death_notifier: DeathNotifier) -> None:
-    life = Life()
-    word = death_notifier.enter(life)
+    liveness = Liveness()
+    word = death_notifier.enter(liveness)
 
     def touch(pipe: socket.socket) -> None:
         told = []
         for attempt in (
-            lambda: death_notifier.enter(life),
+            lambda: death_notifier.enter(liveness),
             lambda: death_notifier.watch(word, death_notifier.fd, 1, 1.0),
         ):
             try:
@@ -208,17 +208,17 @@ def test_a_forked_child_touches_nothing_of_it(death_notifier: DeathNotifier) -> 
         death_notifier.leave(word)
         death_notifier.close()
         own = DeathNotifier(NEVER, NEVER)
-        told.append(str(own.enter(Life())))
+        told.append(str(own.enter(Liveness())))
         own.close()
         send(pipe, told)
 
     other = DeathNotifier(NEVER, NEVER)
-    other.watch(other.enter(life), death_notifier.fd, word, NEVER)
+    other.watch(other.enter(liveness), death_notifier.fd, word, NEVER)
     with Forked(touch) as child:
         told = receive(child.pipe)
     assert all("parent process" in text for text in told[:2])
     assert told[2:] == ["1"]
-    assert not life.lost
+    assert not liveness.lost
     death_notifier.leave(word)
     other.close()
 
@@ -227,5 +227,5 @@ def test_a_closed_death_notifier_watches_nothing() -> None:
     death_notifier = DeathNotifier(1.0, 2.0)
     death_notifier.close()
     with pytest.raises(OSError):
-        death_notifier.enter(Life())
+        death_notifier.enter(Liveness())
     death_notifier.leave(1)

@@ -67,7 +67,7 @@ def cable() -> Iterator[Cable]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def told(work: Callable[[], object]) -> str:
+def error_of(work: Callable[[], object]) -> str:
     """What it raised."""
     try:
         work()
@@ -88,7 +88,7 @@ def machine(cable: Cable, side: int, pipe: socket.socket) -> None:
     region.wait(0, 1, SECONDS)
     send(pipe, channel.peer)
     assert receive(pipe) == "cut"  # the cable is cut by now: what is written goes nowhere
-    send(pipe, [told(work) for work in waits(channel, region, remote)])
+    send(pipe, [error_of(work) for work in waits(channel, region, remote)])
 
 
 def waits(channel: Channel, region: Region, remote: RemoteRegion) -> list[Callable[[], object]]:

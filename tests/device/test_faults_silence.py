@@ -11,7 +11,7 @@ import pytest
 from tests.harness.forked import LOST_AFTER, NEVER, Forked, connect, quick, receive, send
 from wire import DEVICES
 
-from tensorwire._native import Life, Memory
+from tensorwire._native import Liveness, Memory
 from tensorwire.device import Device, Region, RemoteRegion
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 from tensorwire.testing.patience import patient
@@ -184,8 +184,8 @@ def test_a_lost_peer_that_had_connected_is_forgotten_when_another_does(kind: str
 
 def test_a_loss_that_ends_at_once_still_ends_waits(in_thread: Callable[..., threading.Thread]) -> None:
     """The waiter looks only after the channel is closed already."""
-    own = Life()
-    child, memory = Life(own, "process 7"), Memory.allocate(8)
+    own = Liveness()
+    child, memory = Liveness(own, "process 7"), Memory.allocate(8)
     memory.bind(own)
     outcomes: list[int] = []
     threads = [in_thread(lambda: outcomes.append(memory.wait(0, 1, SECONDS))) for _ in range(4)]

@@ -8,15 +8,18 @@ import socket
 
 import pytest
 
-from tensorwire._native import Heartbeat, Life, Memory, Monitor
+from tensorwire._native import Heartbeat, Liveness, Memory, Monitor
 from tensorwire.testing.fixtures import InThread
 from tensorwire.testing.patterns import SECONDS, until_asleep
 
 
-def test_a_life_ends_once_with_its_first_reason() -> None:
-    parent = Life()
-    child, sibling = Life(parent), Life(parent)
-    assert not any(life.lost or life.child_lost or life.forked or life.reason for life in (parent, child, sibling))
+def test_liveness_ends_once_with_its_first_reason() -> None:
+    parent = Liveness()
+    child, sibling = Liveness(parent), Liveness(parent)
+    assert not any(
+        liveness.lost or liveness.child_lost or liveness.forked or liveness.reason
+        for liveness in (parent, child, sibling)
+    )
     child.lose("first")
     child.lose("second")
     assert (child.lost, child.reason) == (True, "first")
@@ -25,16 +28,16 @@ def test_a_life_ends_once_with_its_first_reason() -> None:
     assert (parent.reason, sibling.lost) == ("all", False)
 
 
-def test_a_life_keeps_its_parent() -> None:
-    child = Life(Life())
+def test_liveness_keeps_its_parent() -> None:
+    child = Liveness(Liveness())
     child.lose("gone")
     assert child.reason == "gone"
 
 
 @pytest.mark.parametrize("whose", ["own", "peer", "child"])
-def test_the_end_of_a_life_wakes_who_waits_on_it(whose: str, in_thread: InThread) -> None:
-    own, peer = Life(), Life()
-    child, stranger = Life(own), Life()
+def test_the_end_of_liveness_wakes_who_waits_on_it(whose: str, in_thread: InThread) -> None:
+    own, peer = Liveness(), Liveness()
+    child, stranger = Liveness(own), Liveness()
     memory = Memory.allocate(8)
     memory.bind(own)
     outcomes: list[int] = []
@@ -50,18 +53,18 @@ def test_the_end_of_a_life_wakes_who_waits_on_it(whose: str, in_thread: InThread
     assert memory.wait(0, 1, 0.0, peer) == 0  # what arrived counts more than what was lost
 
 
-def wait_for(life: Life) -> None:
+def wait_for(liveness: Liveness) -> None:
     word = Memory.wrap(bytearray(8))
-    word.bind(life)
+    word.bind(liveness)
     assert word.wait(0, 1, SECONDS) == 2
 
 
 def test_the_monitor_ends_the_life_of_a_socket_that_hangs_up() -> None:
     monitor = Monitor()
     pairs = [socket.socketpair() for _ in range(3)]
-    lives = [Life() for _ in pairs]
-    for (mine, _), life in zip(pairs, lives, strict=True):
-        monitor.watch(mine.fileno(), life)
+    lives = [Liveness() for _ in pairs]
+    for (mine, _), liveness in zip(pairs, lives, strict=True):
+        monitor.watch(mine.fileno(), liveness)
     pairs[1][1].send(b"data is no hang-up")
     pairs[0][1].close()
     wait_for(lives[0])
@@ -82,14 +85,14 @@ def test_a_number_used_again_is_another_socket() -> None:
     for _ in range(200):
         first, second = socket.socketpair()
         number = first.fileno()
-        gone, here = Life(), Life()
+        gone, here = Liveness(), Liveness()
         monitor.watch(number, gone)
         second.close()  # the event may be on its way
         monitor.forget(number)
         first.close()
         third, fourth = socket.socketpair()
         monitor.watch(third.fileno(), here)
-        last = Life()
+        last = Liveness()
         with socket.socket() as unconnected:
             monitor.watch(unconnected.fileno(), last)  # hung up from the start: everything before it was handled
             wait_for(last)
@@ -104,7 +107,7 @@ def test_a_closed_monitor_watches_nothing() -> None:
     monitor = Monitor()
     monitor.close()
     with socket.socket() as sock, pytest.raises(OSError):
-        monitor.watch(sock.fileno(), Life())
+        monitor.watch(sock.fileno(), Liveness())
     monitor.forget(0)
 
 

@@ -118,5 +118,5 @@ def test_a_name_that_nobody_has(packages: Packages) -> None:
     packages.add("fax", "faxes:Fax")
     with pytest.raises(ArgumentError, match="there is no device 'telex': use one of loopback, shm, tcp, verbs, fax"):
         find_device("telex")
-    with pytest.raises(ArgumentError, match="device is one of auto, shm, tcp, verbs, fax, not 'telex'"):
+    with pytest.raises(ArgumentError, match="device must be one of auto, shm, tcp, verbs, fax, not 'telex'"):
         find_job_device("telex")

@@ -193,8 +193,8 @@ def test_ends_that_differ_are_refused_at_both(here: dict[str, Any], there: dict[
     ("options", "why"),
     [
         ({"spec": SPEC, "bound": 5}, "not both"),
-        ({"depth": 0}, "depth of 1 to 250, not 0"),
-        ({"depth": 251}, "depth of 1 to 250, not 251"),
+        ({"depth": 0}, "depth of such an edge must be 1 to 250, not 0"),
+        ({"depth": 251}, "depth of such an edge must be 1 to 250, not 251"),
         ({"bound": -1}, "0 bytes or more"),
     ],
 )
@@ -206,7 +206,9 @@ def test_edges_that_cannot_be(options: dict[str, Any], why: str) -> None:
         with pytest.raises(ArgumentError, match="'producer' or 'consumer', not 'sender'"):
             connect_edge(forth, a, wrong)
         nothing: Any = 5
-        with pytest.raises(ArgumentError, match="is a socket, or a function; not int"):
+        with pytest.raises(
+            ArgumentError, match="must be a socket, a function, or an object with send_bytes and recv_bytes; not int"
+        ):
             connect_edge(forth, nothing, "producer")
 
 
@@ -249,7 +251,7 @@ def test_hostile_numbers_in_an_offer() -> None:
 def test_a_process_that_ends_or_says_nothing() -> None:
     a, b = multiprocessing.Pipe()
     with KINDS["shm"]() as device, a:
-        with pytest.raises(WaitTimeout, match="said nothing within"):
+        with pytest.raises(WaitTimeout, match="sent nothing within"):
             connect_peer(device, a, 0.01)
         b.close()
         with pytest.raises(PeerLost, match="the connection to the other process ended"):

@@ -80,17 +80,17 @@ def test_what_does_not_lie_in_its_lease(pair: Pair) -> None:
 
 def test_a_send_needs_what_was_filled_for_its_step(pair: Pair) -> None:
     producer, consumer = make_dynamic(pair, 2)
-    with pytest.raises(ArgumentError, match=r"nothing lies there for step 1: call fill\(1, tensor\)"):
+    with pytest.raises(ArgumentError, match=r"nothing was written for step 1: call fill\(1, tensor\)"):
         producer.send(1)
     producer.fill(1, np.arange(3))
-    with pytest.raises(ArgumentError, match="nothing lies there for step 2"):
+    with pytest.raises(ArgumentError, match="nothing was written for step 2"):
         producer.send(2)
     producer.fill(1, np.arange(4))  # in its place
     producer.send(1)
     assert np.array_equal(array_of(consumer.receive(1, SECONDS)), np.arange(4))
     with pytest.raises(ArgumentError, match="step 1 after 1"):
         producer.fill(1, np.arange(3))
-    with pytest.raises(ArgumentError, match="nothing lies there for step 2"):
+    with pytest.raises(ArgumentError, match="nothing was written for step 2"):
         producer.send(2)
     wrong: Any = np.arange(3)
     with pytest.raises(ArgumentError, match=r"a lease of room\(\), not ndarray"):
@@ -199,8 +199,8 @@ def test_slabs_come_and_go(pair: Pair) -> None:
     [
         (40 + 1, b"\x09", "malformed header"),
         (24, (2**40).to_bytes(8, "little"), "malformed header"),
-        (40 + 2, (2**47).to_bytes(6, "little"), "malformed|refused|leads behind"),
-        (40 + 8, b"verbs\0\0\0", "leads to no memory of"),
+        (40 + 2, (2**47).to_bytes(6, "little"), "malformed|refused|points beyond"),
+        (40 + 8, b"verbs\0\0\0", "points to no memory of"),
     ],
 )
 def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: bytes, why: str) -> None:

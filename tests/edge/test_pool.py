@@ -195,7 +195,7 @@ def test_above_the_limit_nothing_changes(device: Device) -> None:
     pool.lease(2 << 20)
     before = pool.registered_bytes, counters.snapshot()
     for size in (3 << 20, 1 << 30, 2**70):
-        with pytest.raises(OutOfMemory, match="let go of tensors earlier, or raise its limit"):
+        with pytest.raises(OutOfMemory, match="release tensors earlier, or raise its limit"):
             pool.lease(size)
     assert (pool.registered_bytes, counters.since(before[1]).registrations) == (before[0], 0)
     del kept

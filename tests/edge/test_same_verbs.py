@@ -40,7 +40,9 @@ def test_fill_and_send(pair: Pair, kind: str) -> None:
 def test_a_tensor_in_the_steps_place_is_named(pair: Pair, kind: str) -> None:
     producer, _ = make_any(kind, pair)
     wrong: Any = TENSOR
-    with pytest.raises(ArgumentError, match=r"a step is an int, not ndarray: the step comes first, as in fill\(1, t"):
+    with pytest.raises(
+        ArgumentError, match=r"the step must be an int, not ndarray: the step comes first, as in fill\(1, t"
+    ):
         producer.fill(wrong, 1, SECONDS)
     step: Any = np.int64(1)
     producer.fill(step, TENSOR.T, SECONDS)

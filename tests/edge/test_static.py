@@ -144,5 +144,5 @@ def test_an_unmapped_edge_needs_matching_sources(pair: Pair) -> None:
     inbox = pair.consumer.allocate(8192)
     wrong = pair.producer.allocate(100)
     remote = inbox.remote()
-    with pytest.raises(ArgumentError, match="one source view a slot"):
+    with pytest.raises(ArgumentError, match="one source view per slot"):
         Producer(pair.there, remote.view(0, 8), slots=[remote.view(64, 200)], source=[wrong.view(0, 100)])

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another dtype": (lambda: np.zeros((2, 3), np.int32), r"carries float32\[2, 3\], not int32\[2, 3\]"),
     "another shape": (lambda: np.zeros((3, 2), np.float32), r"not float32\[3, 2\]"),
     "another byte order": (lambda: np.zeros((2, 3), ">f4"), "'>f4'"),
-    "no tensor": (lambda: b"x" * 24, "bytes has not"),
+    "no tensor": (lambda: b"x" * 24, "which bytes lacks"),
     "python objects": (lambda: np.zeros((2, 3), object), "holds Python objects"),
     "another device": (lambda: torch.zeros(2, 3, device="meta"), "has none"),
     "wants a gradient": (lambda: torch.zeros(2, 3, requires_grad=True), r"detach\(\)"),

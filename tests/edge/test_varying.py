@@ -278,7 +278,7 @@ def test_who_waits_in_vain_is_told_why(pair: Pair, kind: str) -> None:
     if only_mapped_waits(pair, kind):
         with pytest.raises(WaitTimeout, match=r"gave back nothing in time .* or does it keep what it received"):
             small(producer, 3, 0.01)
-        with pytest.raises(WaitTimeout, match="nothing can come: all memory of this edge is kept here"):
+        with pytest.raises(WaitTimeout, match="nothing can arrive: all memory of this edge is still held here"):
             consumer.receive(3, 0.01)
     kept.clear()
     with pytest.raises(WaitTimeout, match="may still arrive"):
@@ -413,7 +413,7 @@ def test_a_producer_that_timed_out_still_waits_for_its_bytes(pair: Pair, kind: s
 def test_a_step_is_sent_as_what_it_was_filled_for(pair: Pair, kind: str) -> None:
     producer, consumer = make(kind, pair, 2, BOUND)
     producer.fill(5, np.zeros(3), SECONDS)
-    with pytest.raises(ArgumentError, match="nothing lies there for step 6"):
+    with pytest.raises(ArgumentError, match="nothing was written for step 6"):
         producer.send(6)
     producer.send(5)
     assert consumer.receive(5, SECONDS).spec.shape == (3,)

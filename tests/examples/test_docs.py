@@ -30,7 +30,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 PAGES = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks(page, "python")]
 
 
-@pytest.mark.usefixtures("allocator_built")  # what says that it builds it is no output of the page
+@pytest.mark.usefixtures("allocator_built")  # the line that says it builds it is not output of the page
 @pytest.mark.parametrize("name", mostly_slow(PAGES, {*PAGES} - {"torch", "graph", "from-ddp"}))
 def test_programs_run_and_print_what_the_page_says(name: str, tmp_path: Path) -> None:
     page = DOCS / f"{name}.md"

@@ -207,7 +207,7 @@ class Simulation:
             who = rng.sample(sorted(running), len(running))
             if not sum(self._advance(running, name, rng) for name in who):
                 pairs = [pair for pair in sorted(self.flying) if self.flying[pair]]
-                assert pairs, f"{', '.join(running)} wait for ever"
+                assert pairs, f"{', '.join(running)} wait forever"
                 self.land(*rng.choice(pairs))
         self._check_end()
 

@@ -49,7 +49,7 @@ def held_nowhere(s: Sketch) -> None:
         (early, "node 'x' uses 'y' before it is there"),
         (early_alias, "node 'x' uses 'y' before it is there"),
         (nowhere, "node 'x' is for c, and the job has a, b: name one of these"),
-        (no_output, "there is no node 'x' to give out"),
+        (no_output, "there is no node 'x' to output"),
         (sent_nowhere, "output 'x' is for c, and the job has a, b: name one of these"),
         (held_nowhere, "node 'x' is for c, and the job has a, b: name one of these"),
     ],

@@ -75,4 +75,4 @@ def test_it_is_known_to_the_commands_by_its_name(sandbox: Sandbox, installed: st
     assert (setting["value"], setting["level"]) == ("counted", "fine")
     wrong = sandbox.launch("run", "--device", "fax", "--", "true", PYTHONPATH=installed).finish()
     assert wrong.status == 2
-    assert "device is one of auto, shm, tcp, verbs, counted, not 'fax'" in wrong.one_line()
+    assert "device must be one of auto, shm, tcp, verbs, counted, not 'fax'" in wrong.one_line()

@@ -129,7 +129,7 @@ def test_alone_and_again(sandbox: Sandbox) -> None:
     """
     result = sandbox.python(sandbox.script(body)).finish()
     assert (result.status, result.err) == (0, "")
-    assert "refused: init() was called before in this process; close() that job first" in result.out
+    assert "refused: init() was already called in this process; close() that job first" in result.out
     assert result.out.split()[-4:] == ["0", "1", "1", "2"]
     sandbox.nothing_left()
 

@@ -117,8 +117,8 @@ def test_an_address_of_metrics() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--metrics", "here"), "--metrics is PORT or HOST:PORT, not 'here'"),
-        (("--metrics", "99999"), "--metrics is PORT or HOST:PORT, not '127.0.0.1:99999'"),
+        (("--metrics", "here"), "--metrics takes PORT or HOST:PORT, not 'here'"),
+        (("--metrics", "99999"), "--metrics takes PORT or HOST:PORT, not '127.0.0.1:99999'"),
         (("--metrics", "1", "--nodes", "2", "--node", "1", "--rendezvous", "h:1"), "--metrics belongs to node 0"),
         (("--trace", "/no/such/place/t.json"), "--trace /no/such/place/t.json: there is no folder /no/such/place"),
         (("--trace", "/"), "--trace /: it is a folder"),

@@ -66,7 +66,7 @@ bool holds_only(const char* at, u64 nbytes, char value) {
 
 std::shared_ptr<Span> region(u64 nbytes) {
     auto span = Span::allocate(nbytes, true);
-    span->own = std::make_shared<Life>();
+    span->own = std::make_shared<Liveness>();
     return span;
 }
 
@@ -133,14 +133,14 @@ void connect_pair(int (&fds)[2]) {
 }
 
 struct Ends {
-    std::shared_ptr<Life> life = std::make_shared<Life>(), peer_life = std::make_shared<Life>();
-    std::shared_ptr<Engine> engine = std::make_shared<Engine>(life, 0.001, patience), peer = std::make_shared<Engine>(peer_life, 0.001, patience);
+    std::shared_ptr<Liveness> liveness = std::make_shared<Liveness>(), peer_liveness = std::make_shared<Liveness>();
+    std::shared_ptr<Engine> engine = std::make_shared<Engine>(liveness, 0.001, patience), peer = std::make_shared<Engine>(peer_liveness, 0.001, patience);
     std::shared_ptr<Connection> out, in;
     Ends() {
         int fds[2];
         connect_pair(fds);
-        out = engine->connect(fds[0], true, std::make_shared<Life>(life), PeerDevice{1, 0.001});
-        in = peer->connect(fds[1], false, std::make_shared<Life>(peer_life), PeerDevice{1, 0.001});
+        out = engine->connect(fds[0], true, std::make_shared<Liveness>(liveness), PeerDevice{1, 0.001});
+        in = peer->connect(fds[1], false, std::make_shared<Liveness>(peer_liveness), PeerDevice{1, 0.001});
     }
     void close() {
         engine->close();
@@ -225,7 +225,7 @@ void ends_under_way() {
         Ends ends;
         auto inbox = region(64), source = region(64);
         inbox->progress = ends.peer;
-        inbox->own = ends.peer_life;
+        inbox->own = ends.peer_liveness;
         ends.peer->expose(7, inbox, true);
         std::thread waiter([&] {
             const Target target = inbox->target(0, nullptr);
@@ -233,7 +233,7 @@ void ends_under_way() {
         });
         std::thread poster([&] {
             while (post(ends, frame_of(Op::write, 8, 8), source)) {}
-            REQUIRE(ends.out->life->lost() || ends.life->lost());
+            REQUIRE(ends.out->liveness->lost() || ends.liveness->lost());
         });
         if (round % 3 == 0) ends.out->close("the channel was closed");
         if (round % 3 == 1) ends.peer->withdraw(7);
@@ -294,10 +294,10 @@ void a_hang_up() {
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
         Monitor monitor;
         auto span = region(64);
-        auto life = std::make_shared<Life>(span->own);
-        monitor.watch(fds[0], life);
+        auto liveness = std::make_shared<Liveness>(span->own);
+        monitor.watch(fds[0], liveness);
         std::thread waiter([&] {
-            const Target target = span->target(0, life.get());
+            const Target target = span->target(0, liveness.get());
             REQUIRE(until([&](double left) { return wait_parked(target, 1, left); }) == Outcome::lost);
         });
         ::close(fds[1]);
@@ -312,16 +312,16 @@ void a_hang_up() {
 void words_of_life() {
     constexpr int channels = 150;
     auto one = std::make_unique<DeathNotifier>(0.001, patience), other = std::make_unique<DeathNotifier>(0.001, patience);
-    std::vector<std::shared_ptr<Life>> lives;
+    std::vector<std::shared_ptr<Liveness>> lives;
     std::vector<u32> left, right;
     std::vector<int> sockets;
     for (int i = 0; i < channels; i++) {
         int fds[2];
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
         sockets.insert(sockets.end(), fds, fds + 2);
-        lives.push_back(std::make_shared<Life>());
+        lives.push_back(std::make_shared<Liveness>());
         left.push_back(one->enter(lives.back(), fds[0]));
-        right.push_back(other->enter(std::make_shared<Life>(), fds[1]));
+        right.push_back(other->enter(std::make_shared<Liveness>(), fds[1]));
         one->watch(left.back(), other->fd(), right.back(), 0.001);
         other->watch(right.back(), one->fd(), left.back(), 0.001);
     }
@@ -350,7 +350,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "leaky")) {
-        for (int i = 0; i < 10; i++) std::make_shared<Life>()->notify(std::make_shared<Notices>(), *new u64(1));
+        for (int i = 0; i < 10; i++) std::make_shared<Liveness>()->notify(std::make_shared<Notices>(), *new u64(1));
         return 0;
     }
     one_region(false);

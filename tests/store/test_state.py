@@ -1,4 +1,4 @@
-"""State on its way: what is sent arrives, in parts of bounded size; nothing else is believed; nobody waits for ever."""
+"""State on its way: what is sent arrives, in parts of bounded size; nothing else is believed; nobody waits forever."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def resumed(job: tw.Job, folder: str) -> list[bool]:
         instance = cls(groups(fresh := parameters(), options["lr"]), **options)
         store_steps(instance, fresh, 0, 0, 3)
         results = [again, copied]
-        if name != "Doubled":  # whose instance does not tell its factor
+        if name != "Doubled":  # whose instance does not expose its factor
             store_steps(tw.torch.StoreOptimizer(fresh.items(), instance), fresh, 0, 3, STEPS)
             results.append(fresh)
         found.append(all(torch.equal(r[k].detach(), straight[k].detach()) for r in results for k in SHAPES))
@@ -276,7 +276,7 @@ def refused(job: tw.Job, folder: str) -> list[str]:
         (errors.Unsupported, "which a function defines", lambda: store(p, module.inner(), lr=0.1)),
         (errors.Unsupported, "needs a closure", lambda: store(p, module.Closure)),
         (errors.Unsupported, "in methods train and eval", lambda: store(p, module.Free)),
-        (errors.Unsupported, "does not tell its 'factor'", lambda: store(p, module.Doubled([p[0][1]], lr=0.1))),
+        (errors.Unsupported, "does not expose its 'factor'", lambda: store(p, module.Doubled([p[0][1]], lr=0.1))),
         (errors.Unsupported, "option 'lr' is a Tensor", lambda: store(p, module.Lion, lr=torch.tensor(0.1))),
         (errors.ArgumentError, "unexpected keyword argument 'nonsense'", lambda: store(p, module.Lion, nonsense=1)),
         (errors.Unsupported, "SparseAdam is for sparse gradients", lambda: store(p, torch.optim.SparseAdam)),

@@ -119,7 +119,9 @@ REFUSED: dict[str, Callable[[], object]] = {
         model().named_parameters(), torch.optim.Adam(model().parameters())
     ),
     "'lr' belongs to the Adam": lambda: tw.torch.StoreOptimizer(torch.optim.Adam(model().named_parameters()), lr=0.1),
-    "comes first alone": lambda: tw.torch.StoreOptimizer(torch.optim.Adam(model().named_parameters()), torch.optim.SGD),
+    "pass an optimizer alone": lambda: tw.torch.StoreOptimizer(
+        torch.optim.Adam(model().named_parameters()), torch.optim.SGD
+    ),
     "construct it on the StoreOptimizer": scheduled,
     "register them on the StoreOptimizer": hooked,
     "has the groups": with_groups_twice,

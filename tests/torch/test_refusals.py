@@ -151,7 +151,7 @@ def add(job: tw.Job) -> list[str]:
     sgd = optimizer([("a", p)])
     wrong = [
         refuses(errors.ArgumentError, "no 'params'", lambda: sgd.add_param_group({"lr": 1.0})),
-        refuses(errors.ArgumentError, "a parameter group is a dict", lambda: sgd.add_param_group([("b", q)])),  # type: ignore[arg-type]
+        refuses(errors.ArgumentError, "a parameter group must be a dict", lambda: sgd.add_param_group([("b", q)])),  # type: ignore[arg-type]
         refuses(errors.ArgumentError, "given twice", lambda: sgd.add_param_group({"params": [("b", p)]})),
         refuses(errors.ArgumentError, "have the name 'a'", lambda: sgd.add_param_group({"params": [("a", q)]})),
         refuses(errors.ArgumentError, "larger", lambda: sgd.add_param_group({"params": [("b", q)], "lr": 10**400})),

@@ -23,7 +23,7 @@ def backward(net: torch.nn.Module) -> None:
     net(torch.ones(3, 8)).square().mean().backward()
 
 
-def told(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     """The error of a call in another thread."""
     found = []
 
@@ -70,7 +70,7 @@ def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tenso
         lambda: optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.zeros(2)))]}),
         *((paused, lambda: backward(net)) if overlap else ()),
     ]
-    errors_ = [told(call) for call in calls]
+    errors_ = [error_of(call) for call in calls]
     go_on.set()
     stepping.join()
     setattr(part, check.__name__, check)

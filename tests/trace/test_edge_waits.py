@@ -74,7 +74,7 @@ def test_clocks_that_contradict_each_other_make_no_ring() -> None:
 
 
 def test_waiting_for_memory_is_idle_while_others_compute() -> None:
-    """Also in the midst of a push, which then is no communication."""
+    """Also in the midst of a push, which is then no communication."""
     keeper = step(1, 0, 20, wait("x", 12, 15))
     sender = step(1, 0, 20, push("x", 10, 15), wait("memory of worker 1", 10, 14))
     first, second = parts_of_spans({0: sender, 1: keeper}, [])

@@ -150,7 +150,7 @@ def fitting(workloads: Sequence[Workload], left: int, notes: Notes) -> list[set[
 def measure(
     workload: Workload, contenders: Sequence[Contender], settings: Settings, notes: Notes, running: Stages
 ) -> dict[str, Samples]:
-    """Measures contenders in turns; one of others that fails is skipped with a note."""
+    """Measures contenders in turns; a peer that fails is skipped with a note."""
     stages: dict[str, tuple[Contender, Stage, int]] = {}
     for contender in contenders:
         notes.progress(f"{workload.name}: {contender.name}")

@@ -20,7 +20,7 @@ QUICK_SIZES = (KIB, MIB)
 LARGE = 256 * MIB  # from here on few rounds
 _FLAG = 8  # bytes of payload in the C flag: it moves none either, to speak of
 _DEPTH = 2  # tensors on their way
-_STREAM = 4  # tensors of a round at least: one alone is no stream
+_STREAM = 4  # tensors of a round at least: one alone is not a stream
 # Bytes that ours may take for each byte of a tensor, on a device that maps and on one that does not.
 _KINDS = {"static": (4, 6), "bounded": (4, 6), "dynamic": (5, 8)}
 _HOW = {

@@ -1,4 +1,4 @@
-"""The limits of the machine: programs in C, built on demand, that Tensorwire's own are held against."""
+"""The limits of the machine: C programs, built on demand, that Tensorwire is compared with."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def build(source: Path, libraries: Sequence[str], notes: Notes) -> Path:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
         raise Unsupported(f"cannot be built: {errors[0]}")
-    fresh.replace(program)  # whoever built it at the same time made the same
+    fresh.replace(program)  # another process that built it at the same time made the same
     return program
 
 

@@ -1,4 +1,4 @@
-"""On what a benchmark ran: printed with every result, because figures of another machine mean nothing."""
+"""The machine that a benchmark ran on, printed with every result: figures mean nothing without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_cores(wanted: str | None) -> tuple[int, ...]:
         try:
             chosen = tuple(int(part) for part in wanted.split(","))
         except ValueError:
-            raise ArgumentError(f"--cores is two numbers such as 0,1, not {wanted!r}") from None
+            raise ArgumentError(f"--cores takes two numbers such as 0,1, not {wanted!r}") from None
         if len(chosen) != 2 or not set(chosen) <= set(allowed):
             raise ArgumentError(f"--cores {wanted}: two of the processors {_ranges(allowed)}")
         return chosen

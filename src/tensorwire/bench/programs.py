@@ -197,7 +197,7 @@ def receive_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) 
     ``silent`` ones have nothing to say meanwhile, unless they fail. Those that leave do so because of another one,
     which says why.
     """
-    # One may have failed while the other waits for it: whoever speaks or ends is heard first.
+    # One may have failed while the other waits for it: the first to speak or end is heard first.
     waiting, watched = list(programs), list(silent)
     heard: dict[Program, str] = {}
     while waiting:

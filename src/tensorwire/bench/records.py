@@ -1,4 +1,4 @@
-"""What a measurement is: the record, its modes, and the target it is held against."""
+"""The record of a measurement, its modes, and its target."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure should reach: at most ``seconds``, and at least a share of the speed of others in the same run.
+    """What a figure should reach: at most ``seconds``, and at least a share of the speed of peers in the same run.
 
     ``every``: all of it; else one part is enough. What was not measured is left out. ``worst``: by the slowest round.
     """

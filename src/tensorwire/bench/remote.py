@@ -1,7 +1,7 @@
 """A benchmark between two machines: the other one starts its programs for us, and their lines go over a socket.
 
-Whoever connects shows that it holds the secret of both (``TENSORWIRE_SECRET_FILE``), and may start the programs of
-this benchmark, nothing else. No payload goes this way.
+A connecting process must show that it holds the secret of both (``TENSORWIRE_SECRET_FILE``), and may start the programs
+of this benchmark, nothing else. No payload goes this way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def local_interface(peer: str) -> str:
         try:
             probe.connect((peer, 9))  # sends nothing
         except OSError as error:
-            raise ArgumentError(f"no way to {peer}: {error.strerror or error}") from None
+            raise ArgumentError(f"cannot connect to {peer}: {error.strerror or error}") from None
         return str(probe.getsockname()[0])
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: progress while it runs, then one table; JSON for programs and Markdown for documentation."""
+"""The output of a benchmark: progress while it runs, then one table; JSON for programs, Markdown for documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGE = 65536  # bytes; of a smaller transfer the rate says nothing
 
 
 class Notes:
-    """What is told besides the results: progress on a terminal's last line, and what was skipped, on standard error."""
+    """What is shown beside the results: progress on a terminal's last line, and what was skipped, on standard error."""
 
     def __init__(self, update: Callable[[str], None], say: Callable[[str], None]) -> None:
         self._update = update

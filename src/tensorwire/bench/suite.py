@@ -1,4 +1,4 @@
-"""What one call of ``tensorwire bench`` does, from its options to the table."""
+"""One call of ``tensorwire bench``, from its options to the table."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""All that is drawn, by matplotlib: the extra ``plot``. It is imported when a picture is asked for."""
+"""Pictures, drawn by matplotlib (the extra ``plot``), which is imported only when one is requested."""

@@ -1,4 +1,4 @@
-"""What pictures have in common: their formats, the parts of a step as bars, and the file."""
+"""What all pictures share: formats, the parts of a step as bars, and saving the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_picture(path: str | Path, *, option: str) -> None:
         MissingPackage: matplotlib is not installed.
     """
     if _format(path) not in FORMATS:
-        raise ArgumentError(f"{option} {path}: a picture ends with .{', .'.join(FORMATS)}")
+        raise ArgumentError(f"{option} {path}: the name of a picture must end with .{', .'.join(FORMATS)}")
     check_file(path, option=option)
     try:
         import matplotlib  # noqa: F401

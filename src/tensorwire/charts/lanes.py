@@ -1,4 +1,4 @@
-"""Pictures of who does what, and sends what to whom: a lane for each, time downwards, like a sequence diagram.
+"""Pictures of what each process does and sends: one lane per process, time downwards, like a sequence diagram.
 
 What several do at the same time is one row of boxes. What is sent after it has rows of its own below, so that no arrow
 crosses a box or another arrow's words.

@@ -1,4 +1,4 @@
-"""The options that the benchmarks have in common, and how one of them is run."""
+"""The options that all benchmarks share, and how a benchmark is run."""
 
 from __future__ import annotations
 

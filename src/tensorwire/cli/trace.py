@@ -74,7 +74,9 @@ def _read(files: Sequence[str]) -> dict[str, ProcessTrace]:
         found = read_trace(file) if Path(file).is_dir() else read_chrome(file)
         twice = sorted(records.keys() & found.keys())
         if twice:
-            raise ArgumentError(f"{file}: {twice[0].replace('-', ' ')} is in another file, too: are these of one job?")
+            raise ArgumentError(
+                f"{file}: {twice[0].replace('-', ' ')} is in another file, too: are these files of one job?"
+            )
         records |= found
     return records
 

@@ -1,4 +1,4 @@
-"""``HOST:PORT``: taken apart, found, connected to. On several machines nobody orders the starts: these wait."""
+"""``HOST:PORT``: parsing, resolving and connecting. Machines start in any order, so these functions wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise ArgumentError(f"an address is HOST:PORT, not {address!r}")
+        raise ArgumentError(f"an address must be HOST:PORT, not {address!r}")
     return host, int(port)
 
 

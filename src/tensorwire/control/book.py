@@ -1,4 +1,4 @@
-"""The coordinator's memory: published entries, and who waits where for whom."""
+"""The coordinator's state: published entries, and which member waits for which."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Book:
                 return Answer(message.id, error=str(mismatch), type="PlanMismatch")
         meeting.arrived.add(member)
         if meeting.complete:
-            del self._meetings[key]  # whoever comes to that name again starts another meeting
+            del self._meetings[key]  # the next one to come to that name starts another meeting
             await self._notify()
             return Answer(message.id)
         self._check(meeting)
@@ -188,7 +188,7 @@ class Book:
             self._changed.notify_all()
 
     async def end(self) -> None:
-        """Answers whoever still waits."""
+        """Answers those that still wait."""
         self._ended = True
         await self._notify()
 

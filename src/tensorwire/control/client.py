@@ -284,7 +284,7 @@ class Client:
             call(cause)
 
     def _release(self) -> None:
-        """Whoever still waits for an answer hears that the job is over."""
+        """Calls that still wait for an answer learn that the job is over."""
         with self._lock:
             pending, self._pending = self._pending, {}
         for future in pending.values():

@@ -1,4 +1,4 @@
-"""One clock for a job on several machines: each member's distance to the coordinator's, from a few round trips."""
+"""One clock for a job on several machines: each member's offset from the coordinator's, from a few round trips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator: one a job, a thread beside the launcher or a process of its own. Nothing of it runs per step."""
+"""The coordinator: one per job, as a thread of the launcher or a process of its own. None of it runs per step."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ class Coordinator:
     async def _answer(self, member: _Member, message: frames.Question) -> None:
         self._send(member.writer, await self._book.answer(member.name, message))
 
-    # ---- life and death
+    # ---- liveness and death
 
     async def _watch(self) -> None:
         while True:

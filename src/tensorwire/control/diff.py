@@ -1,4 +1,4 @@
-"""What two members do not agree on, in a few lines. Linear in the texts: it runs between heartbeats."""
+"""The differences between two members' texts, in a few lines. Linear in their length, as it runs between heartbeats."""
 
 from __future__ import annotations
 

@@ -239,5 +239,5 @@ def decode(body: bytes) -> Any:
     try:
         message: Any = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a malformed control frame: {error}") from None
+        raise ProtocolError(f"malformed control frame: {error}") from None
     return message

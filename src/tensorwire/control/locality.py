@@ -1,4 +1,4 @@
-"""Where a process is, and what that says about the ways to reach it."""
+"""Where a process runs, and which devices can therefore reach it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def locality(pid: int | None = None) -> Locality:
         raise ArgumentError(f"there is no process {pid} here") from None
     except OSError as error:
         raise ArgumentError(
-            f"process {pid} cannot be looked at ({error.strerror}): ask as its user or as root"
+            f"process {pid} cannot be inspected ({error.strerror}): run this as its user or as root"
         ) from None
     return Locality(boot, network, user, users)
 

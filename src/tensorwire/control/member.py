@@ -126,7 +126,7 @@ class Member:
         return channel
 
     def _agree(self, name: str, device: str, found: str) -> str:
-        """Whoever tried the device first decides for both: '' to use it, else why not."""
+        """The first to try the device decides for both: '' to use it, otherwise why not."""
         pair = sorted((self.name, name))
         key = f"{device}/{'/'.join(pair)}"
         try:

@@ -1,4 +1,4 @@
-"""How processes are named and spoken of. Shared by members, which need no coordinator's code, and the coordinator."""
+"""The names of processes in messages, shared by the coordinator and the members, which do not import it."""
 
 from __future__ import annotations
 

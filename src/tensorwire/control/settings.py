@@ -1,4 +1,4 @@
-"""Numbers that people set in the environment."""
+"""Numeric settings from the environment."""
 
 from __future__ import annotations
 

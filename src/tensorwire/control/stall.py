@@ -1,4 +1,4 @@
-"""When the coordinator's own process did not run: whose fault is it then that members left?"""
+"""Whether the coordinator's own process was stalled, so that members that seem lost are not to blame."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A listening socket and the threads that greet whoever connects. Set-up only: no payload passes here.
+"""A listening socket and the threads that greet those that connect. Set-up only: no payload passes here.
 
-Whoever has not shown the token yet is a *stranger*. There are at most ``MOST_STRANGERS`` of them at a time, each with a
-descriptor and a thread; the next one takes the place of the oldest that has said nothing.
+A connection that has not shown the token yet is a *stranger*. There are at most ``MOST_STRANGERS`` of them at a time,
+each with a descriptor and a thread; the next one takes the place of the oldest that has sent nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Acceptor:
                 self._greeted[connection] = thread
                 self._strangers[connection] = False
             if evicted is not None:
-                evicted.join(1.0)  # else those that end would pile up behind those that come
+                evicted.join(1.0)  # otherwise ending threads would pile up
             try:
                 thread.start()
             except RuntimeError:  # no more threads
@@ -92,7 +92,7 @@ class Acceptor:
             self._end(connection)
 
     def _admit(self, connection: socket.socket) -> bytes:
-        """The purpose of whoever shows the token; from then on it is no stranger."""
+        """The purpose of a connection that shows the token; from then on it is not a stranger."""
         pressed = len(self._strangers) > MOST_STRANGERS // 2
         connection.settimeout(min(GREETING_SECONDS, PRESSED_SECONDS) if pressed else GREETING_SECONDS)
         if self._inspect is not None:

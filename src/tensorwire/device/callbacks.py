@@ -1,4 +1,4 @@
-"""Python's callbacks for what native threads notice: a transfer is done, a peer is lost."""
+"""Python callbacks for events from native threads: a transfer completed, a peer was lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Callbacks:
         return token
 
     def run_orphan(self, token: int) -> None:
-        """For whoever posts while ``close`` may be at work: runs the call here if its thread has ended without it."""
+        """For a thread that posts while ``close`` may be at work: runs the call here if its thread ended without it."""
         thread = self._thread
         if not self._closed or thread is threading.current_thread():
             return

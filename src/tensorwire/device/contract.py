@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire._native import Life, Memory
+from tensorwire._native import Liveness, Memory
 from tensorwire.device.callbacks import Callbacks
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError, Unsupported
@@ -90,7 +90,7 @@ class Completion(ABC):
 
     def __await__(self) -> Generator[Any, None, None]:
         if not self.done:
-            import asyncio  # whoever awaits has it; all others start faster without
+            import asyncio  # those that await have imported it; all others start faster without
 
             loop = asyncio.get_running_loop()
             event = asyncio.Event()
@@ -136,12 +136,12 @@ class Channel(ABC):
 
     Attributes:
         device: The device of this process to which the channel belongs.
-        life: The state of the connection, for implementations of channels.
+        liveness: The state of the connection, for implementations of channels.
     """
 
-    def __init__(self, device: Device, life: Life) -> None:
+    def __init__(self, device: Device, liveness: Liveness) -> None:
         self.device = device
-        self.life = life
+        self.liveness = liveness
 
     @abstractmethod
     def write(
@@ -269,7 +269,7 @@ class Channel(ABC):
     @property
     def peer(self) -> str:
         """The process at the other end, in words, as in the messages of `PeerLost`."""
-        return self.life.peer
+        return self.liveness.peer
 
     def on_lost(self, call: Callable[[str], None]) -> None:
         """Calls ``call(reason)`` once when the peer is lost; at once if it is lost already.
@@ -300,7 +300,7 @@ class Channel(ABC):
     @property
     def lost(self) -> bool:
         """Whether the peer is gone."""
-        return self.life.lost or self.device.life.lost
+        return self.liveness.lost or self.device.liveness.lost
 
     @abstractmethod
     def close(self) -> None:
@@ -327,7 +327,7 @@ class Device(ABC):
     Attributes:
         name: The device's name: 1 to 8 lower-case letters, digits, ``-`` or ``_``, with a letter first.
         capabilities: What it can do.
-        life: Whether the device can still be used, for implementations of devices.
+        liveness: Whether the device can still be used, for implementations of devices.
         callbacks: The thread that runs callbacks, for implementations of devices.
     """
 
@@ -335,7 +335,7 @@ class Device(ABC):
     capabilities: Capabilities
 
     def __init__(self) -> None:
-        self.life = Life()
+        self.liveness = Liveness()
         self.callbacks = Callbacks()
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._regions_lock = threading.Lock()
@@ -370,7 +370,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """The bytes that a peer passes to ``connect``. They are a secret: whoever has them can connect."""
+        """The bytes that a peer passes to ``connect``. They are a secret: anybody who has them can connect."""
 
     @abstractmethod
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
@@ -420,7 +420,7 @@ class Device(ABC):
         if nbytes >= 2**64:
             raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: no address reaches that far")
         if nbytes < 0 or alignment < 1 or alignment & (alignment - 1) or alignment > 4096:
-            raise ArgumentError("allocate: nbytes >= 0 and an alignment that is a power of two up to 4096")
+            raise ArgumentError("allocate: nbytes must be 0 or more, and alignment a power of two up to 4096")
         self._check_open()
         try:
             memory = self._find_memory(nbytes, reserve)
@@ -474,7 +474,7 @@ class Device(ABC):
             region.close()
 
     def _bind(self, memory: Memory) -> None:
-        memory.bind(self.life, None)
+        memory.bind(self.liveness, None)
 
     def why_lost(self, channel: Channel | None = None) -> str:
         """Returns the sentence that a `PeerLost` says.
@@ -482,13 +482,13 @@ class Device(ABC):
         Args:
             channel: The channel of this device to which it belongs; None: the device itself.
         """
-        if channel is not None and channel.life.closed:
-            return f"{self.name}: {channel.life.reason}"
-        if self.life.lost:
-            return f"{self.name}: this device cannot be used any more: {self.life.reason}"
-        if channel is not None and channel.life.lost:
-            return f"{self.name}: {channel.peer or 'the peer'} is lost: {channel.life.reason}"
-        return f"{self.name}: {self.life.last_loss}"
+        if channel is not None and channel.liveness.closed:
+            return f"{self.name}: {channel.liveness.reason}"
+        if self.liveness.lost:
+            return f"{self.name}: this device cannot be used any more: {self.liveness.reason}"
+        if channel is not None and channel.liveness.lost:
+            return f"{self.name}: {channel.peer or 'the peer'} is lost: {channel.liveness.reason}"
+        return f"{self.name}: {self.liveness.last_loss}"
 
     def abort(self, reason: str) -> None:
         """Fails every outstanding operation and wakes every waiter of this device, which cannot be used any more.
@@ -496,20 +496,20 @@ class Device(ABC):
         Args:
             reason: What their errors say.
         """
-        self.life.lose(reason)
+        self.liveness.lose(reason)
 
     def _call_when_lost(self, channel: Channel, call: Callable[[str], None]) -> None:
         def notify() -> None:
-            if not channel.life.closed and not self.life.closed:
+            if not channel.liveness.closed and not self.liveness.closed:
                 call(self.why_lost(channel))
 
         token = self.callbacks.add(notify)
-        channel.life.notify(self.callbacks.notices, token)
-        self.life.notify(self.callbacks.notices, token)
+        channel.liveness.notify(self.callbacks.notices, token)
+        self.liveness.notify(self.callbacks.notices, token)
 
     def _check_open(self) -> None:
-        if self.life.lost:
-            raise PeerLost(f"{self.name}: this device cannot be used any more: {self.life.reason}")
+        if self.liveness.lost:
+            raise PeerLost(f"{self.name}: this device cannot be used any more: {self.liveness.reason}")
 
     def __enter__(self) -> Device:
         return self
@@ -527,7 +527,10 @@ def check_plain(what: str, array: Any) -> None:
     # PyTorch's DLPack leaves this out: the negative of what the tensor shows would be taken.
     is_negative = getattr(array, "is_neg", None)
     if callable(is_negative) and is_negative():
-        raise ArgumentError(f"{what} needs memory as it is: this tensor is a negative view; call resolve_neg() first")
+        raise ArgumentError(
+            f"{what} needs memory that holds the values as they are, and this is a negative view: call "
+            "resolve_neg() first"
+        )
     if hasattr(array, "untyped_storage"):
         _check_storage(what, array)
 
@@ -556,7 +559,7 @@ def check_sizes(source: int, target: int) -> None:
 def check_word(view: RemoteView) -> None:
     """A signal or atomic word is 8 aligned bytes."""
     if view.nbytes != 8 or view.offset % 8:
-        raise ArgumentError("a signal or atomic word is a view of 8 bytes at a multiple of 8")
+        raise ArgumentError("a signal or atomic word must be a view of 8 bytes at a multiple of 8")
 
 
 def check_fillable(view: View) -> None:
@@ -566,7 +569,7 @@ def check_fillable(view: View) -> None:
 
 
 def check_value(*values: int) -> None:
-    """A signal or atomic word holds 0 to 2**64 - 1. Raises `TypeError` for what is no integer."""
+    """A signal or atomic word holds 0 to 2**64 - 1. Raises `TypeError` for what is not an integer."""
     for value in values:
         if not 0 <= operator.index(value) < 2**64:
             raise ArgumentError(f"a word holds 0 to 2**64 - 1, not {value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 
-from tensorwire._native import Life, Memory
+from tensorwire._native import Liveness, Memory
 from tensorwire.device.contract import Capabilities, Channel, Device
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView
@@ -35,7 +35,7 @@ class LoopbackDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         peer = _devices.get(address)
-        if peer is None or peer.life.lost:
+        if peer is None or peer.liveness.lost:
             raise PeerLost("loopback: no open device of this process has that address")
         channel = LoopbackChannel(self, peer)
         self._outbound.add(channel)
@@ -56,10 +56,10 @@ class LoopbackDevice(Device):
         for channel in list(self._outbound):
             channel.close()
         for channel in list(self._inbound):
-            channel.life.lose("its device was closed")
+            channel.liveness.lose("its device was closed")
             channel._reverse.lose("its device was closed")
         self._close_regions()
-        self.life.close("the device was closed")
+        self.liveness.close("the device was closed")
         self.callbacks.close()
 
 
@@ -67,9 +67,9 @@ class LoopbackChannel(MappedChannel):
     """A channel to a device of this process."""
 
     def __init__(self, device: LoopbackDevice, peer: LoopbackDevice) -> None:
-        super().__init__(device, Life(device.life, "a device of this process"))
+        super().__init__(device, Liveness(device.liveness, "a device of this process"))
         self._peer = peer
-        self._reverse = Life(peer.life, "a device of this process", inbound=True)  # what the peer's waiters see
+        self._reverse = Liveness(peer.liveness, "a device of this process", inbound=True)  # what the peer's waiters see
 
     def _find(self, region: RemoteRegion) -> Memory:
         found = self._peer._exposed.get(region.key)
@@ -86,5 +86,5 @@ class LoopbackChannel(MappedChannel):
         return Memory.map(memory.fd, False) if memory.fd >= 0 else None
 
     def close(self) -> None:
-        self.life.close("the channel was closed")
+        self.liveness.close("the channel was closed")
         self._reverse.lose("its channel was closed")

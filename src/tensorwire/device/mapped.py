@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorwire._native import Life, Memory, Path, put, put_signal
+from tensorwire._native import Liveness, Memory, Path, put, put_signal
 from tensorwire.device.contract import (
     DONE,
     Channel,
@@ -25,9 +25,9 @@ from tensorwire.observe import counters
 class MappedChannel(Channel):
     """A subclass says, in ``_find``, where a peer's region lies."""
 
-    def __init__(self, device: Device, life: Life) -> None:
-        super().__init__(device, life)
-        self._path = Path(life, device.life, self, DONE)
+    def __init__(self, device: Device, liveness: Liveness) -> None:
+        super().__init__(device, liveness)
+        self._path = Path(liveness, device.liveness, self, DONE)
         # The short way is native: a Python function around it would take as long as a small write itself.
         self.write = self._path.write  # type: ignore[method-assign]
         self.signal = self._path.signal  # type: ignore[method-assign]

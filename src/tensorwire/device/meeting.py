@@ -1,4 +1,4 @@
-"""How two processes find each other: what one must know of the other crosses a connection that they have already."""
+"""How two processes connect devices: they exchange addresses over a connection that they already have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channe
         device: This process's device; the other process has one of the same kind.
         pipe: What only these two processes share: an object with ``send_bytes`` and ``recv_bytes``, such as a
             ``multiprocessing`` connection; a connected stream socket; or a function that takes our message and returns
-            that of the other process. Whoever can read it may connect to both devices.
+            that of the other process. Anybody who can read it may connect to both devices.
         timeout: Seconds to wait for the other process, and for the connection.
 
     Returns:
@@ -65,7 +65,7 @@ def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channe
         theirs = _hello.decode(answer)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise ProtocolError(
-            "the other process does not connect a device here: both call connect_peer, with the same version"
+            "the other process does not connect a device here: both must call connect_peer, with the same version"
         ) from None
     if theirs.device != device.name:
         raise ArgumentError(f"the devices differ: {device.name} here, {theirs.device} there")
@@ -83,12 +83,13 @@ def exchange(pipe: Meeting, ours: bytes, timeout: float) -> bytes:
             theirs = pipe(ours)
         else:
             raise ArgumentError(
-                f"a pipe has send_bytes and recv_bytes, is a socket, or a function; not {type(pipe).__name__}"
+                "a pipe must be a socket, a function, or an object with send_bytes and recv_bytes; "
+                f"not {type(pipe).__name__}"
             )
     except (PeerLost, WaitTimeout):
         raise
     except TimeoutError:
-        raise WaitTimeout(f"the other process said nothing within {timeout:g} s") from None
+        raise WaitTimeout(f"the other process sent nothing within {timeout:g} s") from None
     except (EOFError, OSError) as error:
         raise PeerLost(f"the connection to the other process ended: {error or type(error).__name__}") from None
     if not isinstance(theirs, bytes) or len(theirs) > MOST_BYTES:

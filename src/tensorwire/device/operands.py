@@ -1,4 +1,4 @@
-"""The errors for operands of the wrong type, found where an operation failed: checking first would cost every step."""
+"""Errors for operands of the wrong type, worked out after an operation failed: checking first would slow every step."""
 
 from __future__ import annotations
 

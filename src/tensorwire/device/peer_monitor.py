@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 
-from tensorwire._native import DeathNotifier, Life, Monitor, close_on_fork, forget_fd
+from tensorwire._native import DeathNotifier, Liveness, Monitor, close_on_fork, forget_fd
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError
 
 _HELLO = struct.Struct("<II")  # the word for this peer in our page (0: no page comes), milliseconds between beats
@@ -22,7 +22,7 @@ _HELLO = struct.Struct("<II")  # the word for this peer in our page (0: no page 
 def check_heartbeat(heartbeat: float, lost_after: float) -> None:
     """Both in seconds. Raises `ArgumentError`."""
     if not 0.001 <= heartbeat <= 3600 or not 2 * heartbeat <= lost_after <= 1e6:
-        raise ArgumentError("heartbeat is 0.001 to 3600 seconds, and lost_after at least twice as much")
+        raise ArgumentError("heartbeat must be 0.001 to 3600 seconds, and lost_after at least twice that")
 
 
 def milliseconds(heartbeat: float) -> int:
@@ -41,7 +41,7 @@ class Watchers:
             self.death_notifier = DeathNotifier(heartbeat, lost_after)
         except OSError as error:
             self.monitor.close()
-            raise OutOfMemory(f"no page of memory to share with peers can be made: {error.args[1]}") from None
+            raise OutOfMemory(f"cannot make a page of memory to share with peers: {error.args[1]}") from None
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
@@ -50,19 +50,19 @@ class Watchers:
 
 
 class PeerMonitor:
-    """Ends ``life`` when the process at the other end of ``sock`` dies, hangs up or falls silent.
+    """Ends ``liveness`` when the process at the other end of ``sock`` dies, hangs up or falls silent.
 
     Both ends make one, right after the handshake. A loss is mutual: it ends the connection, so that a peer that was
     only stopped learns of it. Raises `PeerLost` or `ProtocolError`.
     """
 
-    def __init__(self, watchers: Watchers, sock: socket.socket, life: Life) -> None:
+    def __init__(self, watchers: Watchers, sock: socket.socket, liveness: Liveness) -> None:
         self._watchers = watchers
         self._fd = sock.fileno()
-        self._word = watchers.death_notifier.enter(life, self._fd)
+        self._word = watchers.death_notifier.enter(liveness, self._fd)
         try:
             self._greet(sock)
-            watchers.monitor.watch(self._fd, life)
+            watchers.monitor.watch(self._fd, liveness)
         except BaseException:
             watchers.death_notifier.leave(self._word)
             raise
@@ -74,7 +74,7 @@ class PeerMonitor:
             socket.send_fds(sock, [hello], [death_notifier.fd] if self._word else [])
             answer, fds, _, _ = socket.recv_fds(sock, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
-            raise PeerLost(f"the other process did not say how it can be watched: {error}") from None
+            raise PeerLost(f"the other process did not say how to watch it: {error}") from None
         try:
             if len(answer) != _HELLO.size:
                 raise PeerLost("the other process closed the connection")

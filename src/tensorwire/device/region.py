@@ -1,4 +1,4 @@
-"""Registered memory: what we own (regions, views) and what a peer lets us reach (remote regions, remote views)."""
+"""Registered memory: our own (regions, views) and that of a peer (remote regions, remote views)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_name(name: str) -> None:
     """Refuses a name that no device may have: it travels in each remote region, in 8 bytes."""
     if not _NAME.fullmatch(name):
         raise ArgumentError(
-            f"a device's name is 1 to 8 lower-case letters, digits, '-' or '_', with a letter first, not {name!r}"
+            f"a device's name must be 1 to 8 lower-case letters, digits, '-' or '_', with a letter first, not {name!r}"
         )
 
 
@@ -90,7 +90,7 @@ class Region(Memory):
         return View(self, offset, nbytes)
 
     def remote(self, access: Access = "write") -> RemoteRegion:
-        """Returns a capability for this region: whoever has it may use the region until ``close()``.
+        """Returns a capability for this region: any holder may use the region until ``close()``.
 
         Args:
             access: ``"write"``: read and write; ``"read"``: only read.
@@ -106,7 +106,7 @@ class Region(Memory):
         if self.closed:
             raise RegionClosed("this region was closed: allocate another one")
         if access not in ("read", "write"):
-            raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
+            raise ArgumentError(f"access must be 'read' or 'write', not {access!r}")
         if access == "write" and not self.writable:
             raise ArgumentError("this memory is read-only: ask for access='read'")
         key = self.device._expose(self, access)
@@ -130,11 +130,11 @@ class Region(Memory):
             ArgumentError: There is no such word in this region.
         """
         try:
-            outcome = self._wait(offset, at_least, timeout, None if channel is None else channel.life)
+            outcome = self._wait(offset, at_least, timeout, None if channel is None else channel.liveness)
         except (IndexError, TypeError, ValueError):
             check_range("region", offset, 8, self.nbytes)
             if (self.address + offset) % 8 or not 0 <= at_least < 2**64:
-                raise ArgumentError("a signal word is 8-byte aligned and holds 0 to 2**64 - 1") from None
+                raise ArgumentError("a signal word must be 8-byte aligned and hold 0 to 2**64 - 1") from None
             raise
         if outcome:
             self._raise(outcome, at_least, timeout, channel)
@@ -213,7 +213,7 @@ class RemoteRegion:
         return RemoteView(self, offset, nbytes)
 
     def pack(self) -> bytes:
-        """Returns the capability as 32 bytes, to carry it to the peer. They are a secret: whoever has them has access.
+        """Returns the capability as 32 bytes, to send to the peer. They are a secret: they give access to any holder.
 
         Raises:
             ArgumentError: A field does not fit.

@@ -1,4 +1,4 @@
-"""The devices by name: those of Tensorwire, and those that installed packages add.
+"""Devices by name: built-in ones, and those of installed packages.
 
 A package adds a device with an entry point of the group ``tensorwire.devices``, whose name is the device's name and
 whose value is its class. Nothing of such a package is imported before somebody asks for the device.
@@ -55,7 +55,7 @@ def find_job_device(name: str) -> type[Device]:
         return BUILT_IN[name]
     if name not in device_names():
         others = [each for each in device_names() if each not in BUILT_IN]
-        raise ArgumentError(f"device is one of {', '.join((AUTO, *BUILT_IN_FOR_JOBS, *others))}, not {name!r}")
+        raise ArgumentError(f"device must be one of {', '.join((AUTO, *BUILT_IN_FOR_JOBS, *others))}, not {name!r}")
     kind = find_device(name)
     if not kind.capabilities.other_processes:
         raise ArgumentError(f"the device {name!r} does not reach other processes, which a job needs")

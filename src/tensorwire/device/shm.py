@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 
-from tensorwire._native import Life, Memory, open_socket
+from tensorwire._native import Liveness, Memory, open_socket
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device, unshared
@@ -96,20 +96,20 @@ class ShmDevice(Device):
             raise
 
     def _open(self, sock: socket.socket, pid: int, process: ProcessHandle) -> Channel:
-        life = Life(self.life, _in_words(pid))
-        peer_monitor = PeerMonitor(self._watchers, sock, life)
+        liveness = Liveness(self.liveness, _in_words(pid))
+        peer_monitor = PeerMonitor(self._watchers, sock, liveness)
         with self._lock:
-            if self.life.lost:  # close() came meanwhile, and has not seen this channel
+            if self.liveness.lost:  # close() came meanwhile, and has not seen this channel
                 peer_monitor.close()
             self._check_open()
-            channel = ShmChannel(self, sock, life, peer_monitor, process)
+            channel = ShmChannel(self, sock, liveness, peer_monitor, process)
             self._channels.add(channel)
         return channel
 
     def _greet(self, sock: socket.socket, _: bytes) -> None:
         pid = _peer_of(sock)
-        life = Life(self.life, _in_words(pid), inbound=True)
-        peer_monitor = PeerMonitor(self._watchers, sock, life)
+        liveness = Liveness(self.liveness, _in_words(pid), inbound=True)
+        peer_monitor = PeerMonitor(self._watchers, sock, liveness)
         try:
             sock.settimeout(None)
             while True:
@@ -117,7 +117,7 @@ class ShmDevice(Device):
                 self._answer(sock, key, bool(write))
         finally:
             peer_monitor.close()
-            life.lose("its process closed the connection or died")
+            liveness.lose("its process closed the connection or died")
 
     def _answer(self, sock: socket.socket, key: int, write: bool) -> None:
         found = self._exposed.get(key)
@@ -148,9 +148,9 @@ class ShmDevice(Device):
             self._exposed.pop(key, None)
 
     def close(self) -> None:
-        if self.life.forked:  # the parent's: a lock may be held for ever
+        if self.liveness.forked:  # the parent's: a lock may be held forever
             return
-        self.life.close("the device was closed")
+        self.liveness.close("the device was closed")
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
@@ -165,9 +165,14 @@ class ShmChannel(MappedChannel):
     """A channel to a process of this machine."""
 
     def __init__(
-        self, device: ShmDevice, sock: socket.socket, life: Life, peer_monitor: PeerMonitor, process: ProcessHandle
+        self,
+        device: ShmDevice,
+        sock: socket.socket,
+        liveness: Liveness,
+        peer_monitor: PeerMonitor,
+        process: ProcessHandle,
     ) -> None:
-        super().__init__(device, life)
+        super().__init__(device, liveness)
         self._sock = sock
         self._peer_monitor = peer_monitor
         self._process = process
@@ -191,7 +196,7 @@ class ShmChannel(MappedChannel):
                 fd = self._ask(region.key, write)
             except OSError as error:
                 # What comes later would be taken for the answer to another question.
-                self.life.lose(f"it did not say where its region is: {error}")
+                self.liveness.lose(f"it did not say where its region is: {error}")
                 raise PeerLost(self.device.why_lost(self)) from None
             try:
                 memory = Memory.map(fd, write)
@@ -201,7 +206,7 @@ class ShmChannel(MappedChannel):
                 raise ProtocolError(f"shm: the peer's region cannot be mapped: {error.args[1]}") from None
             finally:
                 os.close(fd)
-            memory.bind(self.device.life, None)
+            memory.bind(self.device.liveness, None)
             self._mapped[region.key, region.access] = memory
             return memory
 
@@ -228,9 +233,9 @@ class ShmChannel(MappedChannel):
     def close(self) -> None:
         device = self.device
         assert isinstance(device, ShmDevice)
-        if self.life.forked:
+        if self.liveness.forked:
             return
-        self.life.close("the channel was closed")  # before another close() of it may return
+        self.liveness.close("the channel was closed")  # before another close() of it may return
         with device._lock:
             if self not in device._channels:
                 return

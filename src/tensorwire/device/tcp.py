@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tensorwire._native import NO_SIGNAL, Connection, Engine, Life, Memory, open_socket
+from tensorwire._native import NO_SIGNAL, Connection, Engine, Liveness, Memory, open_socket
 from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
@@ -44,7 +44,7 @@ _LOOPBACK_BUFFER = 1 << 20
 # There is no network there to share, and a congestion control that paces (BBR) costs timers. Everybody may choose this.
 _LOOPBACK_CONTROL = b"reno"
 _PURPOSE = b"tcp"
-_TERMS = struct.Struct("<QI")  # behind the purpose: the initiator's device, milliseconds between its signs of life
+_TERMS = struct.Struct("<QI")  # after the purpose: the initiator's device, milliseconds between its signs of life
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +83,7 @@ class TcpDevice(Device):
         super().__init__()
         check_heartbeat(heartbeat, lost_after)
         self._lost_after = lost_after
-        self._engine = Engine(self.life, heartbeat, lost_after)
+        self._engine = Engine(self.liveness, heartbeat, lost_after)
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
@@ -144,9 +144,9 @@ class TcpDevice(Device):
             raise
 
     def _open(self, sock: socket.socket, peer: TcpAddress) -> Channel:
-        life = Life(self.life, address_text(peer.interface, peer.port))
-        connection = self._engine.connect(_release(sock), True, life, peer.device, peer.beat / 1000)
-        channel = TcpChannel(self, connection, life, peer.device)
+        liveness = Liveness(self.liveness, address_text(peer.interface, peer.port))
+        connection = self._engine.connect(_release(sock), True, liveness, peer.device, peer.beat / 1000)
+        channel = TcpChannel(self, connection, liveness, peer.device)
         with self._lock:
             self._channels.add(channel)
         return channel
@@ -155,11 +155,11 @@ class TcpDevice(Device):
         # One who announces no signs of life gets none, and is not watched.
         terms = purpose[len(_PURPOSE) :]
         device, beat = _TERMS.unpack(terms) if len(terms) == _TERMS.size else (0, 0)
-        life = Life(self.life, address_text(*sock.getpeername()[:2]), inbound=True)
-        self._engine.connect(_release(sock), False, life, device, beat / 1000)
+        liveness = Liveness(self.liveness, address_text(*sock.getpeername()[:2]), inbound=True)
+        self._engine.connect(_release(sock), False, liveness, device, beat / 1000)
 
     def _bind(self, memory: Memory) -> None:
-        memory.bind(self.life, self._engine)
+        memory.bind(self.liveness, self._engine)
 
     def _expose(self, region: Region, access: Access) -> int:
         if access not in region.keys:
@@ -172,7 +172,7 @@ class TcpDevice(Device):
             self._engine.withdraw(key)
 
     def abort(self, reason: str) -> None:
-        # First, because waits end with the device's life: the peers must know before anybody reuses memory.
+        # First, because waits end with the device's liveness: the peers must know before anybody reuses memory.
         self._end_channels(reason)
         super().abort(reason)
         self._end_channels(reason)  # those that were made meanwhile
@@ -184,10 +184,10 @@ class TcpDevice(Device):
             channel._connection.close(reason, own)
 
     def close(self) -> None:
-        if self.life.forked:  # the parent's: a lock may be held for ever
+        if self.liveness.forked:  # the parent's: a lock may be held forever
             return
         self._end_channels("the device was closed", own=True)  # first, as in abort()
-        self.life.close("the device was closed")
+        self.liveness.close("the device was closed")
         self._end_channels("the device was closed", own=True)
         self._close_regions()
         self._acceptor.close()
@@ -209,8 +209,8 @@ class TcpDevice(Device):
 class TcpChannel(Channel):
     """A channel over one TCP connection."""
 
-    def __init__(self, device: TcpDevice, connection: Connection, life: Life, peer_device: int) -> None:
-        super().__init__(device, life)
+    def __init__(self, device: TcpDevice, connection: Connection, liveness: Liveness, peer_device: int) -> None:
+        super().__init__(device, liveness)
         self._connection = connection
         self._peer_device = peer_device
         self._engine = device._engine
@@ -305,12 +305,12 @@ class TcpChannel(Channel):
     def close(self) -> None:
         device = self.device
         assert isinstance(device, TcpDevice)
-        if self.life.forked:
+        if self.liveness.forked:
             return
         with device._lock:
             device._channels.discard(self)
         self._connection.close("the channel was closed", own=True)
-        self.life.close("the channel was closed")  # it may have been lost before
+        self.liveness.close("the channel was closed")  # it may have been lost before
 
 
 class TcpCompletion(Completion):

@@ -1,4 +1,4 @@
-"""What is here, what would stop a job, and which device a pair of processes would get: ``tensorwire doctor``."""
+"""``tensorwire doctor``: what this machine has, what would stop a job, and which device two processes would get."""
 
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.report import examine

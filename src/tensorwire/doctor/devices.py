@@ -1,4 +1,4 @@
-"""Devices, each really opened and tried, and the device that a pair of processes would get."""
+"""Devices, each opened and tried, and the device that two processes would get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, in sections."""
+"""Findings of the doctor, in sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Finding:
     """One thing that was looked at. ``note``: worth knowing. ``stops``: a job cannot run.
 
     ``advice`` says what to do about it.
-    ``number`` is the value for programs: bytes, or Mbit/s of an interface; None where it is no number, or no limit.
+    ``number`` is the value for programs: bytes, or Mbit/s of an interface; None where it is not a number, or unlimited.
     """
 
     name: str

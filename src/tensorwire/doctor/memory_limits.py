@@ -1,4 +1,4 @@
-"""Memory that regions can have: the machine, its control groups, the limits of processes."""
+"""Limits on the memory of regions: the machine's, its control groups', and those of processes."""
 
 from __future__ import annotations
 

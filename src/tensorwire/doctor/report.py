@@ -1,4 +1,4 @@
-"""The whole examination."""
+"""The doctor's whole report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bank: memory that all tensors of one step lie in, and that is used again when nobody looks into it any more.
+"""A bank: memory for all tensors of one step, reused once nobody reads it any more.
 
 Tensors of a step may live on when the next one begins (saved for a backward pass, or kept in a list). So a step takes a
 bank that nobody holds, or a new one. A steady loop needs two.

@@ -1,4 +1,4 @@
-"""An edge between two processes, set up in one call at each end: they tell each other where its memory lies.
+"""An edge between two processes, connected by one call at each end, in which they exchange where its memory lies.
 
 Each end allocates its part, sends one message (`_Offer`, msgpack, at most 64 KiB), and checks the other's: both must
 describe the same edge. Nothing is pickled.
@@ -154,7 +154,7 @@ def connect_edge(
         ProtocolError: If something else than Tensorwire answers.
     """
     if side not in ("producer", "consumer"):
-        raise ArgumentError(f"side is 'producer' or 'consumer', not {side!r}")
+        raise ArgumentError(f"side must be 'producer' or 'consumer', not {side!r}")
     edge = _describe(spec, bound, depth)
     if spec is not None:
         return _static(edge, spec, channel, pipe, side, timeout)
@@ -163,12 +163,12 @@ def connect_edge(
 
 def _describe(spec: Spec | None, bound: int | None, depth: int) -> _Edge:
     if spec is not None and bound is not None:
-        raise ArgumentError("an edge has a spec (static) or a bound (bounded), not both")
+        raise ArgumentError("an edge takes a spec (static) or a bound (bounded), not both")
     if bound is not None and bound < 0:
-        raise ArgumentError(f"an edge is bounded by 0 bytes or more, not {bound}")
+        raise ArgumentError(f"the bound of an edge must be 0 bytes or more, not {bound}")
     most = 1 << 20 if spec is not None else MOST_BANKS
     if not 1 <= depth <= most:
-        raise ArgumentError(f"such an edge has a depth of 1 to {most}, not {depth}")
+        raise ArgumentError(f"the depth of such an edge must be 1 to {most}, not {depth}")
     if spec is not None:
         return _Edge("static", depth, spec.dtype, spec.shape)
     return _Edge("dynamic", depth) if bound is None else _Edge("bounded", depth, bound=bound)
@@ -181,7 +181,8 @@ def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:
         theirs = _offer.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise ProtocolError(
-            "the other process connects no edge here: both call connect_edge, in the same order, with the same version"
+            "the other process does not connect an edge here: both must call connect_edge, in the same order, with the "
+            "same version"
         ) from None
     if theirs.side == ours.side:
         raise ArgumentError(f"both ends are the {ours.side}'s: one process is the producer, the other the consumer")
@@ -219,7 +220,7 @@ def _static(
 
 
 def _at(spec: Spec, slot: int) -> int:
-    """Where a slot begins, behind the word."""
+    """Where a slot begins, after the word."""
     return _PAGE + slot * round_up(spec.nbytes, _LINE)
 
 

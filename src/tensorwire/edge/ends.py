@@ -35,7 +35,7 @@ class ProducerEnd(abc.ABC):
         Raises:
             ArgumentError: The step does not grow, the edge does not carry such a tensor, or it is no such array.
             OutOfMemory: It does not fit into the pool of a dynamic edge, and nothing in there will come back.
-            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time: then one may try again.
+            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time; you may try again.
         """
 
     @abc.abstractmethod
@@ -54,7 +54,7 @@ class ProducerEnd(abc.ABC):
     def close(self, timeout: float = 60.0) -> None:
         """Flushes, and gives the memory back. Idempotent.
 
-        Payload that the consumer looks at in this process's memory stays until it has let go of it, so the end waits.
+        The end waits until the consumer has released payload that it reads in this process's memory.
 
         Args:
             timeout: Seconds to wait.
@@ -105,8 +105,8 @@ class ConsumerEnd(abc.ABC):
 
         Raises:
             ArgumentError: The step does not grow.
-            OutOfMemory: There is no memory to read a tensor of a dynamic edge into: let go of others, and try again.
-            PeerLost, WaitTimeout: The producer is gone, or sent nothing in time: then one may wait again.
+            OutOfMemory: There is no memory to read a tensor of a dynamic edge into: release others, and try again.
+            PeerLost, WaitTimeout: The producer is gone, or sent nothing in time; you may wait again.
             ProtocolError: The producer sent something else, such as another step.
         """
 
@@ -156,7 +156,7 @@ class StaticConsumer(ConsumerEnd):
     """The receiving end for tensors of one shape.
 
     What was received may be released in any order. The credit word says up to which step all slots came back: a slot
-    that is kept holds back those behind it.
+    that is kept holds back those after it.
     """
 
     def __init__(self, consumer: Consumer, memory: Region, offsets: list[int]) -> None:

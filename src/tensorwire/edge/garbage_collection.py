@@ -1,4 +1,4 @@
-"""Whether the garbage collector runs in this thread: what it drops may have interrupted the sending of something."""
+"""Whether the garbage collector runs in this thread: what it frees may have interrupted a transfer."""
 
 from __future__ import annotations
 

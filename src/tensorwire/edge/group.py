@@ -2,10 +2,10 @@
 
 What crosses is born in, or copied to, the *outbox* of the process that makes it: one bank per step. A process that maps
 it reads it in place: then a signal is all that is sent. To others it is written, into a bank of an *inbox* of theirs.
-Either way the consumer gives the bank back once it has let go of all that lies there. Parameters that cross are *lent*:
+Either way the consumer gives the bank back once it has released all that lies there. Parameters that cross are *lent*:
 they live in registered memory of their own, and until a step ends they do not change.
 
-A tensor that does not lie as planned is described: behind the slots of a bank, each edge that relies on the plan has
+A tensor that does not lie as planned is described: after the slots of a bank, each edge that relies on the plan has
 room for a header, which names the step that it is of. In other steps nothing is written there.
 """
 
@@ -216,7 +216,7 @@ class EdgeGroup:
         try:
             return msgspec.msgpack.decode(self._peers.lookup(what, peer), type=PeerMemory)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise ProtocolError(f"{peer} says something else of its memory: is it of the same version?") from None
+            raise ProtocolError(f"{peer} describes its memory differently: does it run the same version?") from None
 
     def announce(self, number: int) -> None:
         """Tells all others a growing number, after all that was sent before; `Peers.gone_on` says what it means."""
@@ -269,7 +269,7 @@ class EdgeGroup:
                     return bank
             waiting = [target for target in targets if ours and not target.let_go(ours[0])]
             if ours and not waiting:
-                continue  # let go just now
+                continue  # released just now
             if self._grows and all(target.has_begun(step) for target in waiting):
                 return self._grow()
             if clock() >= end:
@@ -443,7 +443,7 @@ class EdgeGroup:
         return all(self._out[peer].has_read(payload.step, payload.bank.number) for peer in payload.targets)
 
     def wait_for_reader(self, timeout: float) -> bool:
-        """Waits a moment for the oldest payload of any size to be let go of; False if there is none.
+        """Waits a moment for the oldest payload of any size to be released; False if there is none.
 
         Raises `PeerLost`, or `WaitTimeout` with a ``timeout`` of 0.
         """

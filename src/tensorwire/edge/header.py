@@ -1,6 +1,6 @@
-"""The header: what crosses in this step, in a fixed, versioned, little-endian form. It is the only one on the wire.
+"""The header: describes what crosses in this step, in a fixed, versioned, little-endian form. No other is on the wire.
 
-It describes a tensor, with its strides, or holds a number. The payload lies behind the header, in a region of the
+It describes a tensor, with its strides, or holds a number. The payload lies after the header, in a region of the
 producer, or elsewhere in memory that both ends know. docs/edges.md has the layout.
 """
 
@@ -76,7 +76,9 @@ def _described(spec: Spec) -> tuple[bytes, int, bytes]:
         raise ArgumentError(f"an edge carries tensors of up to {MOST_DIMENSIONS} dimensions, not {spec}: reshape it")
     strides = contiguous(spec.shape) if spec.strides is None else spec.strides
     if _reach(spec) >= MOST_BYTES or any(stride >= MOST_BYTES for stride in strides):
-        raise ArgumentError(f"a tensor of an edge has less than 2**63 bytes, also without its empty dimensions: {spec}")
+        raise ArgumentError(
+            f"a tensor of an edge must have less than 2**63 bytes, also without its empty dimensions: {spec}"
+        )
     rest = (0,) * (MOST_DIMENSIONS - rank)
     return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _SHAPE.pack(*spec.shape, *rest, *strides, *rest)
 
@@ -133,7 +135,9 @@ def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
     except struct.error:
         raise ProtocolError(f"a slot of an edge begins with a header of {HEADER} bytes; this one is shorter") from None
     if magic != _MAGIC or version != _VERSION:
-        raise ProtocolError("no header of this version of Tensorwire: the same version and kind of edge at both ends")
+        raise ProtocolError(
+            "not a header of this version of Tensorwire: use the same version and kind of edge at both ends"
+        )
     if kind == TENSOR:
         spec = _spec(dtype, nbytes, shape)
         if nbytes > bound:

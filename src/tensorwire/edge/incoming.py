@@ -1,4 +1,4 @@
-"""What this process receives from one other: the arrival words, and the memory that the tensors are in."""
+"""What this process receives from one peer: the arrival words, and the memory that the tensors are in."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Incoming:
         self._bank: Bank | None = None  # of this step
         self._now: Hold | None = None  # all of its bytes
         self._credited: dict[int, int] = {}  # by bank, the last step that it was given back in
-        self._owed: collections.deque[tuple[int, int]] = collections.deque()  # banks that were let go of, and steps
+        self._owed: collections.deque[tuple[int, int]] = collections.deque()  # banks that were released, and steps
         if not self.maps:
             self._landings = {edge: channel.device.allocate(size) for edge, size in loans.items()}
             self._lent = {edge: hold_all(region) for edge, region in self._landings.items()}
@@ -129,7 +129,7 @@ class Incoming:
         self.give_credits()
         if not self._grows:
             return
-        # Not whether they are held: what is let go of just now may wait until it is given back.
+        # Not whether they are held: one that is released just now may wait until it is given back.
         kept = [self._credited.get(bank.number, 0) < bank.step for bank in self._banks]
         if not any(kept):
             return
@@ -167,12 +167,12 @@ class Incoming:
         may go on waiting."""
         region, device = header.region, self._channel.device
         if region is None or region.device != device.name:
-            raise ProtocolError(f"{self.peer} sent a header that leads to no memory of {device.name}")
+            raise ProtocolError(f"{self.peer} sent a header that points to no memory of {device.name}")
         if not self.maps:
             return self._read(header, region, timeout)
         memory = self._find_mapped(region)
         if header.offset + header.nbytes > memory.nbytes:
-            raise ProtocolError(f"{self.peer} sent a header that leads behind its {memory.nbytes} bytes of memory")
+            raise ProtocolError(f"{self.peer} sent a header that points beyond its {memory.nbytes} bytes of memory")
         counters.mapped(header.nbytes)
         return hold_part(memory, header.offset, header.nbytes, held)
 
@@ -203,7 +203,7 @@ class Incoming:
         return reading.hold
 
     def _gone_on(self) -> Exception | None:
-        self.give_credits()  # what another thread let go of at a bad moment
+        self.give_credits()  # what another thread released at a bad moment
         return self._peers.gone_on(self.peer, self._words.load(announced(len(self._place))))
 
     def _hold(self, number: int, step: int) -> Hold:
@@ -230,7 +230,7 @@ class Incoming:
             self.give_credits()
 
     def give_credits(self) -> None:
-        """Gives back the banks that were let go of."""
+        """Gives back the banks that were released."""
         while self._owed:
             try:
                 number, step = self._owed.popleft()

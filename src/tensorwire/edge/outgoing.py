@@ -1,4 +1,4 @@
-"""What this process sends to one other: where it goes, and what the other one has let go of."""
+"""What this process sends to one peer: where it goes, and what the peer has released."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class Outgoing:
         self._steps = [0] * len(self._inboxes)
         self._landings = unpack_loans(memory, self._loans, self.peer)
 
-    # ---- what the consumer has let go of
+    # ---- what the consumer has released
 
     def let_go(self, bank: Bank) -> bool:
         """Whether the consumer holds nothing of the bank's last step."""
         return not self._depth or not self.maps or self._word(CREDITS + bank.number) >= bank.step
 
     def has_read(self, step: int, bank: int) -> bool:
-        """Whether the consumer has let go of all that it got in ``step``, in which the outbox was ``bank``."""
+        """Whether the consumer has released all that it got in ``step``, in which the outbox was ``bank``."""
         if self.maps:
             return self._word(CREDITS + bank) >= step
         return all(last != step or self._word(CREDITS + inbox) >= step for inbox, last in enumerate(self._steps))
@@ -90,7 +90,7 @@ class Outgoing:
             self._wait(CREDITS + number, step, timeout)
 
     def wait_for_one_of(self, banks: list[tuple[int, int]]) -> None:
-        """Waits a moment until one of ``banks``, numbers and last steps, is let go of: the oldest, but for those that
+        """Waits a moment until one of ``banks``, numbers and last steps, is released: the oldest, but for those that
         the consumer seems to keep."""
         self._kept = {number for number, step in banks if number in self._kept and self._word(CREDITS + number) < step}
         number, step = min([bank for bank in banks if bank[0] not in self._kept] or banks, key=lambda bank: bank[1])
@@ -129,7 +129,7 @@ class Outgoing:
             self._inbox(step, timeout)
 
     def _inbox(self, step: int, timeout: float) -> RemoteRegion:
-        """Where the tensors of ``step`` go to: a bank that the consumer has let go of, or has made for this step."""
+        """Where the tensors of ``step`` go to: a bank that the consumer has released, or has made for this step."""
         if self._steps[self._now] != step:
             start = clock()
             self._now = self._find_inbox(step, timeout)
@@ -140,7 +140,7 @@ class Outgoing:
     def _find_inbox(self, step: int, timeout: float) -> int:
         end = time.monotonic() + timeout
         while True:
-            begun = self._word(BEGUN) >= step  # first: what the consumer let go of before that is to be seen then
+            begun = self._word(BEGUN) >= step  # first, so that what the consumer released before that is seen
             for number, last in enumerate(self._steps):
                 if self._word(CREDITS + number) >= last:
                     return number

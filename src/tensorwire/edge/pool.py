@@ -1,4 +1,4 @@
-"""A pool of registered memory: what tensors of any size are born in, or read into, without a registration a step.
+"""A pool of registered memory, in which tensors of any size are born, or read into, without a registration per step.
 
 A *lease* is a block of a *slab*, which is one region. Block sizes are four to a doubling, from 64 bytes on. Blocks of
 up to a quarter of ``SLAB`` share slabs of that size, one size a slab; larger ones have a slab each. A slab that is free
@@ -81,7 +81,7 @@ class Lease:
     """Memory of a pool, ``nbytes`` of it at a multiple of 64 bytes, not zeroed.
 
     It goes back by itself, once this object and everything that looks into the memory are gone, and no edge that it
-    was sent over reads it any more: one may let go of it at any time.
+    was sent over reads it any more: it may be released at any time.
     """
 
     __slots__ = ("_hold", "nbytes", "offset", "slab")
@@ -126,7 +126,7 @@ class Pool:
 
     def __init__(self, device: Device, *, limit: int) -> None:
         if limit < 1:
-            raise ArgumentError(f"a pool is limited to 1 byte or more, not {limit}")
+            raise ArgumentError(f"the limit of a pool must be 1 byte or more, not {limit}")
         self.device, self.limit = device, limit
         self._registered = self._leased = self._leases = 0
         self._open: dict[int, list[Slab]] = collections.defaultdict(list)  # with free blocks, by the size of a block
@@ -142,7 +142,7 @@ class Pool:
             OutOfMemory: There would be more than the limit, or the machine has no more. Nothing has changed then.
         """
         if nbytes < 0:
-            raise ArgumentError(f"a lease has 0 bytes or more, not {nbytes}")
+            raise ArgumentError(f"the size of a lease must be 0 bytes or more, not {nbytes}")
         block = block_nbytes(nbytes)
         with self._lock:
             self._collect()
@@ -230,8 +230,8 @@ class Pool:
         free = sum(slab.nbytes for slabs in self._idle.values() for slab in slabs)
         if self._registered - free + nbytes > self.limit:
             raise OutOfMemory(
-                f"a pool of {self.limit} bytes has {self._registered - free} in use, and none for {nbytes} more: "
-                "let go of tensors earlier, or raise its limit"
+                f"a pool of {self.limit} bytes has {self._registered - free} in use and no room for {nbytes} more: "
+                "release tensors earlier, or raise its limit"
             )
         while self._registered + nbytes > self.limit:
             self._close(min((slabs for slabs in self._idle.values() if slabs), key=lambda slabs: slabs[0].idle_since))

@@ -1,4 +1,4 @@
-"""What an edge brings: a tensor's memory, for as long as it is needed."""
+"""What an edge delivers: a tensor's memory, for as long as it is needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Received:
     def memory(self) -> memoryview:
         """Its bytes. Raises `ArgumentError` after ``release()``."""
         if self._hold.released:
-            raise ArgumentError("this tensor was released: keep it until it was used")
+            raise ArgumentError("this tensor was released: keep it until it has been used")
         return memoryview(self._hold)
 
     def numpy(self) -> numpy.ndarray[Any, Any]:

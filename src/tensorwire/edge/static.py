@@ -1,4 +1,4 @@
-"""The static edge: a tensor whose size the plan knows. One write and one signal a step; mapped, a signal alone.
+"""The static edge: a tensor whose size the plan knows. One write and one signal per step; if mapped, a signal alone.
 
 Slots come in rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word says
 which step lies in its slot; the producer's *credit* word says which step the consumer has given back. A producer may
@@ -119,7 +119,7 @@ class Producer:
             whole = memoryview(mapped)
             return [whole[s.offset : s.offset + s.nbytes] for s in self._slots]
         if len(self._source) != self.depth or any(v.nbytes != self.nbytes for v in self._source):
-            raise ArgumentError("an edge that is not mapped needs one source view a slot, each of the slot's size")
+            raise ArgumentError("an edge that is not mapped needs one source view per slot, each of the slot's size")
         return [v.buffer for v in self._source]
 
     @property

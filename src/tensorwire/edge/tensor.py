@@ -45,11 +45,13 @@ class Spec:
         if self.dtype not in DTYPES:
             raise ArgumentError(f"an edge carries {', '.join(DTYPES)}; not {self.dtype!r}")
         if any(length < 0 for length in self.shape):
-            raise ArgumentError(f"a tensor's lengths are 0 or more, not {self.shape}")
+            raise ArgumentError(f"a tensor's lengths must be 0 or more, not {self.shape}")
         if self.strides is None:
             return
         if len(self.strides) != len(self.shape) or any(stride < 0 for stride in self.strides):
-            raise ArgumentError(f"a tensor has one stride per dimension, 0 or more; not {self.strides} of {self.shape}")
+            raise ArgumentError(
+                f"a tensor needs one stride per dimension, 0 or more; not {self.strides} of {self.shape}"
+            )
         if self.strides == contiguous(self.shape):
             object.__setattr__(self, "strides", None)
 
@@ -58,12 +60,12 @@ class Spec:
         """The spec of a contiguous copy of a numpy array, a torch tensor, or anything else with shape and dtype."""
         shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
         if shape is None or dtype is None:
-            raise ArgumentError(f"a tensor has a shape and a dtype; {type(tensor).__name__} has not")
+            raise ArgumentError(f"a tensor has a shape and a dtype, which {type(tensor).__name__} lacks")
         return cls(tuple(shape), str(dtype).rpartition(".")[2])  # "torch.float32", "float32"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload: from the first element to behind the last, gaps included."""
+        """Bytes of payload: from the first element to the last, gaps included."""
         if self.strides is None or 0 in self.shape:
             return math.prod(self.shape) * DTYPES[self.dtype]
         last = sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
@@ -86,9 +88,11 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_step(step: Any) -> None:
-    """Refuses what is no number of a step, such as a tensor in its place. Raises `ArgumentError`."""
+    """Refuses what is not a step number, such as a tensor in its place. Raises `ArgumentError`."""
     if type(step) is not int and not isinstance(step, numbers.Integral):
-        raise ArgumentError(f"a step is an int, not {type(step).__name__}: the step comes first, as in fill(1, tensor)")
+        raise ArgumentError(
+            f"the step must be an int, not {type(step).__name__}: the step comes first, as in fill(1, tensor)"
+        )
 
 
 def check_tensor(tensor: Any, spec: Spec | None) -> None:

@@ -1,4 +1,4 @@
-"""One transfer of an edge, as a trace shows it."""
+"""The span of one transfer of an edge in a trace."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class BoundedProducer(_VaryingProducer):
         self._check(step)
         spec = self._filled if spec is None else self._fitting(spec)
         if spec is None or not self._begun or self._prepared != step:
-            raise ArgumentError(f"nothing lies there for step {step}: call fill(), or slot() and send(step, spec)")
+            raise ArgumentError(f"nothing was written for step {step}: call fill(), or slot() and send(step, spec)")
         group = self._group
         assert group.bank is not None
         pack_tensor(group.bank.memory, 0, step, spec)
@@ -151,7 +151,7 @@ class DynamicProducer(_VaryingProducer):
     ) -> None:
         """Makes the tensor arrive that lies in ``lease`` as ``spec``; by default what ``fill`` took for this step.
 
-        From then on its memory must stay as it is. One may let go of the lease: it goes back when nobody reads it.
+        From then on its memory must stay as it is. The lease may be released: it goes back when nobody reads it.
 
         Raises:
             ArgumentError: For what does not lie in the lease, and for a step that was not filled.
@@ -160,14 +160,14 @@ class DynamicProducer(_VaryingProducer):
         self._check(step)
         if lease is None:
             if self._filled is None or self._filled[0] != step:
-                raise ArgumentError(f"nothing lies there for step {step}: call fill({step}, tensor), or pass a lease")
+                raise ArgumentError(f"nothing was written for step {step}: call fill({step}, tensor), or pass a lease")
             _, lease, spec = self._filled
         if not isinstance(lease, Lease):
             raise ArgumentError(f"send takes a lease of room(), not {type(lease).__name__}")
         if spec is None or spec.nbytes > lease.nbytes:
             raise ArgumentError(f"this lease of {lease.nbytes} bytes has no {spec or 'tensor'}")
         if lease.slab.device is not self._pool.device:
-            raise ArgumentError("this lease is of another device's pool: take it from room()")
+            raise ArgumentError("this lease belongs to another device's pool: take it from room()")
         lease.hold  # noqa: B018  # raises where it was released
         self._begin(step, timeout)
         self._group.send_dynamic(_EDGE, lease, spec, step)
@@ -212,7 +212,7 @@ class VaryingConsumer(ConsumerEnd):
             if not group.all_held:
                 raise
             raise WaitTimeout(
-                "nothing can come: all memory of this edge is kept here. Let go of what was received earlier, or "
+                "nothing can arrive: all memory of this edge is still held here. Release what was received earlier, or "
                 "connect the edge with a larger depth"
             ) from None
         group.end()  # what was received is all that keeps the bank

@@ -1,16 +1,16 @@
-"""The words by which the processes of an edge group say what lies where, and how they introduce their memory.
+"""The words by which the processes of an edge group announce their memory and what lies in it.
 
 All words have 8 bytes and grow. In the memory of a consumer, for each producer:
 
 - *arrival*, a ring of them per edge: the step whose tensor is there, and in the low 8 bits its bank;
-- *announced*, behind these: see `EdgeGroup.announce`.
+- *announced*, after these: see `EdgeGroup.announce`.
 
 In the memory of a producer, for each consumer:
 
 - *begun*: the step that the consumer began while it still held an earlier one;
 - *returned*: the step after which it reads nothing any more that was lent;
 - *announced*, as above;
-- *credit*, one per bank: the last step of that bank that the consumer let go of.
+- *credit*, one per bank: the last step of that bank that the consumer released.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RemoteWords:
 
 
 def announced(edges: int) -> int:
-    """Where a consumer has its word for announcements: behind the arrival words of so many edges of the pair."""
+    """Where a consumer has its word for announcements: after the arrival words of so many edges of the pair."""
     return arrival(edges, 0)
 
 

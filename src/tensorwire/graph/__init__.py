@@ -1,4 +1,4 @@
-"""What crosses machines, and where each tensor is born. No framework is imported here."""
+"""Graphs: which tensors cross between workers, and where each is born. Imports no framework."""
 
 from tensorwire.graph.analysis import Analysis, analyze
 from tensorwire.graph.ir import Graph, Node, Output, TensorSpec, Unknown

@@ -1,4 +1,4 @@
-"""From a graph to its plan: all passes, one after the other."""
+"""From a graph to its plan: all passes in order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tensorwire.graph.passes.slots import PAGE, layout
 from tensorwire.graph.plan import Edge, Plan
 from tensorwire.sizes import round_up
 
-NUMBER = 8  # bytes of a number that is no tensor
+NUMBER = 8  # bytes of a number that is not a tensor
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The plan, and what an executor needs besides: by name, where operators run and where values are."""
+    """The plan, and what else an executor needs: by name, where operators run and where values are."""
 
     plan: Plan
     crossing: Crossings
@@ -71,7 +71,7 @@ def _planned_edge(graph: Graph, crossing: Crossings, birth: Birth, name: str) ->
 
 
 def _with_headers(edges: Sequence[Edge], outbox: dict[str, int]) -> tuple[tuple[Edge, ...], dict[str, int]]:
-    """The edges, those that rely on their spec with room for a header behind the slots; and bytes of each outbox.
+    """The edges, those that rely on their spec with room for a header after the slots; and bytes of each outbox.
 
     An operator may make other strides than its trace said: operators downstream compute the bits of one process only
     with the strides that are really there. So a source describes what differs, and moves nothing.

@@ -1,4 +1,4 @@
-"""What a graph is to us: nodes in one global order, each with the tensor it makes. No framework is imported here.
+"""The graph: nodes in one global order, each with the tensor it makes. Imports no framework.
 
 An importer fills it, one a framework. The order of the nodes is the order in which every process runs its own ones:
 that alone keeps edges that wait from waiting for each other.
@@ -77,7 +77,7 @@ class TensorSpec:
 
     @property
     def extent(self) -> int | None:
-        """Elements of memory from its first to behind its last, at most; None where nothing bounds it."""
+        """Elements of memory from its first to its last, at most; None where nothing bounds it."""
         if self.stride is None:
             return self.elements
         if self.elements in (0, None):
@@ -118,7 +118,7 @@ class TensorSpec:
 class Node:
     """One value of the graph.
 
-    ``spec`` is None for what is no tensor: a number, or the tuple of an operator with several outputs. ``worker``:
+    ``spec`` is None for what is not a tensor: a number, or the tuple of an operator with several outputs. ``worker``:
     where the user put it; None: anywhere. ``present``: workers that hold it before the graph runs (inputs and
     parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
     ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
@@ -182,7 +182,7 @@ class Graph:
             place[node.name] = number
         for output in self.outputs:
             if output.name not in place:
-                raise ArgumentError(f"graph {self.name}: there is no node {output.name!r} to give out")
+                raise ArgumentError(f"graph {self.name}: there is no node {output.name!r} to output")
             self._check_workers(f"output {output.name!r}", output.to)
         object.__setattr__(self, "place", place)
 

@@ -1,4 +1,4 @@
-"""Shapes say of which kind an edge is."""
+"""The kind of an edge, from the shape of its tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of a job as its graphs see them: they make the same plans, in the same order, or the job ends."""
+"""The workers of a job, for its graphs: all make the same plans in the same order, or the job ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes that belong to a job: servers, and the coordinator where no launcher has one.
+"""Child processes of a job: servers, and the coordinator where no launcher runs one.
 
 Each is on a leash: its standard input is a pipe that its parent holds, and ends with the parent, however that dies.
 """

@@ -158,7 +158,7 @@ class Collectives:
         """One call at a time: two at once would be in another order on other workers."""
         if os.getpid() != self._pid:
             raise ArgumentError(
-                f"{call} in a forked child, which is no member of the job: call it in the worker itself"
+                f"{call} in a forked child, which is not a member of the job: call it in the worker itself"
             )
         if not self._lock.acquire(blocking=False):
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The process groups of a launcher's children: a worker and all that it started live and end together."""
+"""The process groups of a launcher's children: a worker and all that it started end together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Guard:
 
 
 def signal_groups(groups: Iterable[int], number: int) -> None:
-    """Sends a signal to whoever is left in the groups."""
+    """Sends a signal to the processes left in the groups."""
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, number)

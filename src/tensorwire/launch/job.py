@@ -1,4 +1,4 @@
-"""``Job``: what a script does with the job that it has joined."""
+"""``Job``: what a script can do with the job that it has joined."""
 
 from __future__ import annotations
 

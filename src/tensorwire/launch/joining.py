@@ -64,7 +64,7 @@ def init(
         ArgumentError: An argument or environment variable is wrong, the package tensorboard is missing, or this
             process is in a job already.
         AuthenticationError: The coordinator has another secret.
-        ProtocolError: What listens at ``rendezvous`` is no coordinator of this version.
+        ProtocolError: What listens at ``rendezvous`` is not a coordinator of this version.
         PeerLost: The coordinator could not be reached, or is gone.
         WaitTimeout: The other ranks did not come within 600 seconds.
         OutOfMemory: There is not enough memory, or there are not enough descriptors or threads.
@@ -72,7 +72,7 @@ def init(
     """
     global _jobs_before
     if in_a_job():
-        raise ArgumentError("init() was called before in this process; close() that job first")
+        raise ArgumentError("init() was already called in this process; close() that job first")
     place = find_place(os.environ, rank=rank, world_size=world_size, rendezvous=rendezvous, servers=servers)
     if place.starter == "run":
         _buffer_lines()
@@ -138,7 +138,7 @@ def _meet(place: Place, children: list[Child]) -> Rendezvous:
 
 
 def _join(place: Place, meeting: Rendezvous, children: list[Child], hook: ExceptHook) -> Worker:
-    if meeting.patience:  # rank 0 may not have begun; whoever goes on from here finds its coordinator
+    if meeting.patience:  # rank 0 may not have begun; what follows finds its coordinator
         connect(meeting.address, meeting.patience).close()
     if place.starter != "run":
         for index in range(place.rank, place.servers, place.workers):

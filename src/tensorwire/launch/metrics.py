@@ -35,7 +35,7 @@ def parse_metrics_address(text: str) -> tuple[str, int]:
     try:
         return split_address(text)
     except ArgumentError:
-        raise ArgumentError(f"--metrics is PORT or HOST:PORT, not {text!r}") from None
+        raise ArgumentError(f"--metrics takes PORT or HOST:PORT, not {text!r}") from None
 
 
 class JobCollector(Collector):

@@ -1,4 +1,4 @@
-"""What the processes of a job print, line by line, each with the name of who printed it.
+"""The output of a job's processes, line by line, each with the name of its process.
 
 Every process has a pipe for each of its two streams, and a thread's event loop reads them all and writes whole lines.
 It never drops output: a slow reader slows the job down, as it would without us, and one that has gone is gone for the

@@ -1,4 +1,4 @@
-"""Where this process stands: roles from ``tensorwire run``, torchrun, Slurm, plain RANK variables, or alone."""
+"""The role of this process in the job: from ``tensorwire run``, torchrun, Slurm, plain RANK variables, or alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Place:
         if not 0 <= self.rank < self.workers:
             raise ArgumentError(f"rank {self.rank} is not one of {self.workers} workers")
         if self.servers < 0:
-            raise ArgumentError(f"a job has 0 servers or more, not {self.servers}")
+            raise ArgumentError(f"the number of servers must be 0 or more, not {self.servers}")
         check_count("the servers of a job", self.servers)
         if self.starter != "run":  # each worker starts its share
             check_count("the servers that one worker starts", -(-self.servers // self.workers), MOST_ON_A_MACHINE)

@@ -1,4 +1,4 @@
-"""``job.init_process_group``: torch.distributed beside a job, whoever started it, at an address that the job knows."""
+"""``job.init_process_group``: torch.distributed beside a job, under any launcher, at an address that the job knows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ProcessGroup:
             if self._made is distributed.group.WORLD:
                 return
             raise ArgumentError(
-                "torch.distributed has a process group already: use that one, or call "
+                "torch.distributed already has a process group: use that one, or call "
                 "torch.distributed.destroy_process_group() first"
             )
         store = self._meet(distributed, options.get("timeout", _DEFAULT_TIMEOUT))

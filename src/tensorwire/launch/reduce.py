@@ -1,6 +1,6 @@
 """``job.all_reduce`` without the transfer: which values it takes, and how the workers' values become one.
 
-Values are combined in the order of the ranks, element by element: whoever computes it, the bits are the same.
+Values are combined in the order of the ranks, element by element: the bits are the same on every worker.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Form:
 def flatten(value: Any, op: str) -> tuple[Form, Bytes]:
     """The form and the bytes of a worker's value. Raises `ArgumentError` for what cannot be reduced by ``op``."""
     if op not in OPERATIONS:
-        raise ArgumentError(f"{_WHAT} knows op={', '.join(map(repr, OPERATIONS))}, not {op!r}")
+        raise ArgumentError(f"{_WHAT} takes op={', '.join(map(repr, OPERATIONS))}, not {op!r}")
     if type(value) in (bool, int, float):
         form, data = _number(value, op)
     elif is_tensor(value):

@@ -1,4 +1,4 @@
-"""Limits of this machine that stop a job: descriptors, threads, processes, memory, and the size of files."""
+"""Limits of this machine that can stop a job: descriptors, threads, processes, memory, and file sizes."""
 
 from __future__ import annotations
 

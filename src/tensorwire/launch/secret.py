@@ -63,7 +63,7 @@ def runtime_folder() -> Path:
 class Handout:
     """The secret, left for the other processes of this user on this machine until ``close()``.
 
-    The file is locked as long as this process lives: whoever finds it unlocked knows that its job is gone.
+    The file is locked as long as this process lives: if it is unlocked, its job is gone.
     """
 
     def __init__(self, name: str, secret: str) -> None:

@@ -1,4 +1,4 @@
-"""The job at a glance: a row for each process, from what its members report of themselves."""
+"""The job at a glance: a row per process, from what its members report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads the workers of one machine use together, and what to do where these are more than its cores."""
+"""How many threads the workers of one machine use in total, and what to do if these exceed its cores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from tensorwire.launch.place import Place
 
-# Whoever set one of these has decided.
+# If one of these is set, the user has decided.
 _SET_BY_PEOPLE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Where launchers of others say how many of the processes are on this machine. Slurm's is such as ``2(x3),1``.
+# Where other launchers say how many of the processes are on this machine. Slurm's is such as ``2(x3),1``.
 _COUNTS = ("LOCAL_WORLD_SIZE", "SLURM_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _log = logging.getLogger("tensorwire")
 

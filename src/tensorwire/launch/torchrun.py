@@ -1,4 +1,4 @@
-"""How ranks that somebody else started find each other: torchrun's store, or a given rendezvous."""
+"""How ranks started by another launcher find each other: torchrun's store, or a given rendezvous."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def unpack(data: Bytes, tree: int) -> Any:
         count, form = msgspec.msgpack.decode(data[:tree].tobytes())
         return _Reader(data, tree, copy=count > 1 or not data.flags.writeable).value(form)
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        raise ProtocolError(f"a malformed value of another worker: {error}") from None
+        raise ProtocolError(f"another worker sent a malformed value: {error}") from None
 
 
 def is_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How people see a job that `tensorwire run` started: its lines, its table, its metrics, its trace."""
+"""What `tensorwire run` shows of a job: output lines, table, metrics, trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensorwire.control.names import describe_exit
 from tensorwire.launch.output import ProcessOutput
 from tensorwire.launch.table import STATS_SECONDS, JobTable
 
-# A launcher that was interrupted does not wait longer for whoever reads its output.
+# A launcher that was interrupted does not wait longer for the reader of its output.
 HURRY_SECONDS = 2.0
 
 

@@ -1,4 +1,4 @@
-"""This process as a worker of the job: what `Job` shows to users in part, and the layers above build on."""
+"""This process as a worker of the job: `Job` exposes part of it to users, and the layers above build on it."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Worker:
     # ---- the end
 
     def close(self) -> None:
-        """Leaves the job. Idempotent; without effect in a forked child, which is no member."""
+        """Leaves the job. Idempotent; without effect in a forked child, which is not a member."""
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
@@ -221,7 +221,7 @@ class Worker:
             with contextlib.suppress(TensorwireError):
                 call()
         self._hook.remove()
-        # Else whoever keeps the job would keep its stores, and the descriptors of their memory.
+        # Otherwise a reference to the job would keep its stores, and the descriptors of their memory.
         self._closers.clear()
         self.uneven_stores.clear()
         self._hook.worker = None

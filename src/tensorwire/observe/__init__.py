@@ -1,4 +1,4 @@
-"""What happened, counted and timed: cheap enough to be always on."""
+"""Counters and spans, cheap enough to be always on."""
 
 from tensorwire.observe.counting import Counters, LiveCounters, counters, pickles_counted
 from tensorwire.observe.spans import Spans, spans

@@ -1,4 +1,4 @@
-"""Counters of this process. Tests assert them; the demo and the benchmarks print them."""
+"""Counters of this process, which tests assert and the demo and benchmarks print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spans say of the edges of a graph, so that those of one tensor are found again on all workers."""
+"""How spans name the edges of a graph, so that those of one tensor can be matched across workers."""
 
 from __future__ import annotations
 

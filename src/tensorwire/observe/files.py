@@ -1,4 +1,4 @@
-"""Writes the files that people ask for by name: traces, pictures, records for programs.
+"""Writes the files that users name: traces, pictures, records.
 
 A regular file is replaced as a whole, so that nobody sees half of it. Anything else that may be there, such as a
 device, a pipe or ``/dev/stdout``, is written to and stays what it is. Symbolic links are followed.

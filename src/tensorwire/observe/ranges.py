@@ -1,4 +1,4 @@
-"""Named stretches of time for a framework's own profiler: what is slow shows where people already look.
+"""Named time ranges for a framework's own profiler, where users already look.
 
 The store says what it does; an adapter says who wants to know it. Until then it costs next to nothing.
 """

@@ -1,4 +1,4 @@
-"""What a script says of its own training: the latest values by name, samples, and how far it is."""
+"""What a script reports about its training: the latest values by name, samples, and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of time: who did what in which step, on the machine's monotonic clock.
+"""Spans of time: what each process did in which step, on the machine's monotonic clock.
 
 Totals by name are always kept. The spans themselves are when ``TENSORWIRE_TRACE`` names a folder; each process writes
 ``ROLE-INDEX.json`` there when it leaves.

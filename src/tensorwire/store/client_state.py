@@ -1,4 +1,4 @@
-"""Saving and loading what optimizers keep on the servers, as a worker sees it. None of it runs in a step.
+"""Saving and loading the optimizer state of the servers, on the worker's side. None of it runs in a step.
 
 Saving: a worker *asks*. It numbers its ask by who publishes that number first, and every server answers the asks in
 their order, from a thread of its own. This is safe between two steps of the worker that asks: a server changes a
@@ -76,5 +76,5 @@ def _load_endpoint(client: StoreClient, server: int) -> bytes:
     except WaitTimeout:
         raise WaitTimeout(
             f"server {server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
-            "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+            "another worker has not reached it (TENSORWIRE_TIMEOUT sets the limit)"
         ) from None

@@ -1,4 +1,4 @@
-"""What the workers do together in one round, and what to tell people where they do not."""
+"""The operation that all workers of a round agree on, and the message if they do not."""
 
 from __future__ import annotations
 

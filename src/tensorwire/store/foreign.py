@@ -1,4 +1,4 @@
-"""Optimizers that are not on the list of torch's own: found by their import path, and given all tensors at once.
+"""Optimizers that are not torch's own: imported by path, and given all tensors at once.
 
 A rule ``package.module:Class`` names one. Servers import it, as the workers did; nothing of it is sent but its name,
 the folders that worker 0 found it in, and a hash of the files that define it.

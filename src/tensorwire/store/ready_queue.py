@@ -1,4 +1,4 @@
-"""Which bucket of a round a server takes next: of those that are there, the one that workers need first."""
+"""Which bucket a server takes next: of those that have arrived, the one that workers need first."""
 
 from __future__ import annotations
 

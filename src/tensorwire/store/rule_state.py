@@ -1,4 +1,4 @@
-"""What torch's optimizers keep for the pieces of one server, as entries, and back."""
+"""The state that torch's optimizers keep for the pieces of one server, to entries and back."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
 
 
 def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> Rule:
-    """The rule of one server's share. ``parameters``: the memory of all buffers, one behind the other."""
+    """The rule of one server's share. ``parameters``: the memory of all buffers, one after the other."""
     kind = Keep if spec.rule == KEEP else OptimizerRule
     return kind(spec, plan, server, parameters, workers)
 
@@ -303,7 +303,7 @@ class _BucketRule:
         self._shared = self._sums(memory)
 
     def _sums(self, memory: torch.Tensor) -> list[torch.Tensor | None]:
-        """Room for the sum of each piece, one behind the other."""
+        """Room for the sum of each piece, one after the other."""
         sums: list[torch.Tensor | None] = []
         for master in self._masters:
             if master is None:

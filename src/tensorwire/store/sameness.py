@@ -1,4 +1,4 @@
-"""Whether all workers push the same gradients in the first rounds: mostly they read the same data then, unnoticed."""
+"""Whether all workers push the same gradients in the first rounds: if so, they most likely read the same data."""
 
 from __future__ import annotations
 

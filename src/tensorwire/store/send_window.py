@@ -1,4 +1,4 @@
-"""What goes to one server, the most urgent first.
+"""The buckets to send to one server, the most urgent first.
 
 What was handed to a device goes in its order; nothing overtakes it. So no more is handed over than keeps the way busy,
 and as that arrives, the most urgent of the rest follows. Backward ends with the first layers, and the next forward

@@ -1,4 +1,4 @@
-"""A server's part in saving and loading what optimizers keep there; `client_state` is the workers'."""
+"""Saving and loading optimizer state, on the server's side; `client_state` is the workers' side."""
 
 from __future__ import annotations
 

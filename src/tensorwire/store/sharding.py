@@ -216,7 +216,7 @@ def _check(tensors: Sequence[ParameterSpec], servers: int, bucket_bytes: int) ->
     whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if not whole or not PAGE <= bucket_bytes <= MOST_BUCKET_BYTES or bucket_bytes % PAGE:
         most = f"{MOST_BUCKET_BYTES >> 40} TiB"
-        raise ArgumentError(f"bucket_bytes is a multiple of {PAGE}, of at most {most}, not {bucket_bytes!r:.100}")
+        raise ArgumentError(f"bucket_bytes must be a multiple of {PAGE}, of at most {most}, not {bucket_bytes!r:.100}")
     seen: set[str] = set()
     for t in tensors:
         if t.name in seen:

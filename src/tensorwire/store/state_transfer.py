@@ -1,4 +1,4 @@
-"""State on its way between a worker and a server: any amount of it, part by part through one slot.
+"""Moving state between a worker and a server: any amount, part by part through one slot.
 
 The receiver owns the slot. The sender writes a part, signals, and writes the next one when the receiver has given the
 slot back. A part is a head, then values, then a table that says what they are. Every part carries the capability for
@@ -77,7 +77,7 @@ def load_key(store: str, step: int, server: int) -> str:
 
 
 class StateSender:
-    """Fills the slot behind ``endpoint``, which a `StateReceiver` at the other end of ``channel`` opened."""
+    """Fills the slot that ``endpoint`` describes, which a `StateReceiver` at the other end of ``channel`` opened."""
 
     def __init__(self, channel: Channel, endpoint: bytes) -> None:
         slot = RemoteRegion.unpack(endpoint)

@@ -1,4 +1,4 @@
-"""A worker's side of one store: where its parameters are seen, and how a round goes. Knows no framework."""
+"""A worker's side of one store: the memory of its parameters, and the course of a round. Imports no framework."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class StoreClient:
     def begin(self, operation: StepOperation, options: Sequence[float], max_norm: float = 0.0) -> None:
         """Opens a round on every server. Raises `ArgumentError` for a ``max_norm`` below 0."""
         if not max_norm >= 0:
-            raise ArgumentError(f"a gradient's norm is clipped to a number above 0, not {max_norm!r}")
+            raise ArgumentError(f"the norm to clip gradients to must be above 0, not {max_norm!r}")
         for server in self._servers:
             if server.send_window is not None:
                 server.send_window.flush(self.timeout)
@@ -309,7 +309,7 @@ class StoreClient:
     def _too_long(self) -> WaitTimeout:
         return WaitTimeout(
             f"step {self.updates} of {self.name} did not complete within {self.timeout:g} s: "
-            "another worker has not come to it (TENSORWIRE_TIMEOUT sets the limit)"
+            "another worker has not reached it (TENSORWIRE_TIMEOUT sets the limit)"
         )
 
     def flush(self, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""How one store's memory is laid out on both sides, and what each tells the other before round 1."""
+"""The layout of one store's memory on both sides, and what the sides exchange before round 1."""
 
 from __future__ import annotations
 

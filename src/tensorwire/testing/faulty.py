@@ -74,10 +74,10 @@ class FaultyDevice(Device):
         refuse_memory_at: int | None = None,
     ) -> None:
         if delay < 0 or any(n is not None and n < 1 for n in (lose_after, fail_every, refuse_memory_at)):
-            raise ArgumentError("faults: a delay is 0 seconds or more; operations and calls are counted from 1")
+            raise ArgumentError("faults: a delay must be 0 seconds or more; operations and calls are counted from 1")
         super().__init__()
         self.device = device
-        self.life = device.life
+        self.liveness = device.liveness
         self.callbacks = device.callbacks
         self.name = device.name
         self.capabilities = device.capabilities
@@ -148,7 +148,7 @@ class FaultyChannel(Channel):
     device: FaultyDevice
 
     def __init__(self, device: FaultyDevice, inner: Channel, chance: random.Random) -> None:
-        super().__init__(device, inner.life)
+        super().__init__(device, inner.liveness)
         self._inner = inner
         self._chance = chance
         self._count = itertools.count(1)
@@ -218,11 +218,11 @@ class FaultyChannel(Channel):
         Args:
             reason: What their errors say.
         """
-        self.life.lose(reason)
+        self.liveness.lose(reason)
         self._inner.close()  # after which nothing touches the memory of what was under way
 
     def close(self) -> None:
-        if self.life.forked:
+        if self.liveness.forked:
             return
         self._inner.close()
         self.device._forget(self)
@@ -317,10 +317,10 @@ class DelayedCompletion(Completion):
 
     @property
     def done(self) -> bool:
-        return self._channel.life.forked or (self._begun.is_set() and self._inner.done)
+        return self._channel.liveness.forked or (self._begun.is_set() and self._inner.done)
 
     def wait(self, timeout: float = 60.0) -> None:
-        if self._channel.life.forked:
+        if self._channel.liveness.forked:
             raise PeerLost(self._channel.device.why_lost(self._channel))
         end = time.monotonic() + timeout
         if not self._begun.wait(max(0.0, timeout)):

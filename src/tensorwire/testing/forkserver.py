@@ -1,4 +1,4 @@
-"""A process that has imported what peers need, and forks one whenever it is asked: a peer then costs milliseconds.
+"""A process that has imported what peers need and forks them on request, so that a peer costs milliseconds.
 
 It never makes a device itself, so nothing of the library is half alive in what it forks.
 """

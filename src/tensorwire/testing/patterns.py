@@ -1,4 +1,4 @@
-"""What both sides of a test agree on without a word: bytes that tell one write from another, and how to check them."""
+"""Byte patterns that both sides of a test know, which tell one write from another, and their checks."""
 
 from __future__ import annotations
 

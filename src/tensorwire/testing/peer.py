@@ -261,7 +261,7 @@ class Commands:
 
 
 def serve(spec: str, fd: int) -> None:
-    """The child's life."""
+    """The child's liveness."""
     pipe = Connection(fd)
     try:
         commands = Commands(DeviceSpec(spec))

@@ -1,4 +1,4 @@
-"""What the tests bring to pytest: the option that names devices, time limits for slow machines, why tests were skipped.
+"""The pytest plugin of the tests: the option that names devices, time limits for slow machines, why tests were skipped.
 
 ``python -m pytest -p tensorwire.testing.plugin --pyargs tensorwire.testing.conformance --device package.module:name``
 """

@@ -1,4 +1,4 @@
-"""How a device is named on a command line, so that another process can make one of its kind."""
+"""The name of a device on a command line, from which another process can make one like it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DELAY_SECONDS = 0.0003  # long enough that later calls overtake, short enough fo
 class DeviceSpec:
     """An installed device's name, or ``package.module:factory``.
 
-    ``+delays`` behind it runs the device in a `FaultyDevice` that holds every operation back.
+    ``+delays`` after it runs the device in a `FaultyDevice` that holds every operation back.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""One thread at a time: an optimizer's steps are rounds in one order, and two at once would mix them."""
+"""One thread at a time: an optimizer's steps are rounds in one order, which two threads would mix."""
 
 from __future__ import annotations
 

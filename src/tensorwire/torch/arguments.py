@@ -1,4 +1,4 @@
-"""What users give: parameters with names, in groups. Refused here, nothing of a job has been touched."""
+"""Checks of users' arguments: named parameters, in groups. A refusal here leaves the job untouched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named_groups(named_parameters: Any) -> list[dict[str, Any]]:
 def named_group(number: int, group: Any) -> dict[str, Any]:
     """One group. Raises `ArgumentError`."""
     if not isinstance(group, dict):
-        raise ArgumentError(f"a parameter group is a dict with 'params', not a {type(group).__name__}")
+        raise ArgumentError(f"a parameter group must be a dict with 'params', not a {type(group).__name__}")
     if "params" not in group:
         raise ArgumentError(f"parameter group {number} has no 'params': its (name, parameter) pairs")
     params = group["params"]
@@ -47,7 +47,7 @@ def _listed(params: Any) -> list[Any]:
     if isinstance(params, torch.nn.Module):
         raise ArgumentError("a parameter group got a module for its 'params': pass its named_parameters()")
     if isinstance(params, set):
-        raise ArgumentError("parameters in a set have another order in each process: pass a list")
+        raise ArgumentError("the order of a set differs between processes: pass parameters in a list")
     try:
         return list(params)
     except TypeError:
@@ -77,7 +77,7 @@ def check_parameters(named: Sequence[Named]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ArgumentError(f"the parameter's name {name!r} is no valid Unicode") from None
+            raise ArgumentError(f"the parameter's name {name!r} is not valid Unicode") from None
         seen.add(id(p))
         names.add(name)
         check_tensor(f"parameter {name!r}", p)
@@ -87,7 +87,7 @@ def check_parameters(named: Sequence[Named]) -> None:
 
 
 def check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """Raises `Unsupported` for what is no ordinary dense tensor, `ArgumentError` for one without memory of the CPU."""
+    """Raises `Unsupported` unless it is an ordinary dense tensor, `ArgumentError` if it has no memory of the CPU."""
     plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
     if plain and _has_memory(tensor):
         return  # as nearly all, and every gradient comes here at each step
@@ -147,5 +147,5 @@ def largest_norm(value: Any) -> float:
     except OverflowError:
         found = -1.0
     if not found > 0:
-        raise ArgumentError(f"max_grad_norm is a number above 0, or None, not {value!r:.100}")
+        raise ArgumentError(f"max_grad_norm must be a number above 0, or None, not {value!r:.100}")
     return found

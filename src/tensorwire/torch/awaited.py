@@ -1,4 +1,4 @@
-"""A module's parameters, of which some have to be waited for before they are used."""
+"""A module's parameters, some of which must be awaited before use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrive = Callable[[Sequence[int]], object]
 
 
 class Awaited(dict[str, "torch.nn.Parameter | None"]):
-    """A module's ``_parameters``: whoever gets one waits for it. A copy is an ordinary dictionary.
+    """A module's ``_parameters``: reading one waits for it. A copy is an ordinary dictionary.
 
     PyTorch has hooks around ``forward()``, but none for ``module.weight`` and ``module.parameters()``.
     """

@@ -1,4 +1,4 @@
-"""Mistakes with which a model trains all the same, only worse. Worker 0 warns, once a job."""
+"""Mistakes that do not stop a training but make it worse. Worker 0 warns, once per job."""
 
 from __future__ import annotations
 

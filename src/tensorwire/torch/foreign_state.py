@@ -1,4 +1,4 @@
-"""State of optimizers that are not on the list of torch's own: taken as it comes, because nobody knows what it has."""
+"""State of optimizers that are not torch's own, whose entries are not known beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, and whether a state that is to be loaded fits."""
+"""The state that an optimizer keeps for a parameter, and whether a state to be loaded fits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Checker:
                     state[p] = values
         unknown = [k for k in state_dict["state"] if k not in known]
         if unknown:
-            raise ArgumentError(f"the state is of a parameter {unknown[0]!r} that is in none of its groups")
+            raise ArgumentError(f"the state has an entry for parameter {unknown[0]!r}, which is in none of its groups")
         return groups, state
 
     def _check_groups(self, saved: Any) -> None:

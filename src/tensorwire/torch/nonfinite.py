@@ -1,4 +1,4 @@
-"""Which gradients have NaN or inf, after the norm of all has said that some have."""
+"""Which gradients have NaN or inf, once the total norm has shown that some do."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._worker = current_worker()
         self._alone = Alone()
         if reduce not in ("mean", "sum"):
-            raise ArgumentError(f"gradients are reduced to their 'mean' or their 'sum', not {reduce!r}")
+            raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r}")
         largest_norm(max_grad_norm)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
         given = named_parameters if self._model is None else self._model.named_parameters()
@@ -359,7 +359,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         if any(part.is_open for part in self._parts):
-            raise ArgumentError("parameters can be added before backward() only: gradients are on their way")
+            raise ArgumentError("add parameters before backward(): gradients are in flight")
         self.wait()
         group = named_group(len(self.param_groups), param_group)
         there = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
@@ -420,7 +420,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if os.getpid() != self._pid:
             raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
         if any(part.is_open for part in self._parts):
-            raise ArgumentError("state is saved and loaded between two steps: gradients are on their way")
+            raise ArgumentError("save and load state between two steps: gradients are in flight")
 
 
 def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool) -> StoreSettings:

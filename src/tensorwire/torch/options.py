@@ -1,4 +1,4 @@
-"""Options of parameter groups: the numbers among them travel with every step, the others are fixed."""
+"""Options of parameter groups: numbers are sent with every step, the others are fixed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def values(groups: Sequence[dict[str, Any]], places: Sequence[tuple[int, str, in
         if index >= 0:
             value = value[index] if isinstance(value, (tuple, list)) and index < len(value) else None
         if not is_number(value):
-            raise Unsupported(f"option {key!r} must stay a plain number or as many as it had, not {groups[g][key]!r}")
+            raise Unsupported(
+                f"option {key!r} must stay a plain number, or as many numbers as it had, not {groups[g][key]!r}"
+            )
         try:
             found.append(float(value))
         except OverflowError:

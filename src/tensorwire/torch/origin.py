@@ -1,4 +1,4 @@
-"""What a `StoreOptimizer` is made from: a class and its options, or an optimizer that a script has built already."""
+"""What a `StoreOptimizer` is made from: a class and its options, or an existing optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origi
     """
     if isinstance(given, torch.optim.Optimizer):
         if optimizer is not None:
-            raise ArgumentError("an optimizer comes first alone, or second after model.named_parameters()")
+            raise ArgumentError("pass an optimizer alone, or second, after model.named_parameters()")
         return _of_instance(given, None, options)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, given, options)
@@ -96,7 +96,7 @@ def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
                 continue
             if p.name not in instance.defaults:
                 raise Unsupported(
-                    f"the {type(instance).__name__} does not tell its {p.name!r}: pass the class and its options, "
+                    f"the {type(instance).__name__} does not expose its {p.name!r}: pass the class and its options, "
                     f"StoreOptimizer(model.named_parameters(), {type(instance).__name__}, {p.name}=...)"
                 )
             found[p.name] = options_.plain_value(p.name, instance.defaults[p.name])

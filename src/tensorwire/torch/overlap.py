@@ -2,7 +2,7 @@
 
 A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
 and sends it beside backward. The servers write the new version into the other buffer of the parameters, so that
-backward goes on with the old one. After ``step()`` a parameter is awaited by whoever first gets it from its module,
+backward goes on with the old one. After ``step()`` a parameter is awaited by the first to get it from its module,
 or when its module runs. Until then its memory is full of NaN, so that nobody takes an old value for a new one who
 reaches it in another way. A parameter that was not got from its module in the step before, because compiled code or a
 list has it, is waited for in ``step()``.
@@ -144,7 +144,7 @@ class _Watched:
         if i in self._pushed:
             raise GradientModified(
                 f"parameter {part.names[i]!r} got a second gradient after its first had been pushed: run all "
-                "backward passes of a step but the last inside of optimizer.no_sync(), or use overlap=False"
+                "backward passes of a step but the last inside optimizer.no_sync(), or use overlap=False"
             )
         if part.behind(i) and not part.is_open:
             raise ArgumentError(

@@ -170,7 +170,7 @@ class Part:
         if self._open is not None and self._open != self.options():
             raise ArgumentError(
                 "an option of the optimizer changed after the first gradients had been pushed: with overlap=True set "
-                "learning rates and the like before backward()"
+                "learning rates and other options before backward()"
             )
 
     def gradient(self, i: int) -> torch.Tensor | None:
@@ -366,7 +366,7 @@ class Part:
     def check_pausing(self) -> None:
         """Raises `ArgumentError` in the middle of a step."""
         if self.is_open:
-            raise ArgumentError("job.uneven() ended between backward() and step(): gradients are on their way")
+            raise ArgumentError("job.uneven() ended between backward() and step(): gradients are in flight")
 
     def idle(self) -> None:
         """This worker's loop has ended; others may go on."""

@@ -1,4 +1,4 @@
-"""A thread that takes gradients away beside the one that computes them: what it is given, in order."""
+"""A thread that pushes gradients, in order, while another one computes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Jobs = SimpleQueue["Job | threading.Event | None"]
 class PushThread:
     """Its thread starts with the first job and ends with ``close()``. After an error it does nothing more.
 
-    An error comes out of the next call here, whoever makes it.
+    An error is raised by the next call here, from any thread.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer's state as torch's ``state_dict`` has it: put together from the servers' pieces, and cut again.
+"""The optimizer's state in the form of torch's ``state_dict``: assembled from the servers' pieces, and split again.
 
 ``Optimizer.state`` itself is empty, but while torch's own ``state_dict`` reads it, and while a state that was loaded
 waits for the next step.

@@ -1,1 +1,1 @@
-"""What the spans of a job say: the parts of its steps, and trace files of all its processes."""
+"""What the spans of a job show: the parts of its steps, and trace files of all its processes."""

@@ -1,4 +1,4 @@
-"""Why a worker of a graph waits for a tensor of another one: told from what that one did meanwhile.
+"""Why a worker of a graph waits for a tensor of another one: derived from what that one did meanwhile.
 
 Until its maker sends the tensor, whoever waits for it waits for the maker: **idle** where the maker computes, or waits
 for a third worker that does. From then on the tensor is on its way, which is **exposed** communication; so is waiting
@@ -41,7 +41,7 @@ class Edges:
 
     def _idle(self, number: int, wait: Span, depth: int) -> Iterable[Interval]:
         pushed = self._pushed.get((wait.what, wait.step))
-        if pushed is None:  # it waits for memory to be let go, by any of the others
+        if pushed is None:  # it waits for any of the others to release memory
             others = [worker.computing for other, worker in self._workers.items() if other != number]
             return [part for computing in others for part in within(computing, wait.start, wait.stop)]
         sent, maker = pushed

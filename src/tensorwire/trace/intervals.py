@@ -1,4 +1,4 @@
-"""Sets of moments as lists of intervals."""
+"""Sets of points in time as lists of intervals."""
 
 from __future__ import annotations
 

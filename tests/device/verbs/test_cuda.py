@@ -116,8 +116,8 @@ class Host:
 @pytest.fixture
 def device() -> Any:
     """As much of a verbs device as regions need."""
-    life = SimpleNamespace(lost=False, forked=False)
-    return SimpleNamespace(_nic=SimpleNamespace(domain="domain"), life=life, register=Host)
+    liveness = SimpleNamespace(lost=False, forked=False)
+    return SimpleNamespace(_nic=SimpleNamespace(domain="domain"), liveness=liveness, register=Host)
 
 
 def test_the_gpus_own_memory_where_the_nic_reaches_it(library: Library, device: Any) -> None:
@@ -162,7 +162,7 @@ def test_peers_get_a_registration_of_their_own(library: Library, device: Any) ->
 def test_a_closed_device_needs_its_registrations_back(library: Library, device: Any) -> None:
     region = cuda.register(device, Tensor())
     region.remote("read")
-    device.life.lost = True
+    device.liveness.lost = True
     region.close()
     assert all(made.closed for made in library.made)
 
@@ -226,7 +226,7 @@ def test_tensors_without_memory_cannot_be_regions(device: Any) -> None:
 def test_a_forked_child_ends_nothing(library: Library, device: Any) -> None:
     region = cuda.register(device, Tensor())
     region.remote()
-    device.life.forked = True
+    device.liveness.forked = True
     region.close()
     cuda._end(library.made[0], pid=1)
     assert not any(made.closed for made in library.made)

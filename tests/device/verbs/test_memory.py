@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.harness.domain import FakeDomain
 
-from tensorwire._native import PAGE, Life, Memory
+from tensorwire._native import PAGE, Liveness, Memory
 from tensorwire.device.verbs import memory as module
 from tensorwire.device.verbs.memory import Registrar, owner_of
 from tensorwire.device.verbs.registrations import local_access, pinned_bytes, remote_access
@@ -364,8 +364,8 @@ def test_a_forked_child_ends_no_registration_and_has_no_page(domain: FakeDomain,
     buffer = bytearray(8)
     lent = Memory.wrap(buffer)
     registrar.cover(lent, buffer)
-    life = Life()
-    regions[0].bind(life)
+    liveness = Liveness()
+    regions[0].bind(liveness)
 
     def drop() -> None:
         nonlocal lent

@@ -91,7 +91,7 @@ def test_a_nic_that_fails_loses_every_peer(fabric: Fabric, monkeypatch: pytest.M
 
         monkeypatch.setattr(FakeCQ, "req_notify", req_notify)
         c.write(0, 64).wait(SECONDS)  # its completion wakes the device's thread, which cannot arm the queue again
-        until(lambda: c.channel.life.lost)  # after the device itself, which `lost` counts, too
+        until(lambda: c.channel.liveness.lost)  # after the device itself, which `lost` counts, too
         with pytest.raises(PeerLost, match=r"fake0 failed: .*ibv_req_notify_cq"):
             c.write(0, 64)
         with pytest.raises(PeerLost, match="fake0 failed"):

@@ -161,7 +161,7 @@ def test_a_hint_that_leads_nowhere_is_only_mentioned(sysfs: Sysfs) -> None:
     choice = take(sysfs, NCCL_IB_HCA="=mlx4_0", NCCL_IB_GID_INDEX="77")
     assert taken(choice) == ("mlx5_0:1", 3)
     assert "NCCL_IB_HCA==mlx4_0 leaves no usable port" in choice.why
-    assert "NCCL_IB_GID_INDEX=77 is no GID there" in choice.why
+    assert "NCCL_IB_GID_INDEX=77 is not a GID there" in choice.why
     assert taken(take(sysfs, NCCL_IB_GID_INDEX="1")) == ("mlx5_0:1", 1)
     assert "NCCL" not in take(sysfs, NCCL_IB_GID_INDEX="-1").why
 

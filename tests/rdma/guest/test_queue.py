@@ -243,7 +243,7 @@ def test_a_pair_made_anew_while_its_channel_is_lost(step: str, monkeypatch: pyte
 
         def meanwhile(*arguments: Any) -> Any:
             made = really(*arguments)
-            channel.life.lose("the test says so")
+            channel.liveness.lose("the test says so")
             destroyed.start()
             destroyed.join(0.2)  # it may have to wait for us
             return made

@@ -32,7 +32,7 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def life(where: MemoryTarget) -> weakref.ref[Room]:
+def liveness(where: MemoryTarget) -> weakref.ref[Room]:
     """Dead when the memory of the place is free."""
     return weakref.ref(where.owner)
 

@@ -18,7 +18,7 @@ import torch
 from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
 from tensorwire.torch.graph.memory.target import MemoryTarget
 from tests.harness.sandbox import Sandbox, every
-from tests.torch.graph.rooms import Room, life, place, room
+from tests.torch.graph.rooms import Room, liveness, place, room
 
 aten = torch.ops.aten
 THREADS, ROUNDS = 4, 300
@@ -33,7 +33,7 @@ def born(nbytes: int = 4096, *, copied: bool = False) -> tuple[torch.Tensor, wea
     tensor, _ = birth([where], (zeros, 1.0))
     assert where.holds(tensor)
     assert birth.missed == 1
-    return tensor, life(where)
+    return tensor, liveness(where)
 
 
 @pytest.mark.parametrize("copied", [False, True])

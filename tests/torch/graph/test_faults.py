@@ -74,7 +74,7 @@ def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
     """Dynamo makes of what a backend raises an error of its own, and shows all of its frames; not so of ours."""
     message = run(sandbox, mode="quick")
     first = message.splitlines()[0].partition(" raised ")[2]
-    assert first.startswith("ArgumentError: options['mode'] is one of ")
+    assert first.startswith("ArgumentError: options['mode'] must be one of ")
     assert "compiled(x, i)" in message
     assert "output_graph.py" not in message
 

@@ -64,7 +64,7 @@ def placed_twice(job: tw.Job) -> list[str]:
 
 
 def test_a_model_that_has_its_workers_from_options_is_not_placed() -> None:
-    expected = "this model has its workers already, from place() or from the options of torch.compile: place it once, "
+    expected = "this model already has its workers, from place() or from the options of torch.compile: place it once, "
     for said in run_job(placed_twice, workers=2, servers=0).ok():
         assert all(one.startswith(expected) for one in said)
 

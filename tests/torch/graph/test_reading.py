@@ -107,7 +107,7 @@ def item(job: tw.Job) -> float:
 def test_reading_ends_the_job_with_the_reason() -> None:
     ended = run_job(item, workers=2, servers=0)
     assert ended.codes == [1, 1]
-    assert "NotOnThisWorker: scale is on worker 0: it cannot be read here (by item() or the like)" in ended.errors[1]
+    assert "NotOnThisWorker: scale is on worker 0: it cannot be read here (by item() or similar)" in ended.errors[1]
 
 
 class Branches(nn.Module):

@@ -200,7 +200,7 @@ def test_what_users_do_with_models_works_on_a_placed_one() -> None:
 def test_the_worker_of_a_process_is_its_place_in_the_job() -> None:
     with pytest.raises(ArgumentError, match=r"tensorwire.init\(\)"):
         tw.torch.place(Net(), WORKERS)
-    with pytest.raises(ArgumentError, match="'server:0' is no worker"):
+    with pytest.raises(ArgumentError, match="'server:0' is not a worker"):
         tw.torch.place(Net(), WORKERS, worker="server:0")
     assert run_job(gone_from).results == [[n for n, _ in Net().second.named_parameters(prefix="second")],
                                           [n for n, _ in Net().first.named_parameters(prefix="first")]]  # fmt: skip

@@ -139,9 +139,9 @@ def test_a_block_in_a_model_that_is_not_compiled_names_its_line() -> None:
     ["worker:", "worker:x", "worker:01", "worker:-1", "server:1", "worker:1 ", "worker 1", "1", -1, 1.0, True, None],
 )
 def test_names_that_are_no_worker_are_refused(name: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"is no worker: give its rank, such as 1"), tw.worker(name):
+    with pytest.raises(ArgumentError, match=r"is not a worker: give its rank, such as 1"), tw.worker(name):
         pass
-    with pytest.raises(ArgumentError, match=r"is no worker: give its rank, such as 1"):
+    with pytest.raises(ArgumentError, match=r"is not a worker: give its rank, such as 1"):
         tw.torch.place(Model(), {"layers.0": name}, worker=A)
 
 
@@ -209,11 +209,11 @@ def test_without_a_default_what_is_outside_has_no_worker() -> None:
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
-        ({"layer.1": B}, r"'layer.1' is no module of the model.*close to it: 'layers.1'"),
-        ({"layers.1.linear.weight": B}, r"is no module.*'layers.1.linear'"),
-        ({"x": B}, r"'x' is no module of the model, as its named_modules\(\) names them"),
-        ({3: B}, r"3 is no module"),
-        ([("layers.1", B)], "workers is a dict of module paths to ranks, not list"),
+        ({"layer.1": B}, r"'layer.1' is not a module of the model.*close to it: 'layers.1'"),
+        ({"layers.1.linear.weight": B}, r"is not a module.*'layers.1.linear'"),
+        ({"x": B}, r"'x' is not a module of the model, as its named_modules\(\) names them"),
+        ({3: B}, r"3 is not a module"),
+        ([("layers.1", B)], "workers must be a dict of module paths to ranks, not list"),
     ],
 )
 def test_workers_that_fit_nothing_are_refused_and_change_nothing(workers: Any, message: str) -> None:
@@ -227,7 +227,7 @@ def test_workers_that_fit_nothing_are_refused_and_change_nothing(workers: Any, m
 
 def test_a_model_is_placed_once() -> None:
     model = placed(Model(), {"layers.1": B})
-    with pytest.raises(ArgumentError, match=r"this model has its workers already, from place\(\)"):
+    with pytest.raises(ArgumentError, match=r"this model already has its workers, from place\(\)"):
         tw.torch.place(model, {"layers.1": B}, worker=B)
     with pytest.raises(ArgumentError, match=r"was placed before, as 'layers.0'"):
         tw.torch.place(model.layers[0], {"": B}, worker=B)  # type: ignore[index]
@@ -429,6 +429,7 @@ def workers_of(graphs: list[Graph], operator: str) -> list[str | None]:
     return [worker for graph in graphs for worker in graph.of(operator)]
 
 
+@pytest.mark.slow
 def test_every_node_of_gpt2_has_the_worker_of_its_block() -> None:
     recorder = Recorder()
     compiled = torch.compile(

@@ -23,13 +23,13 @@ aten = torch.ops.aten
 def test_where_a_place_may_be() -> None:
     for owner, options, what in [
         (b"x" * 64, {}, "writable"),
-        (object(), {}, "has none"),
+        (object(), {}, "which object lacks"),
         (memoryview(bytearray(128))[::2], {}, "contiguous"),
         (place(128).owner, {"offset": 1}, "multiple of 64"),
-        (place(128).owner, {"offset": 64, "nbytes": 65}, "not within"),
-        (place(128).owner, {"offset": -64}, "not within"),
-        (place(128).owner, {"offset": 129}, "not within"),
-        (place(128).owner, {"nbytes": -1}, "not within"),
+        (place(128).owner, {"offset": 64, "nbytes": 65}, "not lie within"),
+        (place(128).owner, {"offset": -64}, "not lie within"),
+        (place(128).owner, {"offset": 129}, "not lie within"),
+        (place(128).owner, {"nbytes": -1}, "not lie within"),
     ]:
         arguments: dict[str, Any] = options
         with pytest.raises(ArgumentError, match=what):
@@ -77,11 +77,11 @@ def test_a_tensor_over_memory_is_nobodys_view_and_keeps_the_owner() -> None:
 def test_what_no_tensor_lies_over() -> None:
     for owner, options, what in [
         (b"1234", {"shape": (1,)}, "writable"),
-        (room(8), {"shape": (3,)}, "not within the 8 bytes"),
-        (room(8), {"shape": (2,), "strides": (2,)}, "not within"),
-        (room(8), {"shape": (2,), "offset": 4}, "not within"),
-        (room(8), {"shape": (1,), "offset": -4}, "not within"),
-        (7, {"shape": (1,)}, "int has none"),
+        (room(8), {"shape": (3,)}, "not lie within the 8 bytes"),
+        (room(8), {"shape": (2,), "strides": (2,)}, "not lie within"),
+        (room(8), {"shape": (2,), "offset": 4}, "not lie within"),
+        (room(8), {"shape": (1,), "offset": -4}, "not lie within"),
+        (7, {"shape": (1,)}, "which int lacks"),
         (room(8), {"shape": (-1,)}, "none negative"),
         (room(8), {"shape": (2,), "strides": (-1,)}, "none negative"),
         (room(8), {"shape": (2,), "strides": (1, 1)}, "as many strides"),

@@ -1,1 +1,1 @@
-"""The processes that a benchmark measures: one small program a workload, driven by lines (see ``lines``)."""
+"""The processes that a benchmark measures: one small program per workload, driven by lines (see ``lines``)."""

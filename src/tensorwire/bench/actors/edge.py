@@ -147,7 +147,7 @@ def alone(run: Run, part: Callable[[], object]) -> float:
 def main(role: str, kind_of_device: str, kind: str, nbytes: str) -> None:
     """Runs until its input ends."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # memory of others is read-only, and only read
+    warnings.simplefilter("ignore")  # the peer's memory is read-only, and only read
     lines = Lines()
     with make_device(kind_of_device) as device:
         (target if role == "target" else initiate)(lines, device, kind, int(nbytes))

@@ -1,4 +1,4 @@
-"""The three kinds of edges as ``bench edge`` uses them: tensors of float32, of one size, two on their way at most."""
+"""The three kinds of edges as ``bench edge`` uses them: float32 tensors of one size, at most two in flight."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class StaticSender(Sender):
 
 
 def static_slots(nbytes: int) -> Sequence[int]:
-    """Where the slots of a static edge begin, behind its word."""
+    """Where the slots of a static edge begin, after its word."""
     return [_PAGE + i * _pages(nbytes) for i in range(DEPTH)]
 
 

@@ -1,4 +1,4 @@
-"""What the two ends of an edge do besides the transfer, the same in ours and in others: add two tensors, sum them up.
+"""What the two ends of an edge do in addition to the transfer, in ours and in peers alike: add two tensors, sum them.
 
 The producer adds two tensors of float32 into the memory that is to be sent, ``torch.add(a, b, out=...)``; the consumer
 sums what it received. All values are small integers, of which every half cancels the one before it, so that no float32

@@ -1,4 +1,4 @@
-"""What the stores of a comparison push, and what must then be pulled, for ours and for those of others.
+"""What the stores of a comparison push, and what must then be pulled, for ours and for those of peers.
 
 A tensor's values repeat every 1,024 elements, and differ from tensor to tensor, worker to worker and round to round.
 Torch's elementwise optimizers have the same bits on both sides of such a multiple, so a short tensor tells what
@@ -54,7 +54,7 @@ def check_gradient(pushed: torch.Tensor, tensor: int, worker: int, round: int) -
 
 
 def _compare(values: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    """``wanted``: the first 1,024 values, then those behind the last multiple of 1,024."""
+    """``wanted``: the first 1,024 values, then those after the last multiple of 1,024."""
     whole = values.numel() // CUT * CUT
     rows = values[:whole].view(-1, CUT)
     same = all(bool((rows[at : at + _ROWS] == wanted[:CUT]).all()) for at in range(0, rows.shape[0], _ROWS))
@@ -95,7 +95,7 @@ class Expected:
 
 
 def _short(tensor: ParameterSpec) -> int:
-    """Elements of the tensor that stands for this one: its first 1,024, and those behind the last multiple of it."""
+    """Elements of the tensor that stands for this one: its first 1,024, and those after the last multiple of it."""
     return tensor.elements if tensor.elements < CUT else CUT + tensor.elements % CUT
 
 

@@ -2,7 +2,7 @@
 
 ``ping-pong``: both ends write and wait for the other's signal. ``waiting-target``: the target waits for the last
 signal, so it drives its device. ``passive-target``: its process sleeps. ``one-way``: two writes (verbs: 4) are always
-outstanding, the target waits. ``one-signal``: the same, with a signal behind the last one only. ``both-ways``: from
+outstanding, the target waits. ``one-signal``: the same, with a signal after the last one only. ``both-ways``: from
 both ends at once. A run with a word is one of the copies and flags in the library instead (``c/memory.c``),
 between the same memory.
 """
@@ -31,7 +31,7 @@ def make_device(kind: str, interface: str = "127.0.0.1", heartbeat: float = 1.0,
 
 
 def counts() -> dict[str, float]:
-    """What is told of a round besides its time."""
+    """What is reported of a round in addition to its time."""
     return {name: getattr(counters, name) for name in ("copies", "rpcs", "registrations")}
 
 
@@ -65,7 +65,7 @@ def polled(wait: Callable[[float], object]) -> None:
 
 
 class TransferEnd:
-    """One end of a transfer: an inbox with a signal word behind the payload, and a source of the same size."""
+    """One end of a transfer: an inbox with a signal word after the payload, and a source of the same size."""
 
     def __init__(self, lines: Lines, device: Device, nbytes: int) -> None:
         self.word = -(-nbytes // 64) * 64  # a cache line of its own

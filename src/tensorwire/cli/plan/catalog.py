@@ -1,4 +1,4 @@
-"""The models that can be planned: by name, or of a script."""
+"""The models that can be planned: built-in ones by name, or one defined in a script."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def find_model(what: str, batch: int | None) -> PlannedModel:
     if not path.is_file():
         raise ArgumentError(f"there is no script {what}")
     if path.suffix != ".py":
-        raise ArgumentError(f"{what} is no Python file: its name must end with .py")
+        raise ArgumentError(f"{what} is not a Python file: its name must end with .py")
     return _of_script(path, batch)
 
 
@@ -79,7 +79,7 @@ def _of_script(path: Path, batch: int | None) -> PlannedModel:
     given = () if batch is None else (batch,)
     workers = getattr(module, "workers", None)
     if workers is not None and not isinstance(workers, dict):
-        raise ArgumentError(f"{path}: workers is a dict of module paths to ranks, not {type(workers).__name__}")
+        raise ArgumentError(f"{path}: workers must be a dict of module paths to ranks, not {type(workers).__name__}")
     make, inputs = partial(script.module, module.model), partial(script.inputs, module.inputs, given)
     return PlannedModel(path.stem, make, inputs, workers)
 
@@ -117,7 +117,7 @@ class _Script:
     def module(self, make: Callable[[], Any]) -> nn.Module:
         made = self.run(make)
         if not isinstance(made, nn.Module):
-            raise ArgumentError(f"{self.path}: model() returns a module of torch, not {type(made).__name__}")
+            raise ArgumentError(f"{self.path}: model() must return a torch.nn.Module, not {type(made).__name__}")
         return made
 
     def inputs(self, make: Callable[..., Any], given: tuple[int, ...]) -> Sequence[Any]:
@@ -125,5 +125,5 @@ class _Script:
         if isinstance(made, torch.Tensor):
             return (made,)
         if not isinstance(made, (tuple, list)):
-            raise ArgumentError(f"{self.path}: inputs() returns a tuple of arguments, not {type(made).__name__}")
+            raise ArgumentError(f"{self.path}: inputs() must return a tuple of arguments, not {type(made).__name__}")
         return tuple(made)

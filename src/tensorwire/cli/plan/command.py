@@ -115,5 +115,5 @@ def _summary(
 def _place(given: str) -> tuple[str, int | str]:
     path, equals, worker = given.rpartition("=")
     if not equals or not worker:
-        raise ArgumentError(f"--place is PATH=RANK, not {given!r}")
+        raise ArgumentError(f"--place takes PATH=RANK, not {given!r}")
     return path, int(worker) if worker.isdecimal() else worker

@@ -1,4 +1,4 @@
-"""The shape of Llama 3 70B. It is made where tensors have no memory."""
+"""The shape of Llama 3 70B, built on the meta device, without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tensorwire plan`` says of a model, in words and for programs."""
+"""What ``tensorwire plan`` prints about a model, for people and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of a channel's queue pairs find each other over a socket, and again after a refusal.
+"""Connecting the two ends of a channel's queue pairs over a socket, and reconnecting them after a refusal.
 
 The socket is authenticated by the target's token, which travels with its address on the job's control connection. It
 stays open: its end is the peer's. No payload passes. A frame: docs/verbs.md.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire._native import Life
+from tensorwire._native import Liveness
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import close_socket
 from tensorwire.device.verbs.nic import Nic
@@ -47,12 +47,12 @@ class Connection:
         nic: Nic,
         settings: QueuePairSettings,
         sock: socket.socket,
-        life: Life,
+        liveness: Liveness,
         peer: int,
         *,
         inbound: bool = False,
     ) -> None:
-        self.nic, self.life, self.peer = nic, life, peer
+        self.nic, self.liveness, self.peer = nic, liveness, peer
         self._settings = settings
         self._sock = sock
         self._setup = threading.Lock()  # one conversation at a time
@@ -63,7 +63,7 @@ class Connection:
     def _make_lanes(self, count: int) -> None:
         for _ in range(count):
             pair = QueuePair(
-                self.nic, self.life, inbound=self.inbound, signals=self._settings.signals, broken=self._broken
+                self.nic, self.liveness, inbound=self.inbound, signals=self._settings.signals, broken=self._broken
             )
             pair.lost = self.lose
             self.lanes.append(pair)
@@ -82,7 +82,7 @@ class Connection:
         self._send(kind, lane, ends)
         answered, at, theirs, receives = self._receive()
         if (answered, at, len(theirs)) != (kind, lane, len(ends)):
-            raise ProtocolError("verbs: the other side answers something else")
+            raise ProtocolError("verbs: the other side sent an unexpected answer")
         return theirs, receives
 
     def _connect(self, lanes: Sequence[QueuePair], answer: tuple[list[Any], int]) -> None:
@@ -103,7 +103,7 @@ class Connection:
                 self._connect([pair], self._ask(_AGAIN, lane, [pair.prepare()]))
             except (OSError, PeerLost, ProtocolError, self.nic.ib.VerbsError) as error:
                 self.lose(f"its queue pair could not be made again: {error}")
-            if self.life.lost or self.nic.life.lost:
+            if self.liveness.lost or self.nic.liveness.lost:
                 pair.destroy()
 
     # ---- the target
@@ -112,14 +112,14 @@ class Connection:
         """Answers until the initiator closes the socket. Raises `PeerLost` then, `ProtocolError` for bad frames."""
         kind, _, theirs, receives = self._receive()
         if kind != _OPEN or not 1 <= len(theirs) <= MOST_LANES:
-            raise ProtocolError("verbs: the other side does not begin with its queue pairs")
+            raise ProtocolError("verbs: the other side did not begin with its queue pairs")
         self._make_lanes(len(theirs))
         self._answer(_OPEN, 0, self.lanes, theirs, receives)
         self._sock.settimeout(None)
         while True:
             kind, lane, theirs, receives = self._receive()
             if kind != _AGAIN or lane >= len(self.lanes) or len(theirs) != 1:
-                raise ProtocolError("verbs: the other side asks something else")
+                raise ProtocolError("verbs: the other side sent an unexpected request")
             self.lanes[lane].reset()
             self._answer(_AGAIN, lane, [self.lanes[lane]], theirs, receives)
 
@@ -153,7 +153,7 @@ class Connection:
 
     def lose(self, reason: str) -> None:
         """The peer is lost: it learns of it, too."""
-        self.life.lose(reason)
+        self.liveness.lose(reason)
         self._hang_up()
 
     def _hang_up(self) -> None:

@@ -122,7 +122,7 @@ class DirectRegion(CudaRegion):
         if self._closed:
             raise RegionClosed("this region was closed: register the tensor again")
         if access not in ("read", "write"):
-            raise ArgumentError(f"access is 'read' or 'write', not {access!r}")
+            raise ArgumentError(f"access must be 'read' or 'write', not {access!r}")
         if access not in self.keys:
             self._shown.append(self._register(remote_access(access)))
             self.keys[access] = self._shown[-1].rkey
@@ -141,12 +141,12 @@ class DirectRegion(CudaRegion):
         return self._closed
 
     def close(self) -> None:
-        if self.device.life.forked:
+        if self.device.liveness.forked:
             return
         self._closed = True
         while self._shown:
             self._shown.pop().close()
-        if self.device.life.lost:  # its queue pairs are gone, and its protection domain is next
+        if self.device.liveness.lost:  # its queue pairs are gone, and its protection domain is next
             self._end_local()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from tensorwire._native import Life, Memory, Monitor, open_socket
+from tensorwire._native import Liveness, Memory, Monitor, open_socket
 from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
@@ -43,10 +43,10 @@ from tensorwire.device.verbs.queue_pair import QueuePair, Signals
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
 
 _PURPOSE = b"verbs"
-_TERMS = struct.Struct("<Q")  # behind the purpose: the initiator's device
+_TERMS = struct.Struct("<Q")  # after the purpose: the initiator's device
 _NOTHING, _NOWHERE = (0, 0, 0), (0, 0)
 _END, _LARGEST_KEY = 2**64, 2**32 - 1
-NEVER_REPORTS = 7  # retries: some NICs take this for "for ever"
+NEVER_REPORTS = 7  # retries: some NICs take this for "forever"
 
 
 class VerbsAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +73,7 @@ class VerbsDevice(Device):
         queue_pairs: How many queue pairs, and so ``lanes``, a channel has.
         completion_queues: How many completion queues all queue pairs share.
         signals: ``"immediate"`` wakes a waiter that sleeps. With ``"write"``, a plain write, and ``"tail"``, the last 8
-            bytes of the payload's own write where the word lies behind it, waiters look again and again.
+            bytes of the payload's own write where the word lies after it, waiters poll.
         retries: How many times a NIC repeats what is not answered before the peer is lost, 0 to 7. With 7, some NICs
             never report a loss.
         timeout_exponent: How long it waits for each answer: at least 4.096 us times 2 to the power of this, 1 to 31.
@@ -113,7 +113,7 @@ class VerbsDevice(Device):
         try:
             self._nic = Nic(
                 choice,
-                self.life,
+                self.liveness,
                 completion_queues=completion_queues,
                 naps=signals != "immediate",
                 heartbeat=heartbeat,
@@ -175,16 +175,16 @@ class VerbsDevice(Device):
             raise
 
     def _open(self, sock: socket.socket, where: VerbsAddress) -> Channel:
-        life = Life(self.life, address_text(where.interface, where.port))
-        connection = Connection(self._nic, self._settings, sock, life, where.device)
+        liveness = Liveness(self.liveness, address_text(where.interface, where.port))
+        connection = Connection(self._nic, self._settings, sock, liveness, where.device)
         try:
             connection.open()
             with self._lock:
                 self._check_open()  # close() came meanwhile, and has not seen this connection
                 self._connections.add(connection)
-                self._monitor.watch(sock.fileno(), life)
+                self._monitor.watch(sock.fileno(), liveness)
         except BaseException:
-            life.close("it was not set up")
+            liveness.close("it was not set up")
             connection.destroy()
             raise
         return VerbsChannel(self, connection)
@@ -196,23 +196,23 @@ class VerbsDevice(Device):
                 known = connection in self._connections
                 self._connections.discard(connection)
             if known:
-                connection.life.close("the channel was closed")
+                connection.liveness.close("the channel was closed")
                 self._monitor.forget(connection.descriptor)
                 connection.close()
 
     def _greet(self, sock: socket.socket, purpose: bytes) -> None:
         (device,) = _TERMS.unpack(purpose[len(_PURPOSE) :])
-        life = Life(self.life, address_text(*sock.getpeername()[:2]), inbound=True)
-        connection = Connection(self._nic, self._settings, sock, life, device, inbound=True)
+        liveness = Liveness(self.liveness, address_text(*sock.getpeername()[:2]), inbound=True)
+        connection = Connection(self._nic, self._settings, sock, liveness, device, inbound=True)
         with self._lock:
             self._check_open()
             self._connections.add(connection)
-        self._monitor.watch(sock.fileno(), life)
+        self._monitor.watch(sock.fileno(), liveness)
         try:
             connection.serve()
         finally:
             self._monitor.forget(sock.fileno())
-            life.lose("its process closed the connection or died")
+            liveness.lose("its process closed the connection or died")
             connection.destroy()
             with self._lock:
                 self._connections.discard(connection)
@@ -221,7 +221,7 @@ class VerbsDevice(Device):
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
-            if not connection.life.lost:
+            if not connection.liveness.lost:
                 connection.heartbeat()
 
     # ---- memory
@@ -257,7 +257,7 @@ class VerbsDevice(Device):
         return self._keep(region)
 
     def _bind(self, memory: Memory) -> None:
-        memory.bind(self.life, self._nic.sleepers)
+        memory.bind(self.liveness, self._nic.sleepers)
 
     def _expose(self, region: Region, access: Access) -> int:
         with self._lock:
@@ -270,7 +270,7 @@ class VerbsDevice(Device):
             return region.keys[access]
 
     def _withdraw(self, region: Region) -> None:
-        if self.life.forked:  # the keys are the parent's
+        if self.liveness.forked:  # the keys are the parent's
             return
         with self._lock:
             for key in region.keys.values():
@@ -296,9 +296,9 @@ class VerbsDevice(Device):
             connection.lose(reason)
 
     def close(self) -> None:
-        if self.life.forked:  # the parent's: a lock may be held for ever
+        if self.liveness.forked:  # the parent's: a lock may be held forever
             return
-        self.life.close("the device was closed")
+        self.liveness.close("the device was closed")
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -330,15 +330,15 @@ class VerbsRegion(Region):
         shown = super().remote(access)
         return RemoteRegion(shown.device, shown.key, shown.length, shown.access, self.address)
 
-    def _wait(self, offset: int, at_least: int, seconds: float, life: Life | None = None) -> int:
-        return self._nic.wait(self, offset, at_least, seconds, life)
+    def _wait(self, offset: int, at_least: int, seconds: float, liveness: Liveness | None = None) -> int:
+        return self._nic.wait(self, offset, at_least, seconds, liveness)
 
 
 class VerbsChannel(Channel):
     """A channel over one or more queue pairs; operations on it use the first, its ``lanes`` one each."""
 
     def __init__(self, device: VerbsDevice, connection: Connection, lane: int = 0) -> None:
-        super().__init__(device, connection.life)
+        super().__init__(device, connection.liveness)
         self._connection = connection
         self._pair: QueuePair = connection.lanes[lane]
         self._pair.callbacks = device.callbacks
@@ -377,7 +377,7 @@ class VerbsChannel(Channel):
             return Failed(error)
         except (TypeError, AttributeError) as error:
             raise explain(error, "signal", remote=target, values=(value,)) from None
-        if self.life.lost:
+        if self.liveness.lost:
             self._check_alive()
         return self._pair.write(_NOTHING, _NOWHERE, word, fence, None)
 
@@ -395,7 +395,7 @@ class VerbsChannel(Channel):
 
     def _local(self, region: Any, offset: int, nbytes: int) -> tuple[int, int, int]:
         """Address, bytes and key of what the NIC is to read or fill."""
-        if self.life.lost:
+        if self.liveness.lost:
             self._check_alive()
         if region.closed:
             raise RegionClosed("the local region was closed")
@@ -444,7 +444,7 @@ class VerbsChannel(Channel):
     def close(self) -> None:
         device = self.device
         assert isinstance(device, VerbsDevice)
-        if self.life.forked:
+        if self.liveness.forked:
             return
         device._drop(self._connection)
 

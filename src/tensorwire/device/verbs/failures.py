@@ -1,4 +1,4 @@
-"""What the status of a work request that failed says, in words and as an error."""
+"""The status of a failed work request, in words and as an error."""
 
 from __future__ import annotations
 

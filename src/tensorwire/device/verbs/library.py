@@ -1,4 +1,4 @@
-"""The way to libibverbs: imported only when somebody asks, and every obstacle an error that says what to do."""
+"""Access to libibverbs: loaded on demand; each obstacle becomes an error that says what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_device(name: str, root: Path = DEVICES) -> Any:
     except OSError as error:
         if error.errno == errno.ENOSYS:  # what libibverbs says where the kernel's half is missing
             raise VerbsUnavailable(_NOT_LOADED) from None
-        raise VerbsUnavailable(f"RDMA devices cannot be listed: {error}") from None
+        raise VerbsUnavailable(f"cannot list RDMA devices: {error}") from None
     if name not in devices:
         driver = f"libibverbs has no driver for {name}: install ibverbs-providers (Debian, Ubuntu) or rdma-core"
         raise VerbsUnavailable(_obstacle(name, root) or driver)

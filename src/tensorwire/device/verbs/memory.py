@@ -1,4 +1,4 @@
-"""Registered memory of a verbs device: what it allocates, what it is lent, and what it shows to peers.
+"""Registered memory of a verbs device: allocated by it, lent to it, and exposed to peers.
 
 - What the device allocates lies in slabs, which are registered once.
 - What it is lent is registered when first used. Where an object is known to own its memory for exactly as long as it
@@ -72,9 +72,9 @@ class Registrar:
     def cover(self, memory: Memory, buffer: object = None) -> MR:
         """A registration that covers ``memory``, for this process's own transfers; it lives as long as ``memory``.
 
-        ``memory``: the very object whose life says how long it is needed, such as the region. ``buffer``: what it was
-        made of, if that is not the device's own memory. Raises `OutOfMemory`, or `ArgumentError` for memory that cannot
-        be registered.
+        ``memory``: the very object whose lifetime says how long it is needed, such as the region. ``buffer``: what it
+        was made of, if that is not the device's own memory. Raises `OutOfMemory`, or `ArgumentError` for memory that
+        cannot be registered.
         """
         with self._alone():
             slab = self._slab_of(self._place_of(memory).address)
@@ -105,13 +105,13 @@ class Registrar:
             self._spare = None
 
     # The ends of objects come in any thread, even in the middle of the code below: they are put down without a lock,
-    # and dealt with by whoever has it next.
+    # and handled by the thread that takes it next.
 
     def _when_gone(self, thing: object, call: Callable[[], None]) -> None:
         weakref.finalize(thing, self._end, call).atexit = False
 
     def _end(self, call: Callable[[], None]) -> None:
-        if os.getpid() == self._pid:  # in a forked child nothing ends, and the lock may be held for ever
+        if os.getpid() == self._pid:  # in a forked child nothing ends, and the lock may be held forever
             self._ends.append(call)
             self._settle()
 
@@ -253,7 +253,7 @@ def owner_of(buffer: object) -> object | None:
 
     A numpy array with memory of its own cannot be resized while there are weak references to it; an array that looks
     into another one keeps that one. Memory of our own is never moved. A bytearray, a mapping of a file, or a tensor of
-    torch may get other memory in its life.
+    torch may get other memory in its liveness.
     """
     numpy = sys.modules.get("numpy")  # loading it takes long; who has not loaded it has no array
     while True:

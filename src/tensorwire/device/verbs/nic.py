@@ -1,4 +1,4 @@
-"""An opened port: its protection domain, its completion queues, and whoever drains them.
+"""An opened port: its protection domain, its completion queues, and what drains them.
 
 Nobody drains while nobody has to. A waiter looks at its word for 5 us; then it arms the completion queues and sleeps on
 their channel. When nobody waits, one thread sleeps there, and drains in rounds with a pause between them, so that a
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorwire._native import ATTEND, Life, Memory, Sleepers, close_on_fork, forget_fd
+from tensorwire._native import ATTEND, Liveness, Memory, Sleepers, close_on_fork, forget_fd
 from tensorwire.device.verbs import library
 from tensorwire.device.verbs.memory import Registrar
 from tensorwire.device.verbs.port_selection import PortChoice
@@ -41,7 +41,7 @@ class Nic:
     def __init__(
         self,
         choice: PortChoice,
-        life: Life,
+        liveness: Liveness,
         *,
         completion_queues: int,
         naps: bool,
@@ -51,13 +51,13 @@ class Nic:
     ) -> None:
         self.ib = library.load()
         self.port, self.gid = choice.port, choice.gid
-        self.life = life
+        self.liveness = liveness
         self._heartbeat, self._tick, self._failed = heartbeat, tick, failed
         self._pairs: dict[int, QueuePair] = {}
-        self._lock = threading.Lock()  # whoever drains
+        self._lock = threading.Lock()  # held while draining
         self._closed = False
         self._descriptors: set[int] = set()
-        self._opened: list[Any] = []  # besides completion queues; what was opened last is closed first
+        self._opened: list[Any] = []  # except completion queues; what was opened last is closed first
         self._completions: list[Any] = []
         try:
             self._open(completion_queues)
@@ -160,7 +160,7 @@ class Nic:
         for pair in touched:
             pair.drained()
         if found:
-            self.sleepers.told()
+            self.sleepers.wake_all()
         return found
 
     def _poll(self) -> tuple[int, set[QueuePair]]:
@@ -185,16 +185,16 @@ class Nic:
             if error.errno != errno.EAGAIN:
                 raise
 
-    def wait(self, memory: Memory, offset: int, at_least: int, seconds: float, life: Life | None) -> int:
+    def wait(self, memory: Memory, offset: int, at_least: int, seconds: float, liveness: Liveness | None) -> int:
         """As `Memory.wait`, and drains meanwhile: 0 reached, 1 timed out, 2 lost."""
-        outcome = Memory.wait(memory, offset, at_least, seconds, life)
+        outcome = Memory.wait(memory, offset, at_least, seconds, liveness)
         if outcome != ATTEND:
             return outcome
         end = time.monotonic() + seconds
         try:
             while outcome == ATTEND:
                 self.drain(arm=True)
-                outcome = Memory.wait(memory, offset, at_least, end - time.monotonic(), life)
+                outcome = Memory.wait(memory, offset, at_least, end - time.monotonic(), liveness)
         finally:
             self.sleepers.left()
         return outcome

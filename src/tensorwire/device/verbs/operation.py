@@ -1,4 +1,4 @@
-"""What was posted on a queue pair under one number, and what became of it."""
+"""An operation posted on a queue pair under one number, and its outcome."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _named(ports: Sequence[Port], port: str | None, environment: Mapping[str, st
         return ports, ""
     device, _, number = wanted.partition(":")
     if not device or (":" in wanted and not number.isdecimal()):
-        raise ArgumentError(f"{who} is a device or a port of it, such as mlx5_0 or mlx5_0:1, not {wanted!r}")
+        raise ArgumentError(f"{who} must be a device or one of its ports, such as mlx5_0 or mlx5_0:1, not {wanted!r}")
     named = [p for p in ports if p.device == device and number in ("", str(p.number))]
     if not named:
         raise ArgumentError(f"{who} {wanted} is not here: there is {', '.join(p.name for p in ports)}")
@@ -122,7 +122,7 @@ def _gid(
     if hint.isdecimal() and (hinted := port.gid(int(hint))) is not None:
         return hinted, f"NCCL_IB_GID_INDEX={hint}"
     if hint and hint != "-1":  # -1: the library is to choose
-        notes.append(f"NCCL_IB_GID_INDEX={hint} is no GID there, and was not followed")
+        notes.append(f"NCCL_IB_GID_INDEX={hint} is not a GID there, and was not followed")
     routable = [gid for gid in port.gids if gid.routable]
     best = min(routable, key=lambda gid: (place.distance(gid), _rank(gid), gid.index))
     return best, "the address that this process listens on" if place.distance(best) == 0 else _RANKS[_rank(best)]

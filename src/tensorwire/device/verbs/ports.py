@@ -111,7 +111,7 @@ def query(device: str, number: int) -> PortAttributes:
         gids = [_raw(context, number, index) for index in range(port.gid_tbl_len)]
         return PortAttributes(128 << int(port.active_mtu), int(port.max_msg_sz), gids)
     except OSError as error:
-        raise VerbsUnavailable(f"{device}:{number} does not say what it can: {error}") from None
+        raise VerbsUnavailable(f"{device}:{number} does not report its capabilities: {error}") from None
     finally:
         context.close()
 
@@ -126,7 +126,7 @@ def _raw(context: Any, number: int, index: int) -> bytes:
 def scan_ports(root: Path = DEVICES, ask: Query = query) -> list[Port]:
     """All ports of this machine, by name. Raises nothing: what is wrong with a port is its ``trouble``.
 
-    ``ask`` is called for ports that are active; of others MTU, largest message and GIDs stay unknown.
+    ``ask`` is called for ports that are active; for the rest, MTU, largest message and GIDs stay unknown.
     """
     ports = []
     for path in _port_paths(root):

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from tensorwire._native import Life, Memory
+from tensorwire._native import Liveness, Memory
 from tensorwire.device.contract import Completion
 from tensorwire.device.verbs.failures import loss, refusal
 from tensorwire.device.verbs.operation import Operation
@@ -44,9 +44,9 @@ class QueuePair:
     """
 
     def __init__(
-        self, nic: Nic, life: Life, *, inbound: bool, signals: Signals, broken: Callable[[QueuePair], None]
+        self, nic: Nic, liveness: Liveness, *, inbound: bool, signals: Signals, broken: Callable[[QueuePair], None]
     ) -> None:
-        self.nic, self.life, self.inbound = nic, life, inbound
+        self.nic, self.liveness, self.inbound = nic, liveness, inbound
         self.sends = min(FEW if inbound else SENDS, nic.most_requests)
         self.receives = min(RECEIVES if inbound else FEW, nic.most_requests)
         self._broken = broken
@@ -58,8 +58,8 @@ class QueuePair:
         self._making = threading.Lock()  # held while the queue pair is made, connected or destroyed
         self.done = 0  # every operation up to this number is
         self.number = 0  # of the operation posted last
-        self.lost: Callable[[str], None] = life.lose
-        self.why_lost: Callable[[], str] = lambda: life.reason
+        self.lost: Callable[[str], None] = liveness.lose
+        self.why_lost: Callable[[], str] = lambda: liveness.reason
         self.callbacks: Any = None
         self._pending: deque[Operation] = deque()
         self._room = 0  # for work requests
@@ -74,7 +74,7 @@ class QueuePair:
         self._at = 0
         # Two words that waiters look at: the last operation that is done, and the turns.
         self._words = Memory.wrap(array("Q", bytes(16)))
-        self._words.bind(nic.life, nic.sleepers)
+        self._words.bind(nic.liveness, nic.sleepers)
 
     # ---- the queue pair itself
 
@@ -97,8 +97,8 @@ class QueuePair:
             self._connect(peer, credits, timeout, retries)
 
     def _check_alive(self) -> None:
-        """While the queue pair is made: whoever finds the channel lost may destroy it at any moment."""
-        if self.life.lost or self.nic.life.lost:
+        """While the queue pair is made: a thread that finds the channel lost may destroy it at any moment."""
+        if self.liveness.lost or self.nic.liveness.lost:
             raise PeerLost(self.why_lost())
 
     def _connect(self, peer: Any, credits: int, timeout: int, retries: int) -> None:
@@ -140,9 +140,9 @@ class QueuePair:
 
     def destroy_if_lost(self) -> bool:
         """Whether the channel is lost; then nothing of it touches memory any more."""
-        if not self.life.lost and not self.nic.life.lost:
+        if not self.liveness.lost and not self.nic.liveness.lost:
             return False
-        if (self._qp is not None or self._pending) and not self.life.forked:
+        if (self._qp is not None or self._pending) and not self.liveness.forked:
             self.destroy()
         return True
 
@@ -202,7 +202,7 @@ class QueuePair:
             return self._post(Operation(self, make.pieces(number, make.read, local, remote, self._largest), kept))
 
     def atomic(self, remote: Remote, first: int, second: int | None) -> Operation:
-        """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken behind it."""
+        """Adds ``first``, or swaps it for ``second``. The waiters of that word are woken after it."""
         with self.lock:
             number = self._reserve(2, int(self._immediate))
             requests = self._make.atomic(number, remote, first, second)
@@ -259,7 +259,7 @@ class QueuePair:
             self.lock.release()
             try:
                 if not self.nic.drain():
-                    outcome = self.nic.wait(self._words, 8, seen + 1, end - time.monotonic(), self.life)
+                    outcome = self.nic.wait(self._words, 8, seen + 1, end - time.monotonic(), self.liveness)
                     if outcome == 1:
                         raise WaitTimeout(
                             f"verbs: the channel stayed full for {POST_SECONDS:g} s; the operation was not started"
@@ -283,7 +283,7 @@ class QueuePair:
         return operation
 
     def _record(self, operation: Operation) -> Operation:
-        """It is on its way. Whoever reaps completions has to wait for the lock until then."""
+        """It is posted. A thread that reaps completions has to wait for the lock until then."""
         operation.number = self.number = self.number + 1
         self._room -= len(operation.requests)
         self._credits -= operation.credits
@@ -326,7 +326,7 @@ class QueuePair:
     # ---- completions
 
     def reap(self, completion: Any) -> None:
-        """What the NIC says of one work request. Called by whoever drains, one at a time."""
+        """What the NIC says of one work request. Called by the thread that drains, one at a time."""
         number, status = completion.wr_id, completion.status
         if status == self._success:
             with self.lock:
@@ -369,7 +369,7 @@ class QueuePair:
         self._broken(self)
 
     def _post_again(self) -> None:
-        """What was behind a refused operation: the peer has executed none of it."""
+        """What came after a refused operation: the peer has executed none of it."""
         for operation in self._pending:
             first = operation.whole
             if first is not None and first.error is not None:
@@ -421,7 +421,7 @@ class QueuePair:
                 return 0
             if time.monotonic() >= until:
                 break
-        return nic.wait(self._words, 0, number, max(0.0, seconds), self.life)
+        return nic.wait(self._words, 0, number, max(0.0, seconds), self.liveness)
 
     def call_when_done(self, operation: Operation, call: Callable[[], object]) -> None:
         """Calls once that operation is done, or the channel lost."""
@@ -433,8 +433,8 @@ class QueuePair:
         if late:
             self.callbacks.notices.post(token)
         else:
-            self.life.notify(self.callbacks.notices, token)
-            self.nic.life.notify(self.callbacks.notices, token)
+            self.liveness.notify(self.callbacks.notices, token)
+            self.nic.liveness.notify(self.callbacks.notices, token)
         self.callbacks.run_orphan(token)
 
 

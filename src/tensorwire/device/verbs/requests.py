@@ -1,6 +1,6 @@
-"""The work requests of a queue pair: how an operation is put to the NIC, and the memory that its signals lie in.
+"""The work requests of a queue pair: how operations are posted to the NIC, and the memory of their signals.
 
-A signal is an inlined 8-byte write behind its payload, on the same queue pair and posted with it: what arrives in order
+A signal is an inlined 8-byte write after its payload, on the same queue pair and posted with it: what arrives in order
 is seen in order. With immediate data it wakes who sleeps at the target.
 """
 

@@ -1,4 +1,4 @@
-"""Who shares memory with whom."""
+"""Which values share memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Aliases:
         self.written = {self._root[name].name for node in graph.nodes for name in node.writes}
 
     def root(self, name: str) -> Node:
-        """The node whose memory ``name`` shows: itself, if it is no view."""
+        """The node whose memory ``name`` shows: itself, if it is not a view."""
         return self._root[name]
 
     def changed_views(self) -> set[str]:

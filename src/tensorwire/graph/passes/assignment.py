@@ -1,4 +1,4 @@
-"""Every node is assigned to a worker: where the user put it, else where its operands are, else where its users are."""
+"""Assigns every node to a worker: where the user placed it, else that of its operands, else that of its users."""
 
 from __future__ import annotations
 

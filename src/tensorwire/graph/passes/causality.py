@@ -1,4 +1,4 @@
-"""What each worker can know of the others' progress, by what it has received: vector clocks over the global order.
+"""What each worker knows of the others' progress from what it has received: vector clocks over the global order.
 
 A slot may be filled again, without asking anybody, once its worker knows that everyone is done with what lay there.
 """

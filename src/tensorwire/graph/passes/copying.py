@@ -1,4 +1,4 @@
-"""How many copies of payload a run makes, predicted from the edges: the same fields decide when it runs."""
+"""How many payload copies a run will make, predicted from the same fields of the edges that decide at run time."""
 
 from __future__ import annotations
 

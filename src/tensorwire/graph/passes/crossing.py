@@ -1,4 +1,4 @@
-"""Which values cross to which workers: each at most once, and what is cheap to compute there not at all."""
+"""Which values cross to which workers: each at most once, and none that is cheap to compute there."""
 
 from __future__ import annotations
 

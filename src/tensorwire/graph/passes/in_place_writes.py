@@ -1,4 +1,4 @@
-"""What is changed in place: only where the memory is, and nobody elsewhere reads it later by an older name."""
+"""In-place writes: allowed only where the memory is, and not if another worker later reads an older name of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a worker's outbox each tensor lies: slots are used again over a step as soon as everyone is done with
+"""Where in a worker's outbox each tensor lies: slots are reused within a step as soon as everyone is done with
 them.
 """
 

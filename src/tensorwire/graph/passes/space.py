@@ -1,4 +1,4 @@
-"""Memory of which parts are taken and given back: best fit, so that what has the same size takes the same place."""
+"""Allocating and freeing parts of memory: best fit, so that tensors of one size take the same place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Space:
         self._from: dict[int, int] = {}  # holes: where each begins, and how long it is
         self._to: dict[int, int] = {}  # the same holes by their ends
         self._sizes: list[int] = []  # that holes have, in order
-        self._offsets: dict[int, list[int]] = {}  # by size, heaps; what is no hole any more is passed by
+        self._offsets: dict[int, list[int]] = {}  # heaps by size; entries that are no longer holes are skipped
 
     def allocate(self, nbytes: int) -> int:
         """The offset of so many bytes that nobody has: of the smallest hole that is long enough, else at the end."""

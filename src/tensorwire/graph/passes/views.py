@@ -1,4 +1,4 @@
-"""Views that are made where they are needed, because their base goes there: they span half of it or more.
+"""Views that are made where they are needed, because their base crosses anyway: they span half of it or more.
 
 What a view spans counts, gaps included, and not what it shows: that much is sent of a tensor with gaps.
 """

@@ -46,7 +46,7 @@ class Model:
         self.posted: list[Any] = []
 
     def run(self, operations: list[tuple[Any, ...]]) -> None:
-        """All of them, one behind the other; then both memories are compared."""
+        """All of them, one after the other; then both memories are compared."""
         array(self.region)[:] = self.there[:] = 0
         array(self.back)[:] = self.here[:] = 0
         self.posted = []

@@ -1,4 +1,4 @@
-"""The backend of torch.compile: what dynamo captures is planned by all workers, and each runs its own part.
+"""The backend of torch.compile: all workers plan what dynamo captures, and each runs its own part.
 
 Where nothing was placed, each runs all of it by itself.
 """

@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="tensorwire", options={...})`` may say."""
+"""What ``torch.compile(model, backend="tensorwire", options={...})`` accepts."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class CompileOptions:
         options = cls(**(said or {}))
         for name, values in (("outputs", OUTPUTS), ("mode", MODES), ("replay_random", (False, True))):
             if getattr(options, name) not in values:
-                raise ArgumentError(f"options[{name!r}] is one of {values}, not {getattr(options, name)!r}")
+                raise ArgumentError(f"options[{name!r}] must be one of {values}, not {getattr(options, name)!r}")
         return options

@@ -1,1 +1,1 @@
-"""What dynamo and AOTAutograd make of a model, and how it becomes a graph of ours."""
+"""Turns what dynamo and AOTAutograd capture of a model into a graph of ours."""

@@ -18,7 +18,7 @@ from tensorwire.torch.graph.memory.birthplace import is_new
 
 HostOf = Callable[[fx.Node], str | None]
 
-# What costs less to compute twice than to send, besides all that works element by element.
+# What costs less to compute twice than to send, in addition to all that works element by element.
 _CHEAP = frozenset(
     [
         "arange",

@@ -1,4 +1,4 @@
-"""Graphs as AOTAutograd makes them of what dynamo captured: what they take and return, and functions of them."""
+"""Graphs that AOTAutograd makes of what dynamo captured: their inputs and outputs, and functions that run them."""
 
 from __future__ import annotations
 

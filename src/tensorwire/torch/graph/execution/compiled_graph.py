@@ -1,4 +1,4 @@
-"""One captured graph at this worker: planned when it first runs, because only then it is known where its inputs are."""
+"""One captured graph on this worker, planned when it first runs: only then is it known where its inputs are."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Forward(CompiledGraph):
     def is_replica(self, args: list[Any]) -> bool:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         return (
-            self.scope.spot is None
+            self.scope.placement is None
             and not any(map(self.scope.worker_of, self.module.graph.nodes))
             and not any(holder_of(tensor) or owner_of(tensor) for tensor in tensors)
         )

@@ -1,4 +1,4 @@
-"""Every worker tells all others a few numbers, and all have them: for what has to be global, such as a norm."""
+"""Every worker sends a few numbers to all others, for values that must be global, such as a norm."""
 
 from __future__ import annotations
 

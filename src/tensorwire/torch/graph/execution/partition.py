@@ -1,4 +1,4 @@
-"""One worker's part of a graph as a function of its own: its operators, and between them what comes and goes."""
+"""One worker's part of a graph as a function: its operators, and between them its sends and receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers as in one process: workers also draw those of the operators that others run, and throw them away."""
+"""Random numbers as in one process: workers also draw those of operators that run elsewhere, and discard them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that a partition calls to receive a value: one an edge. Each waits for it."""
+"""Functions that a partition calls to receive a value, one per edge. Each waits for it."""
 
 from __future__ import annotations
 

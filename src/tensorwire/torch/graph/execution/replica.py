@@ -80,8 +80,8 @@ def replica(module: fx.GraphModule, born: Mapping[str, Sequence[Gradient]] | Non
 def slots_of_inputs(count: int) -> Slots:
     """Inside a backward graph: where the gradients of its forward graph's ``count`` tensors may be born now.
 
-    Autograd knows which parameters these were; one graph may serve several modules. None for what is no parameter of a
-    store, for a gradient that will be added to another one, and for one that a caller of ``torch.autograd.grad`` gets.
+    Autograd knows which parameters these were; one graph may serve several modules. None for what is not a parameter of
+    a store, for a gradient that will be added to another one, and one that a caller of ``torch.autograd.grad`` gets.
     """
     node = torch._C._current_autograd_node()
     inputs = () if node is None else node.next_functions

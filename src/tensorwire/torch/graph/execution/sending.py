@@ -1,4 +1,4 @@
-"""Functions that a partition calls to send a value: one an edge, made once, with all that can be known before.
+"""Functions that a partition calls to send a value, one per edge, prepared once.
 
 What a tensor is decides how it goes, not what tracing said that it would be. An operator may make other strides than
 its trace: these are described to the target, so that it computes on what one process computes on. A dtype or a shape
@@ -89,7 +89,7 @@ def bounded(group: EdgeGroup, index: int, edge: Edge) -> Send:
         room = _address(group) + at + HEADER
         if nbytes and value.data_ptr() != room:
             if _was_born(edge, value, room):
-                raise _refusal(edge, f"begins {value.data_ptr() - room} bytes behind where its memory does")
+                raise _refusal(edge, f"begins {value.data_ptr() - room} bytes after where its memory does")
             if (strides := next(fitting(value, most), None)) is None:
                 raise ArgumentError(f"{edge.name} has {nbytes} bytes now; its edge was made for at most {most}")
             there = over(group.held, dtype=value.dtype, shape=value.shape, strides=strides, offset=at + HEADER)
@@ -122,7 +122,7 @@ def if_small(group: EdgeGroup, index: int, edge: Edge, stayed: set[str]) -> Send
 
 
 def _send_with_header(group: EdgeGroup, index: int, at: int, value: torch.Tensor) -> None:
-    """Sends ``value``, which lies behind the header at ``at``."""
+    """Sends ``value``, which lies after the header at ``at``."""
     spec = actual_spec(value)
     pack_tensor(_bank(group), at, group.step, spec)
     group.send(index, HEADER + spec.nbytes)

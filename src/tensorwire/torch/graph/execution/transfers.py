@@ -1,4 +1,4 @@
-"""What comes and goes during one run: the functions that a partition calls between its operators, edge by edge."""
+"""The sends and receives of one run: the functions that a partition calls between its operators, edge by edge."""
 
 from __future__ import annotations
 

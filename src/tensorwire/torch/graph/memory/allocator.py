@@ -67,7 +67,7 @@ def _found() -> Allocator | str:
 def _find() -> Allocator | str:
     """Looks for it anew: the allocator, or why there is none."""
     if (switch := os.environ.get(SWITCH, "on")) not in ("on", "off"):
-        raise ArgumentError(f"{SWITCH} is on or off, not {switch!r}")
+        raise ArgumentError(f"{SWITCH} must be on or off, not {switch!r}")
     if switch == "off":
         return f"{SWITCH}=off"
     try:

@@ -69,7 +69,7 @@ class Birthplace:
         An output is elsewhere only if it has another size in bytes than its place. Else its storage keeps the owner.
 
         Raises what ``op`` raises; the places are free then. `ArgumentError` if a storage that was born in a place
-        still lives (``op`` was not called), or if an output is no tensor or requires a gradient. `Unsupported` if a
+        still lives (``op`` was not called), or if an output is not a tensor or requires a gradient. `Unsupported` if a
         place went to something else than an output.
         """
         if len(places) != len(self.outputs):
@@ -117,7 +117,7 @@ class Birthplace:
     def _picked(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
         for i in self.outputs:
             if i >= len(tensors) or not isinstance(tensors[i], torch.Tensor):
-                raise ArgumentError(f"output {i} of {self._op} is no tensor in this call")
+                raise ArgumentError(f"output {i} of {self._op} is not a tensor in this call")
         return [tensors[i] for i in self.outputs]
 
     def _learn(self, native: Allocator, places: Sequence[MemoryTarget], tensors: Sequence[Any]) -> None:
@@ -158,7 +158,7 @@ class Birthplace:
         for i, place in own.items():
             if alive(place) and not place.holds(tensors[i]):
                 # What the operator keeps for itself, or what a finalizer or a signal's handler made meanwhile.
-                raise Unsupported(f"{self._op}: the place of output {i} went to a tensor of others: set {SWITCH}=off")
+                raise Unsupported(f"{self._op}: the place of output {i} went to another tensor: set {SWITCH}=off")
 
     def _memory(self, place: MemoryTarget) -> torch.Tensor:
         """The bytes of a place, as if they were born there."""
@@ -213,14 +213,14 @@ def _born(
 
 def _refusal(op: Any, place: MemoryTarget) -> ArgumentError:
     return ArgumentError(
-        f"{op}: a tensor that was born at {place.address:#x} still lives there, or two outputs have this place:"
+        f"{op}: a tensor born at {place.address:#x} is still alive, or two outputs have this place:"
         " an output needs memory of its own"
     )
 
 
 def _check_outputs(op: Any, outputs: Sequence[int]) -> None:
     if not 0 < len(set(outputs)) == len(outputs) <= MOST_OUTPUTS or min(outputs) < 0:
-        raise ArgumentError(f"outputs are 1 to {MOST_OUTPUTS} different numbers from 0 on, not {tuple(outputs)}")
+        raise ArgumentError(f"outputs must be 1 to {MOST_OUTPUTS} different numbers from 0 on, not {tuple(outputs)}")
     for i in outputs:
         if not is_new(op, i):
             raise ArgumentError(f"output {i} of {op} is memory of an argument: its birthplace is where that is made")

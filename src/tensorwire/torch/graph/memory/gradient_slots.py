@@ -20,7 +20,7 @@ _slots = WeakIdKeyDictionary()  # GradientSlot by parameter; it must not keep th
 class GradientSlot:
     """The memory that parameter ``i`` of a store is pushed from, and who lives in it: a gradient that was born there.
 
-    Whoever holds that gradient has its memory, past the step that pushed it. It moves out when something else has to be
+    A holder of that gradient has its memory, past the step that pushed it. It moves out when something else has to be
     pushed: then its storage gets other memory, and all tensors over it keep their values.
     """
 

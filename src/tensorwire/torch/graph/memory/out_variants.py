@@ -49,7 +49,7 @@ class OutVariant:
     def prove(
         self, result: torch.Tensor, place: MemoryTarget, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """The like of ``result``, which ``op`` made of these arguments, born in ``place``; None if it is no like."""
+        """A result like ``result``, which ``op`` made of these arguments, born in ``place``; None if it differs."""
         signature = _signature(args, kwargs)
         if signature in self._proved:
             return None
@@ -75,7 +75,7 @@ def _unshaped(place: MemoryTarget, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """What decides the dtype of the result: the arguments' dtypes, and the types of those that are no tensors."""
+    """What decides the dtype of the result: the arguments' dtypes, and the types of those that are not tensors."""
     return (*map(_kind, args), *((name, _kind(value)) for name, value in sorted(kwargs.items())))
 
 

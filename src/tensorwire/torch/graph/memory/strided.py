@@ -12,7 +12,7 @@ from tensorwire.errors import Unsupported
 
 
 def extent(size: Sequence[int]) -> int:
-    """Elements from the first to behind the last; ``size``: lengths, then strides."""
+    """Elements from the first to the last; ``size``: lengths, then strides."""
     rank = len(size) // 2
     if 0 in size[:rank]:
         return 0
@@ -20,7 +20,7 @@ def extent(size: Sequence[int]) -> int:
 
 
 def extent_bytes(value: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """Bytes from its first element to its last."""
     return extent((*value.shape, *value.stride())) * value.element_size()
 
 
@@ -58,7 +58,7 @@ def _actual_spec(shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...]
 
 
 def span(value: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last one."""
+    """The address of its first byte, and the one after its last."""
     return value.data_ptr(), value.data_ptr() + extent_bytes(value)
 
 

@@ -1,4 +1,4 @@
-"""Memory that tensors lie in which torch has not allocated, and how long it stays theirs."""
+"""Memory not allocated by torch in which tensors lie, and how long it stays theirs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class MemoryTarget:
         room = _writable(owner)
         self.nbytes = room - offset if nbytes is None else nbytes
         if offset < 0 or self.nbytes < 0 or offset + self.nbytes > room:
-            raise ArgumentError(f"{self.nbytes} bytes at {offset} are not within the {room} bytes of their owner")
+            raise ArgumentError(f"{self.nbytes} bytes at {offset} do not lie within the {room} bytes of their owner")
         self.owner, self.offset = owner, offset
         self.address = 0  # if there are no bytes, as everywhere in torch
         if self.nbytes:
             flat = torch.frombuffer(owner, dtype=torch.uint8, count=self.nbytes, offset=offset)
             self.address = flat.data_ptr()
         if self.address % ALIGNMENT:
-            raise ArgumentError(f"a tensor is born at a multiple of {ALIGNMENT} bytes, not at {self.address:#x}")
+            raise ArgumentError(f"a birthplace must be at a multiple of {ALIGNMENT} bytes, not at {self.address:#x}")
         self.packed = _PACKED.pack(self.address, self.nbytes, id(owner))
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -86,14 +86,16 @@ def over(
     else:
         count = 1 + sum([(length - 1) * stride for length, stride in zip(shape, strides, strict=True)])
     if offset < 0 or offset + count * dtype.itemsize > room:
-        raise ArgumentError(f"{count} elements of {dtype} at {offset} are not within the {room} bytes of their owner")
+        raise ArgumentError(
+            f"{count} elements of {dtype} at {offset} do not lie within the {room} bytes of their owner"
+        )
     flat = torch.frombuffer(owner, dtype=dtype, count=count, offset=offset)
     # In place, so that it is nobody's view.
     return flat.resize_(shape) if strides is None else flat.as_strided_(shape, strides)
 
 
 def copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The like of ``tensor`` in the storage of ``target``, as many bytes: one copy, counted.
+    """A tensor like ``tensor`` in the storage of ``target``, as many bytes: one copy, counted.
 
     The storage is copied as a whole, so that strides and gaps stay what they are.
     """
@@ -118,7 +120,11 @@ def _writable(owner: Any) -> int:
     try:
         view = memoryview(owner)
     except TypeError:
-        raise ArgumentError(f"a tensor lies in an object with a buffer; {type(owner).__name__} has none") from None
+        raise ArgumentError(
+            f"a tensor must lie in an object with the buffer protocol, which {type(owner).__name__} lacks"
+        ) from None
     if view.readonly or not view.c_contiguous:
-        raise ArgumentError(f"a tensor lies in writable, contiguous memory; that of this {type(owner).__name__} is not")
+        raise ArgumentError(
+            f"a tensor must lie in writable, contiguous memory; that of this {type(owner).__name__} is not"
+        )
     return view.nbytes

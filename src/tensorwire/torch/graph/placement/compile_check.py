@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
-from tensorwire.torch.graph.placement.placed_models import spot_of
+from tensorwire.torch.graph.placement.placed_models import placement_of
 
 _OURS = __name__.rsplit(".", 2)[0]
 _handles: weakref.WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -45,8 +45,8 @@ def watch(model: torch.nn.Module) -> None:
     """Lets placed modules of ``model`` raise `Unsupported` when they ran outside compiled graphs."""
     _leave_alone()
     for module in model.modules():
-        spot = spot_of(module)
-        if spot is not None and (spot.worker is not None or isinstance(module, _BatchNorm)):
+        placement = placement_of(module)
+        if placement is not None and (placement.worker is not None or isinstance(module, _BatchNorm)):
             before, after = module.register_forward_pre_hook(_before), module.register_forward_hook(_after)
             _handles[module] = [before, after]
 
@@ -70,21 +70,21 @@ def check_momentum(module: torch.nn.Module) -> None:
 
     It reads its count of batches in Python in every step, and only the worker that owns the count has its value.
     """
-    spot = spot_of(module)
-    if spot is None or not isinstance(module, _BatchNorm) or module.momentum is not None:
+    placement = placement_of(module)
+    if placement is None or not isinstance(module, _BatchNorm) or module.momentum is not None:
         return
     if module.training and module.track_running_stats:
         raise Unsupported(
-            f"{spot.path or 'the model'} ({type(module).__name__}) has momentum=None, so each training step reads its "
-            "num_batches_tracked in Python, which only one worker has: give it a momentum, such as 0.1"
+            f"{placement.path or 'the model'} ({type(module).__name__}) has momentum=None, so each training step reads "
+            "its num_batches_tracked in Python, which only one worker has: give it a momentum, such as 0.1"
         )
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
     if torch.compiler.is_compiling() or _runs.begun.pop(id(module), -1) != _runs.graphs:
         return
-    spot = spot_of(module)
-    if spot is not None and spot.worker is None:
+    placement = placement_of(module)
+    if placement is not None and placement.worker is None:
         return
     given = {id(a) for a in tree_leaves(args)}
     if any(isinstance(r, torch.Tensor) and id(r) not in given for r in tree_leaves(result)):
@@ -93,10 +93,10 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 
 def _refuse(module: torch.nn.Module) -> None:
-    spot = spot_of(module)
-    if spot is None:  # a copy: it took the hooks along, but is not placed
+    placement = placement_of(module)
+    if placement is None:  # a copy: it took the hooks along, but is not placed
         return
-    what = f"{spot.path or 'the model'} ({type(module).__name__}, placed on {spot.worker})"
+    what = f"{placement.path or 'the model'} ({type(module).__name__}, placed on {placement.worker})"
     raise Unsupported(
         f"{called_at()}: {what} ran outside a compiled graph, so it would run on every worker. Compile the model with "
         "torch.compile(model, backend='tensorwire'); if it is, dynamo left this out: TORCH_LOGS=graph_breaks says why, "

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters that live elsewhere: they have no gradient here, so nobody calls them."""
+"""Hooks on the gradients of parameters of other workers: these have no gradient here, so nothing would call them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``place`` and ``unplace``: they assign modules to workers; what this worker does not run gives its memory back."""
+"""``place`` and ``unplace``: they assign modules to workers and free the memory of what this worker does not run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
     _check_tensors(inner)
     if known(inner) is not None:
         raise ArgumentError(
-            "this model has its workers already, from place() or from the options of torch.compile: place it once, "
+            "this model already has its workers, from place() or from the options of torch.compile: place it once, "
             "before the first compiled call, and without options={'workers': ...}; unplace(model) takes them back"
         )
     register(inner, workers)
@@ -90,7 +90,7 @@ def unplace(model: M, state: Mapping[str, torch.Tensor] | None = None) -> M:
     """
     inner = unwrapped(model)
     if known(inner) is None:
-        raise ArgumentError("this model was not placed: give unplace() the model that place() was given")
+        raise ArgumentError("this model was not placed: pass unplace() the model that was passed to place()")
     values = []
     for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
         if (where := location_of(tensor)) is not None:

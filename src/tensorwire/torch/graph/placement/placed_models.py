@@ -1,4 +1,4 @@
-"""Which module of a model runs on which worker, as users said it: by dotted paths, a path covering all below it."""
+"""Which module of a model runs on which worker, by dotted paths that users give: a path covers all below it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorwire.errors import ArgumentError
 from tensorwire.graph.ir import worker_name
 
-Ranks = Mapping[str, int | str]  # of users: module path, or "" for all: rank, or the like of "worker:1"
+Ranks = Mapping[str, int | str]  # of users: module path, or "" for all: rank, or text such as "worker:1"
 Workers = Mapping[str, str]  # module path: "worker 1"
 _Paths = dict[torch.nn.Module, list[str]]
 
 
 @dataclass(frozen=True)
-class Spot:
+class ModulePlacement:
     """A module of a placed model: its paths there (several, where parents share it), and that model's workers."""
 
     paths: tuple[str, ...]
@@ -50,7 +50,7 @@ class Owner:
     worker: str | None
 
 
-_spots: dict[int, tuple[weakref.ref[torch.nn.Module], Spot]] = {}
+_placements: dict[int, tuple[weakref.ref[torch.nn.Module], ModulePlacement]] = {}
 _owners = WeakIdKeyDictionary()  # Owner by tensor
 _alone = WeakIdKeyDictionary()  # tensors of modules that were compiled before the model was placed
 
@@ -62,7 +62,7 @@ def rank_of(worker: object) -> int:
         return operator.index(worker)
     digits = worker[7:] if isinstance(worker, str) and worker.startswith("worker:") else ""
     if not (digits.isdecimal() and digits.isascii()) or (len(digits) > 1 and digits.startswith("0")):
-        raise ArgumentError(f"{worker!r} is no worker: give its rank, such as 1 (or 'worker:1')")
+        raise ArgumentError(f"{worker!r} is not a worker: give its rank, such as 1 (or 'worker:1')")
     return int(digits)
 
 
@@ -82,15 +82,15 @@ def worker_at(path: str, workers: Workers) -> str | None:
 def checked(model: torch.nn.Module, workers: Ranks) -> dict[str, str]:
     """The names of ``workers``, by all paths of each module they name.
 
-    Raises `ArgumentError` for what is no worker, no module of ``model``, or two workers of one module.
+    Raises `ArgumentError` for what is not a worker or not a module of ``model``, and for two workers of one module.
     """
     return _checked(_paths_of(model), workers)
 
 
 def known(model: torch.nn.Module) -> Workers | None:
     """The workers that ``model`` was registered with, as `checked` gives them."""
-    spot = spot_of(model)
-    return spot.workers if spot is not None and spot.path == "" else None
+    placement = placement_of(model)
+    return placement.workers if placement is not None and placement.path == "" else None
 
 
 def register(model: torch.nn.Module, workers: Ranks) -> None:
@@ -101,13 +101,14 @@ def register(model: torch.nn.Module, workers: Ranks) -> None:
     paths = _paths_of(model)
     named = _checked(paths, workers)
     for module, (path, *_) in paths.items():
-        before = spot_of(module)
+        before = placement_of(module)
         if before is not None:
             what = f"module {path!r}" if path else "this model"
             raise ArgumentError(f"{what} was placed before, as {before.path!r}: unplace() that model first")
     for module, its in paths.items():
         key = id(module)
-        _spots[key] = (weakref.ref(module, lambda _, key=key: _spots.pop(key, None)), Spot(tuple(its), named))  # type: ignore[misc]
+        module_ref = weakref.ref(module, lambda _, key=key: _placements.pop(key, None))  # type: ignore[misc]
+        _placements[key] = (module_ref, ModulePlacement(tuple(its), named))
     for tensor, owners in _tensors_of(model, named):
         _owners[tensor] = owners[0]
         _warn_of_ties(tensor, owners)
@@ -126,20 +127,20 @@ def was_alone(model: torch.nn.Module) -> bool:
 
 def is_placed() -> bool:
     """Whether any model is placed."""
-    return bool(_spots)
+    return bool(_placements)
 
 
 def forget(model: torch.nn.Module) -> None:
     """Undoes `register`."""
     for module in model.modules():
-        _spots.pop(id(module), None)
+        _placements.pop(id(module), None)
     for tensor in (*model.parameters(), *model.buffers()):
         _owners.pop(tensor, None)  # type: ignore[no-untyped-call]
 
 
-def spot_of(module: torch.nn.Module) -> Spot | None:
+def placement_of(module: torch.nn.Module) -> ModulePlacement | None:
     """What is known of ``module``."""
-    found = _spots.get(id(module))
+    found = _placements.get(id(module))
     return found[1] if found is not None and found[0]() is module else None
 
 
@@ -149,18 +150,18 @@ def owner_of(tensor: torch.Tensor) -> Owner | None:
     return owner
 
 
-def worker_of_call(ids: Iterable[int], around: Spot | None) -> str | None:
+def worker_of_call(ids: Iterable[int], around: ModulePlacement | None) -> str | None:
     """The worker of what a module computes, found as the innermost of ``ids``, in a frame of the module ``around``.
 
     ``ids``: of the modules that were called, outermost first. They tell by which of its parents a shared one was.
     """
-    spots = [found[1] for key in ids if (found := _spots.get(key)) is not None]
-    if not spots:
+    placements = [found[1] for key in ids if (found := _placements.get(key)) is not None]
+    if not placements:
         return around.worker if around is not None else None
     paths: tuple[str, ...] = around.paths if around is not None else ("",)
-    for spot in spots if len(spots[-1].paths) > 1 else spots[-1:]:
-        paths = tuple(p for p in spot.paths if any(_inside(p, q) for q in paths)) or spot.paths
-    return worker_at(paths[0], spots[-1].workers)
+    for placement in placements if len(placements[-1].paths) > 1 else placements[-1:]:
+        paths = tuple(p for p in placement.paths if any(_inside(p, q) for q in paths)) or placement.paths
+    return worker_at(paths[0], placements[-1].workers)
 
 
 def _inside(path: str, parent: str) -> bool:
@@ -176,7 +177,7 @@ def _paths_of(model: torch.nn.Module) -> _Paths:
 
 def _checked(paths: _Paths, workers: Ranks) -> dict[str, str]:
     if not isinstance(workers, Mapping):
-        raise ArgumentError(f"workers is a dict of module paths to ranks, not {type(workers).__name__}")
+        raise ArgumentError(f"workers must be a dict of module paths to ranks, not {type(workers).__name__}")
     modules = {path: module for module, its in paths.items() for path in its}
     said: dict[str, str] = {}
     for path, given in workers.items():
@@ -184,7 +185,7 @@ def _checked(paths: _Paths, workers: Ranks) -> dict[str, str]:
         if path not in modules:
             close = difflib.get_close_matches(str(path), modules, n=3)
             hint = f"; close to it: {', '.join(map(repr, close))}" if close else ""
-            raise ArgumentError(f"{path!r} is no module of the model, as its named_modules() names them{hint}")
+            raise ArgumentError(f"{path!r} is not a module of the model, as its named_modules() names them{hint}")
         for alias in paths[modules[path]]:
             if said.setdefault(alias, worker) != worker:
                 raise ArgumentError(

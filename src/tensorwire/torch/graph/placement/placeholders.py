@@ -1,4 +1,4 @@
-"""What a graph returns in the place of values that another worker holds."""
+"""What a graph returns in place of values that another worker holds."""
 
 from __future__ import annotations
 

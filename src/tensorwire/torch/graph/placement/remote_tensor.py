@@ -1,4 +1,4 @@
-"""What stands for a tensor of another worker: its shape, and an error for whoever reads it.
+"""What stands for a tensor of another worker: its shape, and an error for any reader.
 
 It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Readers are stopped at
 three levels:
@@ -182,7 +182,7 @@ class _Unread(TorchDispatchMode):
         if func.is_view or func._schema.name in _LIKES | _NEWS:
             return func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").lstrip("_")
-        raise _refusal(self._location, "item() or the like" if name == "local_scalar_dense" else name)
+        raise _refusal(self._location, "item() or similar" if name == "local_scalar_dense" else name)
 
 
 def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -230,7 +230,7 @@ def _plain_to_dynamo() -> None:
 
     Without the first (the name is private) it traces into ``__torch_function__``. That gives the same operators, too,
     but code that asks ``has_torch_function``, such as that of `torch.nn.TransformerEncoderLayer`, would go another way.
-    Without the second (it is private, too) behind a graph break dynamo would compile ``__torch_function__`` as a frame
+    Without the second (it is private, too) after a graph break dynamo would compile ``__torch_function__`` as a frame
     of its own, as if it were tracing, and native code would read memory that is not there.
     """
     from torch._dynamo import eval_frame

@@ -14,15 +14,15 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import worker_name
 from tensorwire.torch.graph.placement import compile_check
 from tensorwire.torch.graph.placement.placed_models import (
+    ModulePlacement,
     Ranks,
-    Spot,
     checked,
     forget,
     is_placed,
     known,
+    placement_of,
     rank_of,
     register,
-    spot_of,
     worker_of_call,
 )
 
@@ -39,7 +39,7 @@ def worker(rank: int | str) -> Iterator[None]:
         rank: The worker; ``"worker:1"`` means the same as ``1``.
 
     Raises:
-        ArgumentError: ``rank`` is no rank.
+        ArgumentError: ``rank`` is not a rank.
         Unsupported: Nothing is captured here: the code runs outside torch.compile, or dynamo left the frame out, as it
             does with a graph break inside the block.
     """
@@ -63,7 +63,7 @@ class Scope:
     either, and may run what it compiled for one block for another one of the same shape: call `enter` in every run.
     """
 
-    spot: Spot | None
+    placement: ModulePlacement | None
 
     @classmethod
     def of_frame(cls, workers: Ranks | None = None) -> Scope:
@@ -77,7 +77,7 @@ class Scope:
         if workers:
             _adopt(workers)
         module = compile_check.running_module()
-        return cls(spot_of(module) if module is not None else None)
+        return cls(placement_of(module) if module is not None else None)
 
     def worker_of(self, node: Node) -> str | None:
         """The worker of a node of this frame's forward, backward or inference graph; None where nothing was placed."""
@@ -85,29 +85,31 @@ class Scope:
         if said is not None:
             return str(said)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        # A key is the module's id, behind an "@" the number of the call.
-        return worker_of_call((int(k) for k in (str(key).split("@")[0] for key in stack) if k.isdecimal()), self.spot)
+        # A key is the module's id, and after an "@" the number of the call.
+        return worker_of_call(
+            (int(k) for k in (str(key).split("@")[0] for key in stack) if k.isdecimal()), self.placement
+        )
 
     def enter(self) -> None:
         """Before each run of a forward or inference graph. Raises `Unsupported` if it runs for another module."""
         compile_check.graph_runs()
-        if self.spot is None and not is_placed():
+        if self.placement is None and not is_placed():
             return
         module = compile_check.running_module()
-        spot = spot_of(module) if module is not None else None
-        if spot is self.spot or spot is None:
+        placement = placement_of(module) if module is not None else None
+        if placement is self.placement or placement is None:
             return
-        if self.spot is None:
+        if self.placement is None:
             raise Unsupported(
-                f"torch.compile runs for {spot.path or 'the model'!r} what it compiled before the model was placed, or "
-                "for another one: call place() before the first compiled call, or torch.compiler.reset() on every "
-                "worker after it"
+                f"torch.compile runs for {placement.path or 'the model'!r} what it compiled before the model was "
+                "placed, or for another one: call place() before the first compiled call, or torch.compiler.reset() on "
+                "every worker after it"
             )
-        if (spot.worker, spot.below()) != (self.spot.worker, self.spot.below()):
+        if (placement.worker, placement.below()) != (self.placement.worker, self.placement.below()):
             raise Unsupported(
-                f"torch.compile runs for {spot.path!r} on {spot.worker} what it compiled for {self.spot.path!r} on "
-                f"{self.spot.worker}, as both look alike to it. Compile the model as a whole, without graph breaks in "
-                "these modules"
+                f"torch.compile runs for {placement.path!r} on {placement.worker} what it compiled for "
+                f"{self.placement.path!r} on {self.placement.worker}, as both look alike to it. Compile the model as a "
+                "whole, without graph breaks in these modules"
             )
 
 
@@ -133,11 +135,11 @@ def _adopt(workers: Ranks) -> None:
 def placed(model: nn.Module, workers: Ranks) -> Iterator[Scope]:
     """While ``model`` is placed so, the workers of its nodes, as they are when it runs.
 
-    Raises `ArgumentError` for what is no module of it.
+    Raises `ArgumentError` for what is not a module of it.
     """
     register(model, workers)
     try:
-        yield Scope(spot_of(model))
+        yield Scope(placement_of(model))
     finally:
         forget(model)
 

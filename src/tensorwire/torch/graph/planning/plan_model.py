@@ -1,4 +1,4 @@
-"""The plans of a model that was surveyed: what would run where, and what would be sent, if it ran on such workers."""
+"""The plans of a traced model: what would run where, and what would be sent."""
 
 from __future__ import annotations
 

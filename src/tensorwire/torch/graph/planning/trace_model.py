@@ -1,4 +1,4 @@
-"""What a model computes, found without a job and without its weights: it is traced on tensors that have no memory."""
+"""Traces what a model computes, without a job and without its weights, on tensors that have no memory."""
 
 from __future__ import annotations
 
