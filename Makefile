@@ -25,7 +25,7 @@ test: setup
 
 # With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
 test-all: test
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m 'slow and not long' $(ARGS)
 
 # More models, cuts, workers and devices of the tests of graphs, and a thousand random programs.
 test-long: setup

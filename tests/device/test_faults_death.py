@@ -186,7 +186,7 @@ def test_to_settle_ends_what_the_peer_had_open(doomed: Doomed, in_thread: InThre
     with Forked(write_on) as peer, doomed.device.connect(receive(peer.pipe)) as channel:
         send(peer.pipe, doomed.region.remote().pack())
         assert receive(peer.pipe) == "told"
-        channel.life.lose("as if only this connection had broken")
+        channel.liveness.lose("as if only this connection had broken")
         channel.settle()
         assert not doomed.channel.lost, "another peer's connection was cut"
         send(peer.pipe, "go on")
@@ -261,6 +261,7 @@ def held() -> tuple[int, int, int, int]:
     return counts[0], counts[1], Path("/proc/self/maps").read_text().count("\n"), pages * 4096
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_hundred_dead_peers(far_kind: str) -> None:
     with quick(far_kind, lost_after=NEVER) as device, device.allocate(1 << 20) as region:
 

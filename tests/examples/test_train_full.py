@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dies", "resumed"),
     [
-        ("saving", ("--servers", "1", "--device", "tcp")),
+        pytest.param("saving", ("--servers", "1", "--device", "tcp"), marks=pytest.mark.slow),
         pytest.param("step", ("--servers", "2"), marks=pytest.mark.slow),
     ],
 )

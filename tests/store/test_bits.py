@@ -119,7 +119,7 @@ def test_bits_over_workers_servers_and_devices(workers: int, servers: int, devic
     check(workers, servers, device, cases)
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_slow(["shm", "tcp"], ["shm"]))
 def test_bits_of_every_optimizer(device: str) -> None:
     cases = [(name, OPTIONS.get(name, {"lr": 0.01}), "float32") for name in (*ELEMENTWISE, *WHOLE)]
     check(2, 2, device, cases)

@@ -137,6 +137,7 @@ def test_a_folder_where_others_may_write_is_not_trusted(cache: Path) -> None:
     assert reason() == f"others can write to {cache}: chmod 700 it, or set XDG_CACHE_HOME"
 
 
+@pytest.mark.slow
 def test_processes_that_need_it_at_once_build_it_once(sandbox: Sandbox, tmp_path: Path) -> None:
     script = sandbox.script(WHY, init=False)
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler(tmp_path, 'exec g++ "$@"')}

@@ -32,7 +32,7 @@ def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None
         from tensorwire.torch.graph.memory.birthplace import Birthplace, why_not
         from tensorwire.torch.graph.memory.target import same_storage
         from tests.torch.graph.operators import CASES
-        from tests.torch.graph.rooms import life, listed, nbytes, place
+        from tests.torch.graph.rooms import liveness, listed, nbytes, place
 
         assert why_not() == "TENSORWIRE_BIRTH=off"
         copies = {}
@@ -51,7 +51,7 @@ def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None
                     assert all(a is b is None or same_storage(a, b) for a, b in zip(results, plain)), case.name
                     if step > 0:
                         copies.setdefault(case.name, []).append(counters.since(before).copies)
-                alive = [life(p) for p in places]
+                alive = [liveness(p) for p in places]
                 places.clear()
                 assert all(owner() is not None for owner in alive)
                 del result, results
@@ -69,6 +69,7 @@ def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None
             assert set(copies[case.name]) == {len(case.outputs)}, case.name
 
 
+@pytest.mark.slow
 def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator(sandbox: Sandbox) -> None:
     """An ``out=`` variant that was believed for one layout is asked for others, too."""
     script = sandbox.script(
@@ -132,7 +133,7 @@ def test_what_cannot_be_is_told_as_with_the_allocator(sandbox: Sandbox) -> None:
                 try:
                     birth([where], (x[:rows], x))
                 except ArgumentError as error:
-                    assert "still lives" in str(error)
+                    assert "is still alive" in str(error)
                 else:
                     raise AssertionError("nothing was refused")
             del result

@@ -133,6 +133,7 @@ def swin(job: tw.Job) -> list[str]:
     return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], workers)
 
 
+@pytest.mark.slow
 def test_swin() -> None:
     assert run_job(swin, workers=2, servers=0).ok() == [[], []]
 
@@ -166,8 +167,14 @@ def varying(job: tw.Job, most: int | None) -> dict[str, Any]:
     return {"same": same, "copies": copies[2:] if job.rank == 0 else []}
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("most", [64, None])
+@pytest.mark.parametrize(
+    ("most", "device"),
+    [
+        (64, "shm"),
+        (None, "tcp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, "tcp"), (None, "shm")]),
+    ],
+)
 def test_lengths_that_vary(most: int | None, device: str) -> None:
     zero, one = run_job(varying, most, workers=2, servers=0, device=device).ok()
     assert zero["same"] == one["same"] == [True] * 5
