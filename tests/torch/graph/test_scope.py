@@ -240,7 +240,7 @@ def test_a_model_is_placed_once() -> None:
 @pytest.mark.parametrize("version", ["2.9.1", "2.10.0+cpu"])
 def test_an_old_torch_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    with pytest.raises(Unsupported, match=r"needs torch 2\.11 or newer, and this is 2"):
+    with pytest.raises(Unsupported, match=r"need torch 2\.11 or newer, and this is 2"):
         torch.compile(lambda x: x + 1, backend="tensorwire")(torch.ones(2))
 
 

@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.errors import ArgumentError
 from tensorwire.launch import current_worker
+from tensorwire.torch.graph import check_torch
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
 from tensorwire.torch.graph.compile_options import CompileOptions
 from tensorwire.torch.graph.execution.compiled_graph import HERE, HOLDER, Backward, Forward
 from tensorwire.torch.graph.placement.remote_tensor import here_now, make_remote
 from tensorwire.torch.graph.placement.scope import Scope
 
-# In 2.10 the workers capture different graphs of what takes an output of another graph; 2.9 traces no block of a
-# worker.
-_OLDEST = "2.11"
 _log = logging.getLogger("tensorwire")
 _ADVICE = "use options={'outputs': 'all'}, or compute what needs it inside the compiled model"
 # The forward graph of each frame, for its backward graph, which is compiled when it is first needed.
@@ -65,8 +63,7 @@ def backend(
 
     Raises `ArgumentError` for wrong options and for a process that is in no job, `Unsupported` for a torch before 2.11.
     """
-    if torch.__version__ < _OLDEST:
-        raise Unsupported(f"backend='tensorwire' needs torch {_OLDEST} or newer, and this is {torch.__version__}")
+    check_torch()
     _captured.set()
     chosen, worker = CompileOptions.of(options), current_worker()
     scope = Scope.of_frame(chosen.workers)

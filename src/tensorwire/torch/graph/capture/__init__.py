@@ -1,1 +1,8 @@
-"""Turns what dynamo and AOTAutograd capture of a model into a graph of ours."""
+"""Turns what dynamo and AOTAutograd capture of a model into a graph of ours.
+
+Importing it raises `Unsupported` for a torch that is too old: it relies on private names of newer ones.
+"""
+
+from tensorwire.torch.graph import check_torch
+
+check_torch()

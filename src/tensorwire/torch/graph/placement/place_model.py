@@ -10,6 +10,7 @@ import torch
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import worker_name
 from tensorwire.launch import current_worker
+from tensorwire.torch.graph import check_torch
 from tensorwire.torch.graph.placement.compile_check import unwatch, watch
 from tensorwire.torch.graph.placement.placed_models import (
     Ranks,
@@ -53,8 +54,10 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
 
     Raises:
         ArgumentError: A name fits nothing, or the model was placed before. The model is unchanged.
-        Unsupported: A parameter or buffer is not a plain tensor on the CPU. The model is unchanged.
+        Unsupported: A parameter or buffer is not a plain tensor on the CPU, or torch is older than 2.11. The model is
+            unchanged.
     """
+    check_torch()
     inner = unwrapped(model)
     mine = _own_worker(worker, workers)
     _check_tensors(inner)
