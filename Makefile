@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+COVERAGE ?=
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
@@ -16,12 +17,13 @@ WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
-# Two files of tests at a time. ARGS=-n0: one after another, as --pdb needs. ARGS="-m 'slow or not slow' FILE": the slow
-# tests of a file, too. TENSORWIRE_TEST_PATIENCE=4 make test: every time limit four times as long.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
+# Three files of tests at a time, because many wait for other processes. ARGS=-n0: one after another, as --pdb needs.
+# ARGS="-m 'slow or not slow' FILE": the slow tests of a file, too. TENSORWIRE_TEST_PATIENCE=4 make test: every time limit
+# four times as long. COVERAGE=1: they also write .coverage, for `make check`, and take a fifth longer.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
 test: setup
-	@$(if $(ARGS),,echo "The tests take about 10 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
-	$(PYTEST) $(ARGS)
+	@$(if $(ARGS),,echo "The tests take about 8 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
+	$(PYTEST) $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0) $(ARGS)
 
 # With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
 test-all: test
@@ -45,11 +47,15 @@ test-rdma: setup
 bench-rdma: setup
 	$(WITH_MAKE) $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
 
+# Also the coverage of the last `make test COVERAGE=1`: of lines that run in the tests' own process, not in those of jobs.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_public_names.py
+	@test -f .coverage || { echo "measuring coverage, once: this runs make test COVERAGE=1"; $(MAKE) test COVERAGE=1 ARGS=; }
+	@echo "coverage in percent, which must not fall below that of pyproject.toml:"
+	@$(BIN)/coverage report --format=total
 
 # Sanitizers over the native core; ARGS=threads, leaks or address for one part.
 check-native: setup
@@ -82,4 +88,4 @@ stubs: setup
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:
-	rm -rf build dist site $(VENV) .versions .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site $(VENV) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -94,9 +94,8 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "device"), [("two_workers", "shm"), pytest.param("experts", "tcp", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "device"), [("two_workers", "shm"), ("experts", "tcp")])
+@pytest.mark.slow
 @pytest.mark.usefixtures("allocator_built")
 def test_models_over_two_workers_learn(name: str, device: str, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / f"{name}.py")

@@ -122,6 +122,7 @@ def test_early_stopping_ends_all_workers_and_holds_when_resumed(sandbox: Sandbox
     sandbox.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_number_of_workers_is_refused(sandbox: Sandbox, whole: dict[str, Any]) -> None:
     folder = sandbox.folder / "run"
     folder.mkdir()

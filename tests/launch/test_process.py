@@ -60,6 +60,7 @@ print("closed", sorted(changed(before)))
 """
 
 
+@pytest.mark.slow
 def test_a_closed_job_gives_everything_back(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script(GIVEN_BACK, init=False)).finish()
     assert (result.status, result.err) == (0, "")
@@ -111,6 +112,7 @@ def test_the_hook_calls_the_one_before(sandbox: Sandbox) -> None:
     assert (result.status, result.out.strip(), result.err) == (1, "mine: broken data", "")
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_no_member_and_sees_later_versions(sandbox: Sandbox) -> None:
     body = """
         import socket
@@ -149,6 +151,7 @@ def test_a_forked_child_is_no_member_and_sees_later_versions(sandbox: Sandbox) -
     assert result.out.splitlines()[1:] == ["refused 2", "later 1"]
 
 
+@pytest.mark.slow
 def test_frozen_modules_are_not_found_and_loading_needs_a_word(sandbox: Sandbox) -> None:
     body = """
         import gc

@@ -198,7 +198,8 @@ def test_a_launcher_that_is_stopped_before_anybody_joined_is_named(sandbox: Sand
     sandbox.nothing_left()
 
 
-@pytest.mark.parametrize("device", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["tcp", "shm"])
 def test_a_job_survives_ctrl_z(sandbox: Sandbox, device: str) -> None:
     body = """
         import torch

@@ -117,7 +117,8 @@ def check(chosen: list[Case], *, device: str, overlap: bool, servers: int) -> No
                 assert torch.equal(value, stock[key]), (case, key)
 
 
-@pytest.mark.parametrize("pattern", ["alternating", pytest.param("late", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["alternating", "late"])
 def test_every_optimizer_takes_first_gradients_at_any_step(pattern: str) -> None:
     check(cases(pattern), device="shm", overlap=False, servers=1)
 

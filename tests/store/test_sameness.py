@@ -73,6 +73,7 @@ for name in "ab":
 """
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_read_the_same_says_so_once(sandbox: Sandbox) -> None:
     ended = sandbox.run(sandbox.script(TRAINS.format(what="step"))).finish()
     assert ended.status == 0

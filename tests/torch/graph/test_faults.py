@@ -57,6 +57,7 @@ def test_an_exception_of_one_worker(sandbox: Sandbox) -> None:
     assert message.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
     """Which its own worker catches: the others wait for what will not come, so the job ends all the same."""
     fault = """try:
@@ -70,6 +71,7 @@ def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
     assert "embedding" in message
 
 
+@pytest.mark.slow
 def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
     """Dynamo makes of what a backend raises an error of its own, and shows all of its frames; not so of ours."""
     message = run(sandbox, mode="quick")
@@ -92,7 +94,7 @@ def test_workers_that_place_differently(sandbox: Sandbox) -> None:
     ("fault", "does"),
     [
         ("x, i = torch.randn(5, 8), torch.zeros(5, dtype=torch.int64)", "plans another graph"),
-        ("break", "runs no graph any more"),
+        pytest.param("break", "runs no graph any more", marks=pytest.mark.slow),
     ],
 )
 def test_workers_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:

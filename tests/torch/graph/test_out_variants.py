@@ -23,6 +23,7 @@ DIRECT = {
 }
 
 
+@pytest.mark.slow
 def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None:
     script = sandbox.script(
         """
