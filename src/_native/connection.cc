@@ -58,7 +58,7 @@ void Connection::close(const std::string& reason, bool own) {
     own ? liveness->close(reason) : liveness->lose(reason);
     closed_ = true;
     closed_.notify_all();
-    tell(~u64{0});
+    notify_listeners(~u64{0});
     engine_.drop(token_);
 }
 
@@ -355,7 +355,7 @@ Refusal Connection::judge(const Frame& f, std::shared_ptr<Span>& target) {
     const auto op = static_cast<Op>(f.op);
     if (op == Op::write && f.length == 0 && f.offset == no_signal) return Refusal::none;  // a signal alone
     Engine::Exposed found{};
-    if (!engine_.look(f.key, found)) return Refusal::key;
+    if (!engine_.find_exposed(f.key, found)) return Refusal::key;
     if (!found.span->holds(f.offset, f.length)) return Refusal::range;
     if (op != Op::read && !found.writable) return Refusal::access;
     if (op != Op::read && op != Op::write && !found.span->aligned(f.offset)) return Refusal::alignment;
@@ -366,7 +366,7 @@ Refusal Connection::judge(const Frame& f, std::shared_ptr<Span>& target) {
 Refusal Connection::judge_signal(const Frame& f) {
     if (static_cast<Op>(f.op) != Op::write || f.signal_offset == no_signal) return Refusal::none;
     Engine::Exposed found{};
-    if (!engine_.look(f.signal_key, found)) return Refusal::key;
+    if (!engine_.find_exposed(f.signal_key, found)) return Refusal::key;
     if (!found.span->holds(f.signal_offset, 8)) return Refusal::range;
     if (!found.writable) return Refusal::access;
     return found.span->aligned(f.signal_offset) ? Refusal::none : Refusal::alignment;
@@ -459,7 +459,7 @@ void Connection::end_payload() {
     if (refused_ != Refusal::none) return refuse(frame_.id);
     if (frame_.signal_offset == no_signal) return;
     Engine::Exposed signal{};
-    if (!engine_.look(frame_.signal_key, signal) || !signal.span->holds(frame_.signal_offset, 8)) return;  // closed meanwhile
+    if (!engine_.find_exposed(frame_.signal_key, signal) || !signal.span->holds(frame_.signal_offset, 8)) return;  // closed meanwhile
     signal.span->word(frame_.signal_offset)->store(frame_.signal_value, std::memory_order_release);
     ring(signal.span->header->futex);
 }
@@ -467,26 +467,26 @@ void Connection::end_payload() {
 void Connection::complete(u64 id) {
     done_.store(id, std::memory_order_seq_cst);
     ring(futex_);
-    if (anyone_to_tell_) tell(id);
+    if (has_listeners_) notify_listeners(id);
 }
 
 void Connection::notify(u64 id, std::shared_ptr<Notices> notices, u64 token) {
     std::lock_guard g(result_mutex_);
-    told_.push_back({id, token, std::move(notices)});
-    anyone_to_tell_ = true;
+    listeners_.push_back({id, token, std::move(notices)});
+    has_listeners_ = true;
     // Either complete() and close() see it now, or we see what they did.
     if (done_.load() < id && !liveness->lost()) return;
-    told_.back().notices->post(token);
-    told_.pop_back();
+    listeners_.back().notices->post(token);
+    listeners_.pop_back();
 }
 
-void Connection::tell(u64 id) {
+void Connection::notify_listeners(u64 id) {
     std::lock_guard g(result_mutex_);
-    const auto over = [id](const Told& t) { return t.id <= id; };
-    for (const Told& t : told_)
+    const auto over = [id](const Listener& t) { return t.id <= id; };
+    for (const Listener& t : listeners_)
         if (over(t)) t.notices->post(t.token);
-    told_.erase(std::remove_if(told_.begin(), told_.end(), over), told_.end());
-    anyone_to_tell_ = !told_.empty();
+    listeners_.erase(std::remove_if(listeners_.begin(), listeners_.end(), over), listeners_.end());
+    has_listeners_ = !listeners_.empty();
 }
 
 Refusal Connection::refusal(u64 id) {

@@ -167,7 +167,7 @@ const char* DeathNotifier::what_became_of(Entry& e, bool tick) {
     return e.silent < e.most_silent ? nullptr : "it gave no sign of life for too long: its process is stopped";
 }
 
-void DeathNotifier::look(bool tick) {
+void DeathNotifier::scan(bool tick) {
     struct Loss {
         u32 word;
         std::shared_ptr<Liveness> liveness;
@@ -224,7 +224,7 @@ void DeathNotifier::run() {
             words_[beat_word].value.fetch_add(1, std::memory_order_relaxed);
             due = now() + heartbeat_;
         }
-        look(tick);
+        scan(tick);
         if (!stop_) sleep(due, seen);
     }
     slept_on_.clear();

@@ -49,7 +49,7 @@ class DeathNotifier {
     };
     void run();
     void give_up(u32 word);  // mutex_ held; its watcher takes the connection for closed
-    void look(bool tick);
+    void scan(bool tick);
     void lose(u32 word, const std::shared_ptr<Liveness>& liveness, const char* why);
     const char* what_became_of(Entry& entry, bool tick);
     void sleep(double until, u32 seen);

@@ -120,7 +120,7 @@ void Engine::withdraw(u64 key) {
     exposed_.erase(key);
 }
 
-bool Engine::look(u64 key, Exposed& out) {
+bool Engine::find_exposed(u64 key, Exposed& out) {
     std::lock_guard g(table_mutex_);
     auto it = exposed_.find(key);
     if (it == exposed_.end() || it->second.span->closed()) return false;

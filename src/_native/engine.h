@@ -107,7 +107,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     void expect(std::shared_ptr<Span> span, char* at, u64 length);
     bool broken(const char* why);
     void complete(u64 id);
-    void tell(u64 id);
+    void notify_listeners(u64 id);
 
     Engine& engine_;
     const std::shared_ptr<Liveness> engine_liveness_;
@@ -130,13 +130,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
     PagePipe pipe_;
     u64 lent_ = 0;  // the last write whose payload went by reference
 
-    struct Told {
+    struct Listener {
         u64 id, token;
         std::shared_ptr<Notices> notices;
     };
-    std::mutex result_mutex_;  // pending_, refusals_, old_values_, told_
-    std::vector<Told> told_;
-    std::atomic<bool> anyone_to_tell_{false};
+    std::mutex result_mutex_;  // pending_, refusals_, old_values_, listeners_
+    std::vector<Listener> listeners_;
+    std::atomic<bool> has_listeners_{false};
     std::deque<Pending> pending_;
     std::unordered_map<u64, Refusal> refusals_;
     std::atomic<bool> any_refusal_{false};  // ever
@@ -197,7 +197,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
         bool writable;
     };
     std::shared_ptr<Connection> find(u64 token);
-    bool look(u64 key, Exposed& out);
+    bool find_exposed(u64 key, Exposed& out);
     void drop(u64 token);
     std::vector<std::shared_ptr<Connection>> all();
     void tick();  // drive_mutex_ held

@@ -171,21 +171,21 @@ void Span::lies_in(std::shared_ptr<Span> whole, u64 offset) {
 
 // A span may die on a native thread, which must not wait for the GIL while it holds an engine's lock.
 // Never destroyed: native threads outlive static objects.
-static std::mutex& graveyard_mutex = *new std::mutex;
-static std::vector<Py_buffer>& graveyard = *new std::vector<Py_buffer>;
+static std::mutex& unused_mutex = *new std::mutex;
+static std::vector<Py_buffer>& unused_views = *new std::vector<Py_buffer>;
 
-static int bury(void*) {
+static int release_unused(void*) {
     std::vector<Py_buffer> views;
     {
-        std::lock_guard g(graveyard_mutex);
-        views.swap(graveyard);
+        std::lock_guard g(unused_mutex);
+        views.swap(unused_views);
     }
     for (Py_buffer& v : views) PyBuffer_Release(&v);
     return 0;
 }
 
 std::shared_ptr<Span> Span::wrap(PyObject* buffer) {
-    bury(nullptr);
+    release_unused(nullptr);
     std::shared_ptr<Span> span(new Span);
     if (PyObject_GetBuffer(buffer, &span->view_, PyBUF_WRITABLE) != 0) {
         PyErr_Clear();
@@ -211,10 +211,10 @@ Span::~Span() {
             PyBuffer_Release(&view_);
         } else {
             {
-                std::lock_guard g(graveyard_mutex);
-                graveyard.push_back(view_);
+                std::lock_guard g(unused_mutex);
+                unused_views.push_back(view_);
             }
-            Py_AddPendingCall(bury, nullptr);
+            Py_AddPendingCall(release_unused, nullptr);
         }
     }
     if (map_) munmap(map_, map_bytes_);
