@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from wire import DEVICES
 
 InThread = Callable[[Callable[[], object]], threading.Thread]

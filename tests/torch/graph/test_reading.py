@@ -87,7 +87,9 @@ def test_native_code_reads_nothing() -> None:
                 read(p)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="dynamo leaves out all of the frame, and its first module is named")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="dynamo leaves out all of the frame, and its first module is named"
+)
 @pytest.mark.parametrize("mine", [A, B])
 def test_batch_norm_that_averages_over_all_steps_is_refused_in_training_by_name(mine: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))

@@ -354,7 +354,9 @@ class Recurrent(nn.Module):
         return self.cells(self.linear(x))[0]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="dynamo leaves out all of the frame, and its first module is named")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="dynamo leaves out all of the frame, and its first module is named"
+)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_placed_module_that_dynamo_leaves_out_names_itself_and_its_caller(kind: type[nn.RNNBase]) -> None:
     model = placed(Recurrent(kind), {"": A})
