@@ -1,4 +1,4 @@
-"""Membership of the job: rendezvous, secret, membership, addresses, plan comparison, and how the job ends."""
+"""Membership of the job: rendezvous, secret, addresses, plan comparison, and how the job ends."""
 
 from __future__ import annotations
 

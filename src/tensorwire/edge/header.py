@@ -77,7 +77,7 @@ def _described(spec: Spec) -> tuple[bytes, int, bytes]:
     strides = contiguous(spec.shape) if spec.strides is None else spec.strides
     if _reach(spec) >= MOST_BYTES or any(stride >= MOST_BYTES for stride in strides):
         raise ArgumentError(
-            f"a tensor of an edge must have less than 2**63 bytes, also without its empty dimensions: {spec}"
+            f"a tensor of an edge must have fewer than 2**63 bytes, also without its empty dimensions: {spec}"
         )
     rest = (0,) * (MOST_DIMENSIONS - rank)
     return bytes((_NAMES.index(spec.dtype), rank)), spec.nbytes, _SHAPE.pack(*spec.shape, *rest, *strides, *rest)
