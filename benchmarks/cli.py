@@ -89,8 +89,8 @@ def store(**options: Any) -> None:
 @group.command()
 @shown
 @workload(
-    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-elsewhere, whose layers sleep.",
-    "vgg16-elsewhere",
+    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-sleeping, whose layers sleep.",
+    "vgg16-sleeping",
 )
 @devices("The store's transports: shm, tcp.", "shm", "shm", "tcp")
 @link("tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.")
@@ -106,7 +106,7 @@ def train(**options: Any) -> None:
     SGD with momentum, synthetic inputs, one thread a worker. Some runs:
       python -m benchmarks train
       python -m benchmarks train --workload all --device shm,tcp --overlap --report steps.png
-      python -m benchmarks train --workload vgg16-elsewhere --overlap --device tcp --link 10gbit --workers 1
+      python -m benchmarks train --workload vgg16-sleeping --overlap --device tcp --link 10gbit --workers 1
     """
     from benchmarks.training import check
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.elsewhere import ELSEWHERE, MODELS
+from benchmarks.sleeping_layers import SLEEPING, MODELS
 from benchmarks.libraries import PEERS as LIBRARIES
 from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
@@ -70,7 +70,7 @@ class Outcome:
 def variants(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Variant]:
     """Who takes part; the first has no store."""
     stores = [Variant(OURS, "store", device)] + ([Variant(OVERLAP, "overlap", device)] if overlap else [])
-    if workload == ELSEWHERE:
+    if workload == SLEEPING:
         return [Variant(COMPUTE, "compute"), *stores]
     others = [Variant(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
     return [Variant(NO_STORE, "alone"), *stores, *others]
@@ -122,7 +122,7 @@ def contest(
     limits = (COMPUTE, NO_STORE)
     shape = Workload("train", device, name, model.nbytes if shrink == 1 else 0, "training-step", (), limits)
     made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
-    aimed = shrink == 1 and (workload, device) in (("fcn5", "shm"), (ELSEWHERE, "tcp"))
+    aimed = shrink == 1 and (workload, device) in (("fcn5", "shm"), (SLEEPING, "tcp"))
     return [_detailed(record, outcomes, aimed=aimed) for record in made]
 
 
@@ -147,7 +147,7 @@ def run(variants: Sequence[Variant], setup: Setup, course: Course, label: str, n
                 jobs[variant.name], outcomes[variant.name] = job, Outcome()
             if variant.name == OURS:
                 ours = before - available_bytes()
-        word = _sleep(jobs, course) if setup.workload == ELSEWHERE else ""
+        word = _sleep(jobs, course) if setup.workload == SLEEPING else ""
         for number in range(course.rounds):
             names = list(outcomes)
             at = number % len(names)  # nobody is always the first after a pause

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
+import sys
 
 # A shell gives its background jobs an ignored SIGINT, nohup an ignored SIGHUP, and children inherit that; the tests of
 # Ctrl-C and of closed terminals need the usual ones.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Under coverage, a forked child could wait for a lock of the tracer that another thread held at the fork. What a child
+# runs is not counted anyhow.
+os.register_at_fork(after_in_child=functools.partial(sys.settrace, None))

@@ -195,7 +195,7 @@ def test_nothing_pickles_or_evaluates() -> None:
     assert wrong == []
 
 
-# Words of an earlier vocabulary that no name may have again, and the files that still have one: a shrinking list.
+# Words of an earlier vocabulary that no name may have again.
 CUTE = {
     *("courier", "vigil", "doorman", "nursery", "party", "house", "homes", "tenant", "wandering", "vacate", "hollow"),
     *(
@@ -211,9 +211,6 @@ CUTE = {
         "hear",
         "elsewhere",
     ),
-}
-STILL_CUTE: dict[str, set[str]] = {
-    "elsewhere": {"elsewhere.py", "train.py", "training.py"},  # benchmarks
 }
 
 
@@ -239,7 +236,7 @@ def test_no_identifier_has_a_cute_word() -> None:
         words = {word.lower() for name in names for word in re.findall("[A-Z]?[a-z]+", f"{path.stem} {name}")}
         for word in words & CUTE:
             found.setdefault(word, set()).add(path.name)
-    assert found == STILL_CUTE
+    assert found == {}
 
 
 def test_files_stay_readable() -> None:

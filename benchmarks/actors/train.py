@@ -1,7 +1,7 @@
 """A worker that trains: ``KIND WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
 
 ``MEETING``: how DDP's workers find each other (a file), and those of the gRPC store its servers. The word
-of a round is ``leave``, or the seconds that a model which is computed elsewhere takes a step.
+of a round is ``leave``, or the seconds that a model of sleeping layers takes a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.elsewhere import MODELS, Elsewhere
+from benchmarks.sleeping_layers import MODELS, SleepingLayers
 from benchmarks.training import REHEARSAL
 from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.bench.models import Model
@@ -84,7 +84,7 @@ class Worker:
 
     def round(self, run: Run) -> tuple[float, float, float]:
         """A round's beginning and end by the clock, and the loss of its last step."""
-        if run.word and isinstance(self.model, Elsewhere):
+        if run.word and isinstance(self.model, SleepingLayers):
             self.model.take(float(run.word))
         for _ in range(run.warm):
             self.step()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import elsewhere, report, training
-from benchmarks.elsewhere import ELSEWHERE
+from benchmarks import report, sleeping_layers, training
+from benchmarks.sleeping_layers import SLEEPING
 from benchmarks.workers import Setup, Variant
 from tensorwire.bench import models
 from tensorwire.bench.compare import Samples, Workload, records
@@ -27,16 +27,16 @@ from tests.harness.sandbox import Sandbox
 TINY = 16  # divides the hidden sizes
 
 
-def test_layers_computed_elsewhere_have_vgg16s_tensors() -> None:
+def test_sleeping_layers_have_vgg16s_tensors() -> None:
     with torch.device("meta"):
-        there, here = elsewhere.Elsewhere(), models.vgg16()
+        there, here = sleeping_layers.SleepingLayers(), models.vgg16()
     assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
 
 
 @pytest.mark.parametrize("name", training.MODELS)
 def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     torch.manual_seed(0)
-    model = elsewhere.MODELS[name]
+    model = sleeping_layers.MODELS[name]
     module = model.build(TINY)
     loss = module(*model.inputs(min(model.size, 2), torch.Generator().manual_seed(0)))
     loss.backward()
@@ -44,16 +44,16 @@ def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     assert [n for n, p in module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_gradients_computed_elsewhere_are_not_copied_and_the_sleeps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_sleeping_layers_are_not_copied_and_the_sleeps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    model = elsewhere.Elsewhere(TINY)
+    model = sleeping_layers.SleepingLayers(TINY)
     model.take(30.0)
     model(torch.ones(1, requires_grad=True)).backward()
     assert sum(slept) == pytest.approx(30.0)
     assert sum(slept[: len(slept) // 2]) == pytest.approx(10.0)  # forward
     for layer in model.layers:
-        assert isinstance(layer, elsewhere.Layer)
+        assert isinstance(layer, sleeping_layers.Layer)
         assert layer.weight.grad is not None
         assert layer.weight.grad.data_ptr() == layer.ready[0].data_ptr()
 
@@ -85,7 +85,7 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_link")
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
-    options = ("--workload", ELSEWHERE, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")
+    options = ("--workload", SLEEPING, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")
     result, records = bench(sandbox, *BESIDE, "train", "--steps", "2", *options)
     if "skipped" in result.err:
         assert "--link 10gbit: " in result.err

@@ -29,7 +29,6 @@ def sockets() -> set[str]:
     return found
 
 
-@pytest.mark.skipif(sys.gettrace() is not None, reason="a tracer's lock may be held at the fork")
 def test_no_fork_comes_between_a_socket_and_its_registration(far_kind: str, in_thread: InThread) -> None:
     """Connections come and go in one thread while another forks; each child looks at what it has got."""
     before = sockets()

@@ -1,4 +1,4 @@
-"""VGG-16 computed elsewhere: its layers sleep, as if an accelerator worked. For ``python -m benchmarks train``."""
+"""VGG-16 whose layers sleep, as if an accelerator computed. For ``python -m benchmarks train``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tensorwire.bench import models
 from tensorwire.bench.models import Model, vgg16
 
-ELSEWHERE = "vgg16-elsewhere"
+SLEEPING = "vgg16-sleeping"
 
 
 class _Away(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _Away(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """The parameters of a layer that is computed elsewhere; ``share`` of the whole model's time."""
+    """The parameters of a layer that sleeps; ``share`` of the whole model's time."""
 
     def __init__(self, like: nn.Module, share: float) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class Layer(nn.Module):
         return out
 
 
-class Elsewhere(nn.Module):
-    """VGG-16's shapes, computed elsewhere: layers sleep in proportion to their operations, a third of it forward.
+class SleepingLayers(nn.Module):
+    """VGG-16's shapes: layers sleep in proportion to their operations, a third of it forward.
 
     ``seconds``, in all, is set before a step. A processor core that computed would take time from those that transfer;
     an accelerator does not.
@@ -96,4 +96,4 @@ def one(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     return (torch.ones(size, requires_grad=True),)
 
 
-MODELS = {**models.MODELS, ELSEWHERE: Model(ELSEWHERE, "VGG-16, layers that sleep", 1, Elsewhere, one)}
+MODELS = {**models.MODELS, SLEEPING: Model(SLEEPING, "VGG-16, layers that sleep", 1, SleepingLayers, one)}
