@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.sleeping_layers import SLEEPING, MODELS
 from benchmarks.libraries import PEERS as LIBRARIES
+from benchmarks.sleeping_layers import MODELS, SLEEPING
 from benchmarks.workers import Setup, Variant, Workers
 from tensorwire._native import available_bytes
 from tensorwire.bench.compare import Samples, Workload, records

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from wire import DEVICES
 
 InThread = Callable[[Callable[[], object]], threading.Thread]

@@ -6,6 +6,7 @@ While memory is registered its pages are pinned, and the kernel limits how many 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import resource
 import weakref
@@ -111,4 +112,4 @@ def _refused(nbytes: int, error: OSError) -> Exception:
 _all: weakref.WeakSet[Registrations] = weakref.WeakSet()
 _inherited: list[Registrations] = []
 
-os.register_at_fork(after_in_child=lambda: _inherited.extend(_all))
+os.register_at_fork(after_in_child=functools.partial(_inherited.extend, _all))
