@@ -90,12 +90,26 @@ def test_a_nic_that_fails_loses_every_peer(fabric: Fabric, monkeypatch: pytest.M
             real(self)
 
         monkeypatch.setattr(FakeCQ, "req_notify", req_notify)
-        c.write(0, 64).wait(SECONDS)  # its completion wakes the device's thread, which cannot arm the queue again
+        with contextlib.suppress(PeerLost):  # the completion wakes the device's thread or this one: either finds out
+            c.write(0, 64).wait(SECONDS)
         until(lambda: c.channel.liveness.lost)  # after the device itself, which `lost` counts, too
         with pytest.raises(PeerLost, match=r"fake0 failed: .*ibv_req_notify_cq"):
             c.write(0, 64)
         with pytest.raises(PeerLost, match="fake0 failed"):
             c.device.allocate(8)
+
+
+def test_who_waits_for_a_nic_that_fails_loses_its_peer(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FakeCQ) -> None:
+        raise VerbsError("ibv_req_notify_cq", errno.EIO)
+
+    with cable(fabric) as c:
+        monkeypatch.setattr(type(c.device._nic), "_drain_in_rounds", lambda self: None)  # leaves it to who waits
+        monkeypatch.setattr(FakeCQ, "req_notify", refuse)
+        c.write(0, 64).wait(SECONDS)  # its completion disarms the queue
+        word = c.device.allocate(8)
+        with pytest.raises(PeerLost, match=r"fake0 failed: .*ibv_req_notify_cq"):
+            word.wait(0, at_least=1, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("step", ["create_comp_channel", "query_device", "alloc_pd", "create_cq"])

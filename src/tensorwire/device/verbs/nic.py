@@ -195,6 +195,9 @@ class Nic:
             while outcome == ATTEND:
                 self.drain(arm=True)
                 outcome = Memory.wait(memory, offset, at_least, end - time.monotonic(), liveness)
+        except self.ib.VerbsError as error:
+            self._lose(error)
+            return 2
         finally:
             self.sleepers.left()
         return outcome
@@ -205,7 +208,11 @@ class Nic:
         try:
             self._attend_until_closed()
         except self.ib.VerbsError as error:
-            self._failed(f"{self.port.device} failed: {error}")
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """Without its NIC the device has lost every peer."""
+        self._failed(f"{self.port.device} failed: {error}")
 
     def _attend_until_closed(self) -> None:
         next_tick = time.monotonic() + self._heartbeat
