@@ -7,8 +7,11 @@
 
 namespace tw {
 
-enum class Counter { messages, bytes, mapped_bytes, copies, copied_bytes, registrations, rpcs, pickles };
-constexpr const char* counter_names[] = {"messages", "bytes", "mapped_bytes", "copies", "copied_bytes", "registrations", "rpcs", "pickles"};
+enum class Counter {
+    messages, bytes, mapped_bytes, copies, copied_bytes, registrations, rpcs, pickles, pushes, applied, merged, discarded
+};
+constexpr const char* counter_names[] = {"messages", "bytes", "mapped_bytes", "copies", "copied_bytes", "registrations", "rpcs", "pickles",
+                                         "pushes", "applied", "merged", "discarded"};
 constexpr size_t counter_count = std::size(counter_names);
 
 using Counts = std::array<std::atomic<uint64_t>, counter_count>;

@@ -21,6 +21,7 @@ from tensorwire import errors
 from tensorwire.launch import Job, init
 
 if TYPE_CHECKING:
+    from tensorwire import store as store
     from tensorwire import torch as torch
     from tensorwire.torch.graph.placement.scope import worker
 
@@ -29,8 +30,8 @@ __all__ = ["Job", "__version__", "errors", "init", "worker"]  # without torch: a
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":  # loaded when first used: importing torch takes seconds
-        return importlib.import_module("tensorwire.torch")
+    if name in ("store", "torch"):  # loaded when first used: importing torch takes seconds
+        return importlib.import_module(f"tensorwire.{name}")
     if name == "worker":
         value = importlib.import_module("tensorwire.torch.graph.placement.scope").worker
         globals()[name] = value  # dynamo reads it as any global

@@ -30,14 +30,14 @@ OPTIONS = {"lr": 0.1, "momentum": 0.9}
 
 def poison() -> None:
     """Servers ruin what they may write, at the first moment that they may: a worker that still reads it gets NaN."""
-    from tensorwire.store.server import StoreServer
+    from tensorwire.store.lockstep import Lockstep
 
-    arriving = StoreServer._arriving
+    arriving = Lockstep._arriving
 
-    def ruining(self: StoreServer) -> Iterator[int]:
-        buckets = self.plan.buckets[self.index]
+    def ruining(self: Lockstep) -> Iterator[int]:
+        buckets = self._buckets
         for index in arriving(self):
-            assert self.spec.buffers == 2
+            assert self.shard.spec.buffers == 2
             self.rule._bytes[self.step % 2][index].fill_(0xFF)
             for worker in self.workers:
                 pull = worker.pulls[index]
@@ -48,7 +48,7 @@ def poison() -> None:
             yield index
         assert len(buckets) > 0
 
-    StoreServer._arriving = ruining  # type: ignore[method-assign]
+    Lockstep._arriving = ruining  # type: ignore[method-assign]
 
 
 def by_thread() -> None:

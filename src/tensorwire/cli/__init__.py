@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from tensorwire.cli.audit import audit
 from tensorwire.cli.bench import bench
 from tensorwire.cli.doctor import doctor
 from tensorwire.cli.plan.command import plan
@@ -33,6 +34,7 @@ group.add_command(bench)
 group.add_command(doctor)
 group.add_command(plan)
 group.add_command(trace)
+group.add_command(audit)
 
 
 def main() -> None:

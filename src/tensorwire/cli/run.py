@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +19,12 @@ def _device(context: click.Context, parameter: click.Parameter, value: str) -> s
             find_job_device(value)
     except ArgumentError as error:
         raise click.BadParameter(str(error)) from None
+    return value
+
+
+def _fates(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is not None and any(Path(value).glob("*.jsonl")):
+        raise click.BadParameter(f"{value} has fates of another job: name a new folder")
     return value
 
 
@@ -63,6 +70,9 @@ def _device(context: click.Context, parameter: click.Parameter, value: str) -> s
 @click.option("--metrics", metavar="[HOST:]PORT", help="Serve OpenMetrics of all processes there; port 0: any.")
 @click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
 @click.option("--tensorboard", metavar="DIR", help="Write what job.report() is told to TensorBoard files in DIR.")
+@click.option(
+    "--fates", metavar="DIR", callback=_fates, help="Write what became of every push there, for tensorwire audit."
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(no_prefix: bool, trace: str | None, **options: Any) -> int:
     """Run COMMAND as the workers of a job, with parameter servers beside them.

@@ -63,6 +63,7 @@ class RunOptions:
     metrics: str | None = None
     trace: Trace | None = None
     tensorboard: str | None = None
+    fates: str | None = None
 
     def check(self) -> None:
         """Raises `ArgumentError`, or where every process would: such as `VerbsUnavailable`."""
@@ -190,6 +191,8 @@ class Launcher:
         base = self._view.environment(os.environ)
         if o.tensorboard is not None:
             base["TENSORWIRE_TENSORBOARD"] = os.path.abspath(o.tensorboard)  # noqa: PTH100 (keeps links)
+        if o.fates is not None:
+            base["TENSORWIRE_FATES"] = os.path.abspath(o.fates)  # noqa: PTH100
         common = worker_environment(
             base, workers=o.workers * o.nodes, servers=o.servers * o.nodes, device=o.device, node=o.node
         )

@@ -25,6 +25,10 @@ _HELP = {
     "registrations": "Regions allocated or registered.",
     "rpcs": "Requests on the control connection.",
     "pickles": "Objects pickled while they are counted.",
+    "pushes": "Buckets of gradients that a worker sent to servers.",
+    "applied": "Pushes that a server applied by themselves.",
+    "merged": "Pushes that a server applied together with others.",
+    "discarded": "Pushes that changed nothing.",
 }
 
 

@@ -39,7 +39,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         welcome = member.client.welcome
         server = StoreServer(member, name, spec, welcome.workers, welcome.servers)
         try:
-            asks = _started(f"{name} asks", answer_asks, member, name, server.rule)
+            asks = _started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest)
             server.run()
         finally:
             server.close()

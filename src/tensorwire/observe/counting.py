@@ -25,6 +25,10 @@ class Counters:
         registrations: Regions allocated or registered.
         rpcs: Requests on the control connection.
         pickles: Calls of ``pickle`` by any code while `pickles_counted` is active.
+        pushes: Of a worker: buckets of gradients that it sent to servers. Each has one of these fates, on a server:
+        applied: Pushes that led to a new version by themselves.
+        merged: Pushes that led to a new version together with others.
+        discarded: Pushes that changed nothing.
     """
 
     messages: int = 0
@@ -35,6 +39,10 @@ class Counters:
     registrations: int = 0
     rpcs: int = 0
     pickles: int = 0
+    pushes: int = 0
+    applied: int = 0
+    merged: int = 0
+    discarded: int = 0
 
 
 class LiveCounters:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"
 # Look at a tensor as a whole: never cut.
 WHOLE = ("Adafactor", "Muon")
 KEEP = "none"  # the rule that changes nothing
+SUM = "sum"  # adds what is pushed to the parameters
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
 
@@ -89,35 +90,43 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
 
 
-def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> Rule:
+class Push(NamedTuple):
+    """What a worker contributes to a round of a bucket. ``present``: a byte a piece, whether there is a gradient."""
+
+    worker: int
+    slot: memoryview
+    present: bytes
+
+
+def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> Rule:
     """The rule of one server's share. ``parameters``: the memory of all buffers, one after the other."""
-    kind = Keep if spec.rule == KEEP else OptimizerRule
-    return kind(spec, plan, server, parameters, workers)
+    kind = {KEEP: Keep, SUM: Sum}.get(spec.rule, OptimizerRule)
+    return kind(spec, plan, server, parameters)
 
 
 class Rule:
     """What a server does with its buckets. Round ``step`` leaves its result in buffer ``step % buffers``."""
 
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
         self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
         size = plan.shard_bytes[server]
-        self.spec, self.plan, self.workers = spec, plan, workers
+        self.spec, self.plan = spec, plan
         self._buffers = [parameters[i * size : (i + 1) * size] for i in range(spec.buffers)]
         self._bytes = [
             [tensor_over(buffer, "uint8", bucket.shard, bucket.nbytes) for bucket in plan.buckets[server]]
             for buffer in self._buffers
         ]
 
-    def set_options(self, values: tuple[float, ...]) -> None:
-        """Puts the numbers of a round's option block into force."""
+    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        """Puts the numbers of a round's option block into force, for one bucket or for all."""
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         """The parameters of a bucket become what ``slot`` holds."""
         target = self._bytes[step % len(self._bytes)][bucket]
         target.copy_(tensor_over(slot, "uint8", 0, target.numel()))
 
-    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes], *, keep: bool) -> None:
-        """Brings the workers' gradients together. ``present[w][i]``: worker ``w`` has one for piece ``i``.
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
+        """Adds up the workers' gradients, in their order, and divides the sum by ``divisor``.
 
         ``apply`` follows at once, or with ``keep`` after other buckets have been reduced.
         """
@@ -152,14 +161,36 @@ class Keep(Rule):
     """Leaves the parameters as they are: for measuring all of a step but the update."""
 
 
+class Sum(Rule):
+    """Adds what is pushed to the parameters."""
+
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
+        super().__init__(spec, plan, server, parameters)
+        self._buckets = [_BucketRule(self, bucket, self._buffers) for bucket in plan.buckets[server]]
+
+    def assign(self, bucket: int, slot: memoryview, step: int) -> None:
+        super().assign(bucket, slot, step)
+        self._buckets[bucket].assigned(step)
+
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
+        self._buckets[bucket].reduce(pushes, divisor, keep=True)
+
+    def norm2(self, bucket: int) -> float:
+        return self._buckets[bucket].norm2()
+
+    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        self.carry(bucket, step)
+        self._buckets[bucket].add(step, scale)
+
+
 class OptimizerRule(Rule):
     """The parameters under one of torch's optimizers."""
 
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview, workers: int) -> None:
-        super().__init__(spec, plan, server, parameters, workers)
-        self._options: tuple[float, ...] = ()
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
+        super().__init__(spec, plan, server, parameters)
         self._buckets = [_BucketRule(self, bucket, self._buffers) for bucket in plan.buckets[server]]
         self._optimizers = self._build_all() if self._buckets else []
+        self._options: list[tuple[float, ...]] = [()] * len(self._optimizers)  # in force
         # One for all buckets: sums that are used at once stay in the processor's cache.
         sums = torch.empty(max((b.sum_bytes for b in self._buckets), default=0), dtype=torch.uint8)
         for each in self._buckets:
@@ -168,10 +199,11 @@ class OptimizerRule(Rule):
     def _build_all(self) -> list[tuple[list[int], torch.optim.Optimizer]]:
         """One optimizer a bucket, or one for all, each with the groups that it has."""
         sharing = [self._buckets] if self.together else [[bucket] for bucket in self._buckets]
-        built = []
+        built: list[tuple[list[int], torch.optim.Optimizer]] = []
         for buckets in sharing:
             by_group: dict[int, list[torch.nn.Parameter]] = {}
             for bucket in buckets:
+                bucket.number = len(built)
                 for group, masters in bucket.by_group.items():
                     by_group.setdefault(group, []).extend(masters)
             if not by_group:
@@ -191,27 +223,27 @@ class OptimizerRule(Rule):
         known = inspect.signature(cls).parameters
         return cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
 
-    def set_options(self, values: tuple[float, ...]) -> None:
+    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        for number in range(len(self._optimizers)) if bucket is None else self._buckets[bucket].numbers:
+            if values != self._options[number]:
+                self._set(number, values)
+
+    def _set(self, number: int, values: tuple[float, ...]) -> None:
         """Only what has changed: some optimizers count and adapt in their groups themselves."""
-        if values == self._options:
-            return
-        before = self._options or [None] * len(values)
-        changed = [
-            (place, value) for place, value, old in zip(self.spec.numeric, values, before, strict=False) if value != old
-        ]
-        self._options = values
-        for numbers, optimizer in self._optimizers:
-            groups = dict(zip(numbers, optimizer.param_groups, strict=False))
-            for (group, option, index), value in changed:
-                if group in groups:
-                    _set_option(groups[group], self.spec.groups[group][option], option, index, value)
+        before = self._options[number] or [None] * len(values)
+        self._options[number] = values
+        numbers, optimizer = self._optimizers[number]
+        groups = dict(zip(numbers, optimizer.param_groups, strict=False))
+        for (group, option, index), value, old in zip(self.spec.numeric, values, before, strict=False):
+            if value != old and group in groups:
+                _set_option(groups[group], self.spec.groups[group][option], option, index, value)
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
         self._buckets[bucket].assigned(step)
 
-    def reduce(self, bucket: int, slots: Sequence[memoryview], present: Sequence[bytes], *, keep: bool) -> None:
-        self._buckets[bucket].reduce(slots, present, keep)
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
+        self._buckets[bucket].reduce(pushes, divisor, keep)
 
     def norm2(self, bucket: int) -> float:
         return self._buckets[bucket].norm2()
@@ -252,7 +284,7 @@ class OptimizerRule(Rule):
             for group, key, value in found:
                 if group in groups:
                     groups[group][key] = value
-        self._options = ()  # all that the workers say counts anew
+        self._options = [()] * len(self._optimizers)  # all that the workers say counts anew
 
     def _apart(self, items: Iterable[Item], found: list[tuple[int, str, bool | int | float]]) -> Iterator[Item]:
         """Takes the numbers of groups out of ``items``."""
@@ -264,11 +296,10 @@ class OptimizerRule(Rule):
 
 
 class _BucketRule:
-    def __init__(self, rule: OptimizerRule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
+    def __init__(self, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
         self._bucket = bucket
         plan, spec = rule.plan, rule.spec
         self._tensors = plan.tensors
-        self._workers, self._reduce = rule.workers, spec.reduce
         self._whole = spec.whole
         self._own = [[self._piece(buffer, bucket.shard, piece) for piece in bucket.pieces] for buffer in buffers]
         self._masters = [self._master(own) for own in self._own[0]]
@@ -280,6 +311,12 @@ class _BucketRule:
             if master is not None:
                 self.by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
         self.optimizer: torch.optim.Optimizer | None = None  # of its pieces; None where none is updated
+        self.number = 0  # of that optimizer among the rule's
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The optimizer's number, if it has one."""
+        return () if self.optimizer is None else (self.number,)
 
     def _piece(self, memory: memoryview, start: int, piece: Piece) -> torch.Tensor:
         """A piece where the bucket begins at ``start``: flat, or for a rule that needs whole tensors in its shape."""
@@ -330,15 +367,15 @@ class _BucketRule:
                 master.data = own
 
     @torch.no_grad()
-    def reduce(self, slots: Sequence[memoryview], present: Sequence[bytes], keep: bool) -> None:
+    def reduce(self, pushes: Sequence[Push], divisor: int, keep: bool) -> None:
         if keep and not self._kept:
             self._kept = self._sums(torch.empty(self.sum_bytes, dtype=torch.uint8))
-        views = [self._slot(w, slot) for w, slot in enumerate(slots)]
+        views = [self._slot(push.worker, push.slot) for push in pushes]
         for i, (master, total) in enumerate(zip(self._masters, self._kept if keep else self._shared, strict=True)):
             if master is None or total is None:
                 continue
-            mine = [view[i] for view, there in zip(views, present, strict=True) if there[i]]
-            master.grad = _reduced(mine, total, self._workers if self._reduce == "mean" else 1)
+            mine = [view[i] for view, push in zip(views, pushes, strict=True) if push.present[i]]
+            master.grad = _reduced(mine, total, divisor)
 
     def norm2(self) -> float:
         found = [m.grad for m in self._masters if m is not None and m.grad is not None]
@@ -350,6 +387,15 @@ class _BucketRule:
             return
         self.prepare(step, scale)
         self._step(self.optimizer)
+        self.round(step)
+
+    @torch.no_grad()
+    def add(self, step: int, scale: float) -> None:
+        """Adds what ``reduce`` found, times ``scale``."""
+        self.prepare(step, scale)
+        for master in self._masters:
+            if master is not None and master.grad is not None:
+                master.add_(master.grad)
         self.round(step)
 
     def prepare(self, step: int, scale: float) -> None:

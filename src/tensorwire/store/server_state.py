@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -13,17 +15,21 @@ from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
 from tensorwire.store.rules import Rule
 from tensorwire.store.state_transfer import Ask, StateReceiver, StateSender, ask_key, load_key
 
+AtRest = Callable[[], AbstractContextManager[object]]
 _LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
 
 
-def answer_asks(member: Member, store: str, rule: Rule) -> None:
-    """Gives every worker that asks this server's part of the state of ``store``, until the job ends."""
+def answer_asks(member: Member, store: str, rule: Rule, at_rest: AtRest) -> None:
+    """Gives every worker that asks this server's part of the state of ``store``, until the job ends.
+
+    Inside ``at_rest()`` the state does not change.
+    """
     try:
         for number in itertools.count():
             ask = _next_ask(member, ask_key(store, number))
             try:
                 channel = member.channel("worker", ask.worker)
-                with StateSender(channel, ask.endpoints[member.index]) as sender:
+                with StateSender(channel, ask.endpoints[member.index]) as sender, at_rest():
                     sender.send(rule.state())
             except (RemoteAccessError, WaitTimeout):
                 continue  # that worker has given up, and knows why

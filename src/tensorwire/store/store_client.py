@@ -16,6 +16,7 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
@@ -39,6 +40,7 @@ class _Server:
         self.inbox = RemoteRegion.unpack(endpoint.inbox)
         if self.inbox.device != self.channel.device.name:
             raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
+        # None: this worker has a copy of the parameters, which the server writes.
         self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
         self.layout = inbox(plan, index, len(spec.numeric))
         self.back = Outbox(len(self.buckets))
@@ -106,7 +108,9 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
     """
     spec.encoded()
     rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.source}"
-    member.client.compare(name, spec.digest(plan), f"{spec.versions}\n{rule}\n{plan.describe()}", workers)
+    member.client.compare(
+        name, spec.digest(plan), f"{spec.versions}\n{rule}\nmode {spec.mode!r}\n{plan.describe()}", workers
+    )
 
 
 class StoreClient:
@@ -133,6 +137,9 @@ class StoreClient:
         self._present = [b""] * len(self.order)
         self._pushed = [0] * len(self.order)
         self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
+        self._updating = False  # in a round whose pushes are gradients
+        self._produced = [0] * plan.servers  # pushes of gradients, by server
+        self._log = FateLog(name, member.name)
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
         self._space = self._place_parameters()
         self._open()
@@ -206,6 +213,7 @@ class StoreClient:
             self._wait(server.version(0), self.step)  # then the head of the round before has been read
         self.step += 1
         self.updates += operation in STEPS
+        self._updating = operation is StepOperation.UPDATE
         block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
@@ -259,6 +267,9 @@ class StoreClient:
         news = None if self._present[bucket.number] == here else here
         self._present[bucket.number] = here
         self._pushed[bucket.number] = self.step
+        if self._updating:
+            self._produced[bucket.server] += 1
+            counters.add(pushes=1)
         if server.send_window is not None:
             server.send_window.submit(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
             return
@@ -364,3 +375,6 @@ class StoreClient:
         except (PeerLost, WaitTimeout):
             pass
         self.step = -1
+        produced = enumerate(self._produced)
+        self._log.add(*(Produced(self.name, server, self.member.index, pushes) for server, pushes in produced))
+        self._log.close()

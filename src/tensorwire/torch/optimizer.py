@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
+from tensorwire.store.modes import Mode, Sync
 from tensorwire.store.rules import rule_name
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.step_header import LEFT_OUT
@@ -31,6 +32,8 @@ from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, StoreSettings
 from tensorwire.torch.state import SavedState
+
+_SYNC = Sync()
 
 
 class StoreOptimizer(torch.optim.Optimizer):
@@ -62,6 +65,9 @@ class StoreOptimizer(torch.optim.Optimizer):
             The attribute may be changed between steps.
         reduce: ``"mean"`` or ``"sum"`` of the workers' gradients.
         bucket_bytes: The size of the store's buckets in bytes, a multiple of 4,096; 4 MiB by default.
+        mode: How the workers take turns: ``tw.store.Sync()``, ``Async()`` or ``SSP()``; the same on all workers. In
+            other modes than Sync each worker's gradients are applied by themselves, with its own options: ``reduce``
+            means nothing, and the workers may take different numbers of steps.
         **options: Options of the class, such as ``lr``. ``step()`` reads them again from ``param_groups``; worker 0's
             count.
 
@@ -89,6 +95,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         reduce: str = "mean",
         bucket_bytes: int = BUCKET_BYTES,
+        mode: Mode = _SYNC,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -100,10 +107,12 @@ class StoreOptimizer(torch.optim.Optimizer):
         given = named_parameters if self._model is None else self._model.named_parameters()
         origin = find_origin(given, optimizer, options)
         self._class = origin.optimizer_class
-        self._settings = _settings(origin, bucket_bytes, reduce, overlap)
+        _check_mode(mode, overlap, origin.defaults)
+        self._settings = _settings(origin, bucket_bytes, reduce, overlap, mode)
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
         self.grad_norm: float | None = None
+        _ = self._clip
         self._parts: list[Part] = []
         self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
         super().__init__(origin.groups, origin.defaults)
@@ -135,7 +144,13 @@ class StoreOptimizer(torch.optim.Optimizer):
     @property
     def _clip(self) -> float:
         """The largest norm: 0 where no norm is asked for, inf where it is and nothing is clipped."""
-        return largest_norm(self.max_grad_norm) or (math.inf if self.error_if_nonfinite else 0.0)
+        norm = largest_norm(self.max_grad_norm) or (math.inf if self.error_if_nonfinite else 0.0)
+        if norm and not isinstance(self._settings.mode, Sync):
+            raise Unsupported(
+                "max_grad_norm and error_if_nonfinite look at the mean of all workers' gradients, which "
+                f"{self._settings.mode!r} does not take: clip each worker's own by torch.nn.utils.clip_grad_norm_"
+            )
+        return norm
 
     # ---- a step
 
@@ -336,6 +351,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             reduce=self._settings.reduce,
             max_grad_norm=self.max_grad_norm,
             error_if_nonfinite=self.error_if_nonfinite,
+            mode=self._settings.mode,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -423,11 +439,23 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise ArgumentError("save and load state between two steps: gradients are in flight")
 
 
-def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool) -> StoreSettings:
+def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mode: Mode) -> StoreSettings:
     rule, cls = rule_name(origin.optimizer_class), origin.optimizer_class
     if not is_foreign(rule):
-        return StoreSettings(rule, bucket_bytes, reduce, overlap)
-    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls))
+        return StoreSettings(rule, bucket_bytes, reduce, overlap, mode=mode)
+    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls), mode)
+
+
+def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` or `Unsupported` for what a mode does not go with."""
+    if not isinstance(mode, Mode):
+        raise ArgumentError(f"mode must be tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
+    if isinstance(mode, Sync):
+        return
+    if overlap:
+        raise Unsupported(f"overlap=True works with mode=Sync() alone so far, not with {mode!r}")
+    if mode.damping and "lr" not in defaults:
+        raise ArgumentError(f"damping={mode.damping!r} lowers the option 'lr', which this optimizer does not have")
 
 
 def _refuse(closure: object, scaled: bool) -> None:

@@ -19,6 +19,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store import ParameterSpec, StoreClient
 from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
+from tensorwire.store.modes import Mode, Sync
 from tensorwire.store.rules import is_whole, tensor_over, versions
 from tensorwire.store.sharding import PAGE, Bucket, StorePlan
 from tensorwire.store.state_transfer import Item
@@ -45,6 +46,7 @@ class StoreSettings:
     arguments: dict[str, Any] = field(default_factory=dict)  # of an optimizer that is not on the list of torch's own
     source: str = ""
     folders: list[str] = field(default_factory=list)
+    mode: Mode = field(default_factory=Sync)
 
 
 class Part:
@@ -61,7 +63,8 @@ class Part:
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         worker.at_close(self.finish)
-        worker.uneven_stores.append(self)
+        if isinstance(settings.mode, Sync):  # in other modes workers may take as many steps as they like anyway
+            worker.uneven_stores.append(self)
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
         for bucket in self.client.order:
             for i in {piece.tensor for piece in bucket.pieces}:
@@ -100,6 +103,7 @@ class Part:
             settings.source,
             settings.folders,
             is_foreign(settings.rule),
+            settings.mode,
         )
         if not worker.num_servers:
             raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")

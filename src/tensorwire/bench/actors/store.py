@@ -70,8 +70,9 @@ class Server:
     def check(self, round: int) -> None:
         """Raises `SystemExit` unless the round's gradients lie in the slots."""
         assert self._store is not None
-        for worker in self._store.workers:
-            for bucket, slot in zip(self._store.plan.buckets[self._store.index], worker.slots, strict=True):
+        shard = self._store.shard
+        for worker in shard.workers:
+            for bucket, slot in zip(shard.plan.buckets[shard.index], worker.slots, strict=True):
                 for piece in bucket.pieces:
                     values = flat(slot, piece.stop - piece.start, piece.offset)
                     check_gradient(values, piece.tensor, worker.index, round)

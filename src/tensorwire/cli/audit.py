@@ -1,0 +1,43 @@
+"""``tensorwire audit``."""
+
+from __future__ import annotations
+
+import click
+
+from tensorwire.tables import print_table
+
+
+@click.command(short_help="Check that every push of gradients has exactly one fate.")
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
+def audit(folders: tuple[str, ...]) -> int:
+    """Check that every push of gradients has exactly one fate.
+
+    FOLDER is what tensorwire run --fates wrote (of several machines: one of each). What the workers sent is compared
+    with what the servers did with it. The exit status is 1 if it does not add up.
+
+    \b
+    applied    led to a new version by itself
+    merged     led to a new version together with others
+    discarded  changed nothing
+    """
+    from tensorwire.trace.audit import problems, read_fates, totals
+
+    lines = read_fates(folders)
+    head = ("store", "worker", "produced", "applied", "merged", "discarded", "why")
+    rows = [
+        (
+            t.store,
+            str(t.worker),
+            "?" if t.produced is None else f"{t.produced:,}",
+            *(f"{n:,}" for n in (t.applied, t.merged, t.discarded)),
+            "; ".join(t.reasons),
+        )
+        for t in totals(lines)
+    ]
+    print_table(head, rows, left=(0, 6))
+    found = problems(lines)
+    for problem in found:
+        click.echo(problem)
+    if not found:
+        click.echo("every push has one fate")
+    return 1 if found else 0

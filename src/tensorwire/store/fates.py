@@ -1,0 +1,136 @@
+"""What became of every push. Totals are always kept, as counters; with ``TENSORWIRE_FATES``, each fate is in a file.
+
+That names a folder, in which each server and worker of a machine writes JSON lines: a server one `Fate` per push to one
+of its buckets, a worker what it `Produced`. A process that is killed leaves what it has written so far.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tensorwire.errors import ArgumentError
+from tensorwire.observe import counters
+
+_LINES = 1000  # that are written together
+
+
+class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
+    """What became of ``worker``'s push of ``bucket`` in its round ``round``.
+
+    ``fate``: ``applied`` by itself or ``merged`` with others, both into ``version`` of the bucket, with ``weight``; or
+    ``discarded``, for ``reason``. ``staleness``: pushes applied between the version that it was computed on and it.
+    """
+
+    store: str
+    server: int
+    bucket: int
+    worker: int
+    round: int
+    fate: str
+    version: int = 0
+    weight: float = 1.0
+    staleness: int = 0
+    reason: str = ""
+
+
+class Produced(msgspec.Struct, frozen=True, tag="produced"):
+    """``worker`` has sent ``pushes`` to a server in all, and left in good order."""
+
+    store: str
+    server: int
+    worker: int
+    pushes: int
+
+
+Line = Fate | Produced
+
+
+class FateLog:
+    """A process's lines about one store; nothing, where no folder is named. Any thread may call.
+
+    Raises `ArgumentError` where the folder cannot be written to.
+    """
+
+    def __init__(self, store: str, process: str) -> None:
+        self._lines: list[Line] = []
+        self._lock = threading.Lock()
+        self._file = _open(f"{store.replace('/', '-')}-{process.replace(' ', '-')}")
+
+    def add(self, *lines: Line) -> None:
+        """Keeps lines; soon they are in the file."""
+        if self._file is None:
+            return
+        with self._lock:
+            self._lines += lines
+            if len(self._lines) >= _LINES:
+                self._write(self._file)
+
+    def close(self) -> None:
+        """Writes what is left. Idempotent."""
+        with self._lock:
+            if self._file is not None:
+                self._write(self._file)
+                self._file.close()
+            self._file = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether lines go to a file."""
+        return self._file is not None
+
+    def _write(self, file: BinaryIO) -> None:
+        file.write(msgspec.json.Encoder().encode_lines(self._lines))
+        file.flush()
+        self._lines.clear()
+
+
+def _open(name: str) -> BinaryIO | None:
+    folder = os.environ.get("TENSORWIRE_FATES")
+    if not folder:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return (Path(folder) / f"{name}.jsonl").open("wb")
+    except OSError as error:
+        raise ArgumentError(f"TENSORWIRE_FATES: cannot write to {folder}: {error.strerror}") from None
+
+
+class Fates:
+    """The fates of all pushes to one server of a store."""
+
+    def __init__(self, store: str, server: int) -> None:
+        self._store, self._server = store, server
+        self._log = FateLog(store, f"server {server}")
+
+    def applied(self, bucket: int, worker: int, step: int, version: int, staleness: int) -> None:
+        """A push led to ``version`` by itself."""
+        counters.add(applied=1)
+        if self._log.wanted:
+            self._log.add(
+                Fate(self._store, self._server, bucket, worker, step, "applied", version, staleness=staleness)
+            )
+
+    def merged(self, bucket: int, workers: list[int], step: int, version: int, weight: float) -> None:
+        """The pushes of ``workers`` in their round ``step`` led to ``version`` together."""
+        counters.add(merged=len(workers))
+        if self._log.wanted:
+            self._log.add(
+                *(Fate(self._store, self._server, bucket, w, step, "merged", version, weight) for w in workers)
+            )
+
+    def discarded(self, bucket: int, workers: list[int], step: int, reason: str) -> None:
+        """The pushes of ``workers`` in their round ``step`` change nothing."""
+        counters.add(discarded=len(workers))
+        if self._log.wanted:
+            self._log.add(
+                *(Fate(self._store, self._server, bucket, w, step, "discarded", reason=reason) for w in workers)
+            )
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._log.close()

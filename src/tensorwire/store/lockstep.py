@@ -1,0 +1,186 @@
+"""All workers of a store round by round together: the mode `Sync`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from tensorwire.errors import WaitTimeout
+from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.consensus import agreed
+from tensorwire.store.ready_queue import ReadyQueue
+from tensorwire.store.rules import Push
+from tensorwire.store.sameness import Sameness
+from tensorwire.store.server_state import take_state
+from tensorwire.store.shard import Shard, WorkerLink
+from tensorwire.store.step_header import LEFT_OUT, NORM, STEPS, StepHeader, StepOperation, clipping
+
+
+class Lockstep:
+    """Waits for the workers' rounds, applies the rule to what all of them pushed, publishes the new version."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.workers, self.rule, self.plan, self.fates = shard.workers, shard.rule, shard.plan, shard.fates
+        self._buckets = shard.plan.buckets[shard.index]
+        self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.buffers > 1)
+        self._active = list(self.workers)  # who takes part in rounds
+        self._sameness = Sameness(len(self.workers) if shard.index == 0 else 1)
+        self._divisor = len(self.workers) if shard.spec.reduce == "mean" else 1
+        self.step = 0  # rounds begun
+        self.updates = 0  # rounds that were steps of the training
+
+    def run(self) -> None:
+        """Round after round, until every worker has finished."""
+        while True:
+            self.step += 1
+            heads = self._take_part()
+            operation = self._agree(heads) if heads else StepOperation.IDLE
+            if operation is StepOperation.FINISH:
+                return
+            if operation is StepOperation.UPDATE:
+                self._update(heads[self._active[0].index])
+            elif operation is StepOperation.ASSIGN:
+                self._assign()
+            else:
+                self._stay(operation)
+                if operation is StepOperation.SKIP:
+                    self._discard(heads)
+                    self._send_norm(LEFT_OUT, [self.workers[w] for w, head in heads.items() if head.max_norm])
+            if not self._buckets:
+                self._publish(0)
+            self.updates += operation in STEPS
+
+    def at_rest(self) -> contextlib.AbstractContextManager[object]:
+        """A bucket changes only when every worker has pushed it, and one that asks for state has not."""
+        return contextlib.nullcontext()
+
+    def _take_part(self) -> dict[int, StepHeader]:
+        """The heads of the workers that take part in this round: those that are not idle."""
+        heads = {w.index: self.shard.head(w, self.step) for w in self._active}
+        self._active = [w for w in self._active if heads[w.index].operation is not StepOperation.IDLE]
+        return {w.index: heads[w.index] for w in self._active}
+
+    def _agree(self, heads: Mapping[int, StepHeader]) -> StepOperation:
+        idle = [w.index for w in self.workers if w.index not in heads]
+        return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
+
+    def _stay(self, operation: StepOperation) -> None:
+        """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
+        if operation is StepOperation.LOAD:
+            take_state(self.shard.member, self.shard.name, self.step, self.rule)
+        for bucket in range(len(self._buckets)):
+            self.rule.carry(bucket, self.step)
+            self._publish(bucket)
+        if operation is StepOperation.IDLE:
+            self._active = list(self.workers)
+            for worker in self.workers:
+                worker.together.send(self.step)
+
+    def _assign(self) -> None:
+        for bucket, push in enumerate(self.workers[0].pushes):
+            self.rule.assign(bucket, self.shard.receive(push, self.step), self.step)
+            self._publish(bucket)
+
+    def _update(self, head: StepHeader) -> None:
+        self.rule.set_options(head.options)
+        later = head.max_norm > 0 or self.rule.together
+        kept: list[int] = []
+        for bucket in self._arriving():
+            ready = clock()
+            pushes = [Push(w.index, w.slots[bucket], self._present(w, bucket)) for w in self.workers]
+            if self._sameness.watching:
+                self._sameness.compare([p.slot for p in pushes], [p.present for p in pushes])
+            self.rule.reduce(bucket, pushes, self._divisor, keep=later)
+            if later:
+                spans.add("update", self.step, ready, clock())
+                kept.append(bucket)
+                continue
+            self._apply(bucket, ready)
+        if later:
+            self._update_kept(kept, head.max_norm)
+        if self._sameness.watching and self._sameness.end_round():
+            self._sameness.warn()
+
+    def _update_kept(self, buckets: list[int], max_norm: float) -> None:
+        """All gradients are there, and the norm of all is known: one update."""
+        total = self._norm2() if max_norm else 0.0
+        if total == LEFT_OUT:
+            for bucket in buckets:
+                self.fates.discarded(bucket, self._pushing, self.step, "the norm is not finite")
+                self.rule.carry(bucket, self.step)
+                self._publish(bucket)
+            return
+        scale = clipping(math.sqrt(total), max_norm) if max_norm else 1.0
+        if not self.rule.together:
+            for bucket in buckets:
+                self._apply(bucket, clock(), scale)
+            return
+        start = clock()
+        self.rule.apply_all(self.step, scale)
+        spans.add("update", self.step, start, clock())
+        for bucket in buckets:
+            self._merged(bucket)
+            self._publish(bucket)
+
+    def _apply(self, bucket: int, start: float, scale: float = 1.0) -> None:
+        self.rule.apply(bucket, self.step, scale)
+        spans.add("update", self.step, start, clock())
+        self._merged(bucket)
+        self._publish(bucket)
+
+    @property
+    def _pushing(self) -> list[int]:
+        return [worker.index for worker in self._active]
+
+    def _merged(self, bucket: int) -> None:
+        self.fates.merged(bucket, self._pushing, self.step, self.updates + 1, 1 / self._divisor)
+
+    def _discard(self, heads: Mapping[int, StepHeader]) -> None:
+        """One worker has found an inf: what the others push is not looked at."""
+        pushing = [w for w, head in heads.items() if head.operation is StepOperation.UPDATE]
+        for bucket in range(len(self._buckets)) if pushing else ():
+            self.fates.discarded(bucket, pushing, self.step, "another worker skipped the step")
+
+    def _present(self, worker: WorkerLink, bucket: int) -> bytes:
+        """A byte a piece; an idle worker has no gradients."""
+        present = worker.present[bucket]
+        return bytes(present) if worker in self._active else bytes(len(present))
+
+    def _arriving(self) -> Iterator[int]:
+        """The buckets, as all workers' gradients for them have come."""
+        for bucket in self._ready_queue.of_round(self._is_there, self._poll):
+            for worker in self._active:
+                self.shard.receive(worker.pushes[bucket], self.step)
+            yield bucket
+
+    def _is_there(self, bucket: int) -> bool:
+        return all(worker.pushes[bucket].ready(self.step) for worker in self._active)
+
+    def _poll(self, bucket: int, seconds: float) -> None:
+        """Waits for all workers' gradients of a bucket, but no longer."""
+        try:
+            for worker in self._active:
+                worker.pushes[bucket].receive(self.step, seconds)
+        except WaitTimeout:
+            self.shard.member.check()
+
+    def _norm2(self) -> float:
+        """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out."""
+        self._send_norm(sum(self.rule.norm2(b) for b in range(len(self._buckets))), self._active)
+        (total,) = NORM.unpack(self.shard.receive(self._active[0].norm, self.step))
+        return float(total)
+
+    def _send_norm(self, part: float, workers: Iterable[WorkerLink]) -> None:
+        for worker in workers:
+            worker.norm_back.slot(self.step)[:] = NORM.pack(part)
+            worker.norm_back.send(self.step)
+
+    def _publish(self, bucket: int) -> None:
+        for worker in self.workers:
+            pull = worker.pulls[bucket]
+            if not pull.mapped:
+                pull.slot(self.step)  # the last version's bytes have left
+            pull.send(self.step)

@@ -1,0 +1,167 @@
+"""One server's share of one store: the memory that it shares with each worker, the parameters, and their rule."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorwire._native import available_bytes
+from tensorwire.control import Member
+from tensorwire.device import Channel, Device, Region, RemoteRegion
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.store.fates import Fates
+from tensorwire.store.modes import Sync
+from tensorwire.store.rules import make_rule, versions
+from tensorwire.store.sharding import StorePlan
+from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
+from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
+
+_PATIENCE = 60.0  # between looks at the job while workers compute
+
+
+class WorkerLink:
+    """What this server shares with one worker: its inbox here, its version words there."""
+
+    def __init__(self, server: Shard, index: int) -> None:
+        self.index = index
+        self.name = f"worker {index}"
+        self.channel = server.member.channel("worker", index)
+        self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
+        self.inbox = self.channel.device.allocate(self.layout.nbytes)
+        self.memory = memoryview(self.inbox)
+        buckets = server.plan.buckets[server.index]
+        gradients = self.memory[self.layout.slots :]
+        self.slots = [gradients[b.shard : b.shard + b.nbytes] for b in buckets]
+        self.present = [self.memory[start : start + nbytes] for start, nbytes in self.layout.present]
+        self.head = self._consumer(self.layout.head_word, self.layout.head, header_bytes(len(server.spec.numeric)))
+        self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
+        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
+        self._maps = self.channel.device.capabilities.maps
+        self.pulls: list[Producer] = []
+        self.norm_back: Producer
+        self.together: Producer
+
+    def _word(self, offset: int) -> Word:
+        return Word(self.inbox, offset, self.channel)
+
+    def _consumer(self, word: int, offset: int, nbytes: int) -> Consumer:
+        return Consumer(self._word(word), slots=[self.memory[offset : offset + nbytes]])
+
+    def open(self, server: Shard, endpoint: WorkerEndpoint) -> None:
+        """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
+        words = RemoteRegion.unpack(endpoint.versions)
+        buckets = server.plan.buckets[server.index]
+        layout = Outbox(len(buckets))
+        target = None if endpoint.parameters is None else RemoteRegion.unpack(endpoint.parameters)
+        own = not isinstance(server.spec.mode, Sync)  # this worker's copy is its own, wherever it lies
+        source = None if target is None or own else server.source_on(self.channel)
+        shard, space = server.plan.shard_bytes[server.index], server.plan.space_bytes
+        for b in buckets:
+            arrival = words.view(layout.word(b.index), 8)
+            label = f"{self.name}, bucket {b.index}"
+            if target is not None and own:
+                # The parameters change while a version is on its way: it leaves from where the gradient was.
+                slots = [target.view(b.space, b.nbytes)]
+                views = [] if self._maps else [self.inbox.view(self.layout.slots + b.shard, b.nbytes)]
+                self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views, label=label))
+                continue
+            if target is None or source is None:
+                self.pulls.append(Producer(self.channel, arrival))
+                continue
+            buffers = range(server.spec.buffers)
+            slots = [target.view(i * space + b.space, b.nbytes) for i in buffers]
+            views = [source.view(i * shard + b.shard, b.nbytes) for i in buffers]
+            self.pulls.append(Producer(self.channel, arrival, slots=slots, source=views, label=label))
+        if not buckets:
+            self.pulls.append(Producer(self.channel, words.view(layout.word(0), 8)))
+        self.together = Producer(self.channel, words.view(layout.together_word, 8))
+        # Where the worker's memory cannot be mapped, our part of the norm leaves from where its own arrives.
+        self.norm_back = Producer(
+            self.channel,
+            words.view(layout.norm_word, 8),
+            slots=[words.view(layout.norm, NORM.size)],
+            source=[] if self._maps else [self.inbox.view(self.layout.norm, NORM.size)],
+        )
+
+
+class Shard:
+    """Server ``member.index``'s share of the store ``name``. Made once all workers are there."""
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
+        self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        if spec.versions != versions():
+            raise PlanMismatch(
+                f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
+            )
+        self.plan: StorePlan = spec.plan(servers)
+        registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
+        check_memory(registered, f"server {self.index}")
+        self._regions: dict[str, Region] = {}
+        self.parameters = self._allocate_parameters(workers)
+        self.workers = [WorkerLink(self, w) for w in range(workers)]
+        for worker in self.workers:
+            looks = isinstance(spec.mode, Sync) and worker.channel.device is self.parameters.device
+            shown = self.parameters.remote("read").pack() if looks else b""
+            endpoint = ServerEndpoint(worker.inbox.remote("write").pack(), shown)
+            member.client.publish(
+                f"{name}/server {self.index}/worker {worker.index}",
+                msgspec.msgpack.encode(endpoint),
+                to=[f"worker {worker.index}"],
+            )
+        for worker in self.workers:
+            key = f"{name}/worker {worker.index}/server {self.index}"
+            worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
+        self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
+        self.fates = Fates(name, self.index)
+
+    def head(self, worker: WorkerLink, step: int) -> StepHeader:
+        """The head of a worker's round ``step``, once it has come."""
+        head = unpack_header(self.receive(worker.head, step), len(self.spec.numeric))
+        if head.step != step:
+            raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {step}")
+        return head
+
+    def receive(self, edge: Consumer, step: int) -> memoryview:
+        """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
+        while True:
+            try:
+                slot = edge.receive(step, _PATIENCE)
+            except WaitTimeout:
+                self.member.check()
+                continue
+            assert slot is not None
+            return slot
+
+    def _allocate_parameters(self, workers: int) -> Region:
+        """On a device whose memory workers can map, if any worker is reached that way."""
+        devices: list[Device] = [self.member.channel("worker", w).device for w in range(workers)]
+        best = next((d for d in devices if d.capabilities.maps), devices[0])
+        return best.allocate(self.plan.shard_bytes[self.index] * self.spec.buffers)
+
+    def source_on(self, channel: Channel) -> Region:
+        """The parameters as a source for writes on that channel's device."""
+        device = channel.device
+        if device is self.parameters.device:
+            return self.parameters
+        if device.name not in self._regions:
+            self._regions[device.name] = device.register(self.parameters)
+        return self._regions[device.name]
+
+    def close(self) -> None:
+        """Frees the store's memory."""
+        self.fates.close()
+        for worker in self.workers:
+            worker.inbox.close()
+        for region in self._regions.values():
+            region.close()
+        self.parameters.close()
+
+
+def check_memory(nbytes: int, who: str) -> None:
+    """Refuses a plan that does not fit the machine, before step 1. Raises `OutOfMemory`."""
+    available = available_bytes()
+    if nbytes > available:
+        raise OutOfMemory(
+            f"{who} would register {nbytes / 2**20:.0f} MiB, and this machine has {available / 2**20:.0f} MiB free: "
+            "use more servers on other machines, or fewer workers a server"
+        )

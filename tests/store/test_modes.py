@@ -1,0 +1,290 @@
+"""Every mode equals one process that takes the same pushes in the same order, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tensorwire.store import SSP, Async, StorePlan, Sync
+from tensorwire.store.fates import Fate
+from tensorwire.store.modes import Mode
+from tensorwire.trace.audit import problems, read_fates, totals
+from tests.harness.jobs import run_job
+
+SHAPES = {"wide": (300, 40), "bias": (7,), "empty": (0, 3), "rare": (5,), "half": (33,)}
+BUCKET = 16 << 10
+STEPS = (6, 9)  # of each worker
+MODES = [Sync(), Async(), Async(damping=0.5), SSP(staleness=0), SSP(staleness=2), SSP(staleness=1, damping=1.0)]
+ADAM: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.01}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+
+def named(seed: int) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    values["half"] = values["half"].bfloat16()
+    return {name: torch.nn.Parameter(value) for name, value in values.items()}
+
+
+def log_into(folder: str) -> None:
+    os.environ["TENSORWIRE_FATES"] = folder
+
+
+def train(job: tw.Job, folder: str, mode: Mode, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Gradients depend on the values that this worker has, so that replaying them tells what it had."""
+    log_into(folder)
+    params = named(job.rank)
+    first = {k: p.detach().clone() for k, p in named(0).items()}
+    store = tw.torch.StoreOptimizer(
+        params.items(), getattr(torch.optim, optimizer), mode=mode, bucket_bytes=BUCKET, **options
+    )
+    generator = torch.Generator().manual_seed(job.rank)
+    gradients, seen = [], []
+    for step in range(STEPS[0] if isinstance(mode, Sync) else STEPS[job.rank % 2]):
+        noise = torch.randn((60, 60), generator=generator)
+        for _ in range(1 + 20 * job.rank):  # workers of unequal speed
+            noise = torch.tanh(noise @ noise)
+        for name, p in params.items():
+            p.grad = (p.detach().float().sin() + noise.mean() + job.rank).to(p.dtype)
+            if name == "rare" and (step + job.rank) % 2:
+                p.grad = None
+        gradients.append({k: None if p.grad is None else p.grad.clone() for k, p in params.items()})
+        store.step()
+        seen.append({k: p.detach().clone() for k, p in params.items()})
+    return {"plan": store._parts[0].plan, "first": first, "gradients": gradients, "seen": seen}
+
+
+class Replay:
+    """One bucket in plain torch. ``at[v]``: what its pieces hold in version ``v``."""
+
+    def __init__(self, plan: StorePlan, bucket: Any, first: dict[str, torch.Tensor], kind: str, options: Any) -> None:
+        self.pieces = [(plan.tensors[p.tensor].name, p.start, p.stop) for p in bucket.pieces]
+        self.shown = [first[n].flatten()[a:b].clone() for n, a, b in self.pieces]
+        self.masters = [torch.nn.Parameter(value.float()) for value in self.shown if value.numel()]
+        self.pieces = [piece for piece in self.pieces if piece[2] > piece[1]]
+        self.shown = [value for value in self.shown if value.numel()]
+        self.optimizer = getattr(torch.optim, kind)(self.masters, fused=True, **options)
+        self.rate = options["lr"]
+        self.at = {0: [v.clone() for v in self.shown]}
+
+    def update(
+        self, version: int, gradients: list[dict[str, torch.Tensor | None]], divisor: int, damping: float
+    ) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate / damping
+        alike: dict[bool, list[int]] = {}
+        found = []
+        for i, (name, start, stop) in enumerate(self.pieces):
+            mine = [g.flatten()[start:stop].float() for g in (one[name] for one in gradients) if g is not None]
+            total = None
+            for one in mine:
+                total = one.clone() if total is None else total + one
+            found.append(None if total is None else total / divisor)
+            if total is not None:
+                alike.setdefault(bool(self.optimizer.state.get(self.masters[i])), []).append(i)
+        for some in alike.values():  # fused SGD cannot take some with momentum and some without
+            for i, master in enumerate(self.masters):
+                master.grad = found[i] if i in some else None
+            self.optimizer.step()
+        self.at[version] = [m.detach().to(v.dtype).clone() for m, v in zip(self.masters, self.shown, strict=True)]
+
+    def check(self, version: int, seen: dict[str, torch.Tensor]) -> None:
+        for (name, start, stop), value in zip(self.pieces, self.at[version], strict=True):
+            assert torch.equal(value, seen[name].flatten()[start:stop]), (version, name)
+
+
+def replay(fates: list[Fate], found: list[dict[str, Any]], mode: Mode, kind: str, options: dict[str, Any]) -> int:
+    """Checks every version that a worker had. Returns the largest staleness."""
+    plan: StorePlan = found[0]["plan"]
+    damping = 0.0 if isinstance(mode, Sync) else mode.damping
+    stalest = 0
+    for server, buckets in enumerate(plan.buckets):
+        for bucket in buckets:
+            mine = [f for f in fates if (f.server, f.bucket) == (server, bucket.index)]
+            one = Replay(plan, bucket, found[0]["first"], kind, options)
+            has = dict.fromkeys(range(len(found)), 0)  # the version that each worker has
+            for version in range(1, max(f.version for f in mine) + 1):
+                events = sorted((f for f in mine if f.version == version), key=lambda f: f.worker)
+                for f in events:
+                    has[f.worker] = version - 1 - f.staleness
+                    if f.round > 2:  # round 1 brought the first values
+                        one.check(has[f.worker], found[f.worker]["seen"][f.round - 3])
+                    stalest = max(stalest, f.staleness)
+                if isinstance(mode, Sync):
+                    assert [f.worker for f in events] == list(range(len(found)))
+                    assert {f.weight for f in events} == {1 / len(found)}
+                else:
+                    assert [f.fate for f in events] == ["applied"]
+                gradients = [found[f.worker]["gradients"][f.round - 2] for f in events]
+                one.update(version, gradients, len(events), 1 + damping * events[0].staleness)
+                if isinstance(mode, SSP):
+                    check_bound(mine, events[0], mode.staleness, has[events[0].worker])
+            if not isinstance(mode, SSP):  # whose last answers may hold later pushes as well
+                for worker in range(len(found)):
+                    last = max(f.version for f in mine if f.worker == worker)
+                    one.check(last, found[worker]["seen"][-1])
+    return stalest
+
+
+def check_bound(mine: list[Fate], event: Fate, bound: int, has: int) -> None:
+    """What the worker computed on held all pushes of the steps that it may not lack, of workers that go on."""
+    step = event.round - 1
+    for other in {f.worker for f in mine} - {event.worker}:
+        for f in mine:
+            if f.worker == other and f.round - 1 <= step - 1 - bound:
+                assert f.version <= has, (event, f)
+
+
+def folders(path: Path) -> str:
+    path.mkdir()
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_mode_equals_its_replay(mode: Mode, device: str, tmp_path: Path) -> None:
+    for kind, options in (("AdamW", ADAM), ("SGD", SGD)):
+        folder = folders(tmp_path / kind)
+        ended = run_job(train, folder, mode, kind, options, servers=2, device=device, prepare=partial(log_into, folder))
+        found = ended.ok()
+        lines = read_fates([folder])
+        assert problems(lines) == []
+        fates = [line for line in lines if isinstance(line, Fate)]
+        stalest = replay(fates, found, mode, kind, options)
+        if mode == Sync() or mode == SSP(staleness=0):
+            assert stalest <= (0 if mode == Sync() else 1)
+        pushes = sum(len(b) for b in found[0]["plan"].buckets)
+        assert [t.produced for t in totals(lines)] == [pushes * len(one["seen"]) for one in found]
+
+
+@pytest.mark.parametrize("mode", [Async(), SSP(staleness=1)], ids=repr)
+def test_four_workers_and_one_that_comes_alone(mode: Mode, tmp_path: Path) -> None:
+    folder = folders(tmp_path / "fates")
+    ended = run_job(train, folder, mode, "AdamW", ADAM, workers=4, prepare=partial(log_into, folder))
+    fates = [line for line in read_fates([folder]) if isinstance(line, Fate)]
+    replay(fates, ended.ok(), mode, "AdamW", ADAM)
+
+
+# ---- values and state that users set
+
+
+def write(job: tw.Job, mode: Mode) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Steps of unequal number, then new values by worker 0, and one more step."""
+    params = named(job.rank)
+    store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.5, mode=mode)
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    for _ in range(1 + 2 * job.rank):
+        store.step()
+    with torch.no_grad():
+        for p in params.values():
+            p.fill_(job.rank + 1)
+    store.write_parameters()
+    job.barrier()
+    for p in params.values():
+        p.grad = torch.ones_like(p) if job.rank == 0 else None
+    store.step()
+    return params["wide"].detach().clone(), [v["step"] for v in store.state_dict()["state"].values() if "step" in v]
+
+
+@pytest.mark.parametrize("mode", [Async(), SSP(staleness=5)], ids=repr)
+def test_worker_0s_values_become_everybodys_in_the_next_step(mode: Mode) -> None:
+    (mine, _), (other, _) = run_job(write, mode).ok()
+    assert (mine == 0.5).all()  # 1 less the learning rate
+    assert ((other == 0.5) | (other == 1.0)).all()  # before or after worker 0's step
+
+
+def save_and_load(job: tw.Job) -> list[float]:
+    params = named(0)
+    store = tw.torch.StoreOptimizer(params.items(), torch.optim.AdamW, lr=0.1, mode=Async())
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.ones_like(p)
+        store.step()
+    job.barrier()
+    state = store.state_dict()
+    job.barrier()
+    for values in state["state"].values():
+        values["step"].fill_(100.0)
+    store.load_state_dict(state)
+    store.step()
+    job.barrier()
+    return sorted({float(v["step"]) for v in store.state_dict()["state"].values()})
+
+
+def test_state_is_saved_and_loaded() -> None:
+    for steps in run_job(save_and_load, workers=2).ok():
+        assert steps == [102.0]
+
+
+def finish_early(job: tw.Job) -> None:
+    params = named(0)
+    store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, mode=Async())
+    if job.rank == 1:
+        store.write_parameters()
+        store.step()
+
+
+def test_values_that_only_one_worker_sets_end_the_job() -> None:
+    ended = run_job(finish_early)
+    assert ended.cause is not None
+    assert "all workers have to do together" in str(ended.cause)
+
+
+# ---- what is refused
+
+
+def refused(job: tw.Job) -> list[str]:
+    found = []
+    params = named(0).items()
+    for options in (
+        {"mode": "async"},
+        {"mode": Async(), "overlap": True},
+        {"mode": Async(), "max_grad_norm": 1.0},
+        {"mode": SSP(), "error_if_nonfinite": True},
+    ):
+        try:
+            tw.torch.StoreOptimizer(params, torch.optim.SGD, lr=0.1, **options)
+        except errors.TensorwireError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_what_a_mode_does_not_go_with_is_refused() -> None:
+    kind, overlap, norm, nonfinite = run_job(refused, workers=1).ok()[0]
+    assert kind == "ArgumentError: mode must be tw.store.Sync(), Async() or SSP(), not 'async'"
+    assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
+    assert "Async(damping=0.0) does not take" in norm
+    assert "SSP(staleness=3, damping=0.0) does not take" in nonfinite
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5, True, None, "2"])
+def test_a_staleness_that_is_no_number_of_steps_is_refused(staleness: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match="staleness must be a whole number of steps, 0 or more"):
+        SSP(staleness=staleness)
+
+
+@pytest.mark.parametrize("damping", [-1, float("nan"), float("inf"), "1", None, True])
+def test_a_damping_that_is_no_number_is_refused(damping: Any) -> None:
+    for mode in (Async, SSP):
+        with pytest.raises(errors.ArgumentError, match="damping must be a number of at least 0"):
+            mode(damping=damping)
+
+
+def differ(job: tw.Job) -> None:
+    mode = Async() if job.rank else Sync()
+    tw.torch.StoreOptimizer(named(0).items(), torch.optim.SGD, lr=0.1, mode=mode)
+
+
+def test_workers_with_different_modes_are_told_so() -> None:
+    ended = run_job(differ)
+    assert ended.cause is not None
+    assert "Async(damping=0.0)" in str(ended.cause)
+    assert "Sync()" in str(ended.cause)
