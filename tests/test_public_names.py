@@ -39,6 +39,7 @@ LAYERS = [
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
+    "tensorwire.store": {"SSP", "Async", "Sync"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",

@@ -12,10 +12,11 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tensorwire.store import SSP, Async, StorePlan, Sync
+from tensorwire.store import SSP, Async, Sync
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Mode
-from tensorwire.trace.audit import problems, read_fates, totals
+from tensorwire.store.sharding import StorePlan
+from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
 
 SHAPES = {"wide": (300, 40), "bias": (7,), "empty": (0, 3), "rare": (5,), "half": (33,)}

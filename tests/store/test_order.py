@@ -13,10 +13,10 @@ def last_first(job: Job) -> list[float]:
     """Pushes bucket after bucket from the last to the first, each when the one before has its new version."""
     import torch
 
-    from tensorwire.store import ParameterSpec, StoreClient
     from tensorwire.store.rules import tensor_over, versions
+    from tensorwire.store.sharding import ParameterSpec
     from tensorwire.store.step_header import StepOperation
-    from tensorwire.store.store_client import agree
+    from tensorwire.store.store_client import StoreClient, agree
     from tensorwire.store.store_layout import StoreSpec
 
     tensors = [ParameterSpec(name, (1024,), "float32") for name in "abc"]

@@ -20,7 +20,7 @@ def audit(folders: tuple[str, ...]) -> int:
     merged     led to a new version together with others
     discarded  changed nothing
     """
-    from tensorwire.trace.audit import problems, read_fates, totals
+    from tensorwire.trace.push_fates import problems, read_fates, totals
 
     lines = read_fates(folders)
     head = ("store", "worker", "produced", "applied", "merged", "discarded", "why")

@@ -1,7 +1,5 @@
-"""The parameter store: names, shards, buckets, push and pull, and the rules that servers apply."""
+"""The parameter store: names, shards, buckets, push and pull, the rules that servers apply, and the training modes."""
 
 from tensorwire.store.modes import SSP, Async, Sync
-from tensorwire.store.sharding import Bucket, ParameterSpec, Piece, StorePlan, make_plan
-from tensorwire.store.store_client import StoreClient
 
-__all__ = ["SSP", "Async", "Bucket", "ParameterSpec", "Piece", "StoreClient", "StorePlan", "Sync", "make_plan"]
+__all__ = ["SSP", "Async", "Sync"]

@@ -16,15 +16,14 @@ from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError,
 from tensorwire.launch import Worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store import ParameterSpec, StoreClient
 from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
 from tensorwire.store.modes import Mode, Sync
 from tensorwire.store.rules import is_whole, tensor_over, versions
-from tensorwire.store.sharding import PAGE, Bucket, StorePlan
+from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import StepOperation
-from tensorwire.store.store_client import agree
+from tensorwire.store.store_client import StoreClient, agree
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from tensorwire.errors import Unsupported
-from tensorwire.store import StoreClient
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.foreign import is_foreign
 from tensorwire.store.rule_state import MASTER, number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
 from tensorwire.store.state_transfer import GROUP, NUMBER, Entry, Item
+from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 from tensorwire.torch.options import plain

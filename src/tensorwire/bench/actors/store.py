@@ -31,12 +31,11 @@ from tensorwire.bench.actors.transfer import SECONDS, counts, since
 from tensorwire.bench.models import Model, find
 from tensorwire.control import Coordinator, Member
 from tensorwire.observe import counters
-from tensorwire.store import Bucket, StoreClient
 from tensorwire.store.rules import versions
 from tensorwire.store.server import StoreServer
-from tensorwire.store.sharding import BUCKET_BYTES
+from tensorwire.store.sharding import BUCKET_BYTES, Bucket
 from tensorwire.store.step_header import StepOperation
-from tensorwire.store.store_client import agree
+from tensorwire.store.store_client import StoreClient, agree
 from tensorwire.store.store_layout import StoreSpec
 
 _NAME = "store/0"

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorwire.observe import counters
-from tensorwire.store import StoreClient
 from tensorwire.store.sharding import Bucket
+from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.graph.memory.target import ALIGNMENT, MemoryTarget
 
 _slots = WeakIdKeyDictionary()  # GradientSlot by parameter; it must not keep the parameter
