@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,12 +108,25 @@ class Fates:
         self._store, self._server = store, server
         self._log = FateLog(store, f"server {server}")
 
-    def applied(self, bucket: int, worker: int, step: int, version: int, staleness: int) -> None:
-        """A push led to ``version`` by itself."""
-        counters.add(applied=1)
+    def closed(
+        self,
+        bucket: int,
+        version: int,
+        pushes: Sequence[tuple[int, int]],
+        weights: Sequence[float],
+        staleness: Sequence[int],
+        *,
+        alone: bool,
+    ) -> None:
+        """These pushes, by worker and round, led to ``version``; ``alone``: a mode in which each does so by itself."""
+        fate = "applied" if alone else "merged"
+        counters.add(**{fate: len(pushes)})
         if self._log.wanted:
             self._log.add(
-                Fate(self._store, self._server, bucket, worker, step, "applied", version, staleness=staleness)
+                *(
+                    Fate(self._store, self._server, bucket, worker, step, fate, version, weight, stale)
+                    for (worker, step), weight, stale in zip(pushes, weights, staleness, strict=True)
+                )
             )
 
     def merged(self, bucket: int, workers: list[int], step: int, version: int, weight: float) -> None:

@@ -63,15 +63,173 @@ class SSP(msgspec.Struct, frozen=True, tag="ssp"):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int) or self.staleness < 0:
-            raise ArgumentError(f"staleness must be a whole number of steps, 0 or more, not {self.staleness!r:.100}")
+        _check_steps("staleness", self.staleness, 0)
         _check_number("damping", self.damping)
 
 
-Mode = Sync | Async | SSP
+class EASGD(msgspec.Struct, frozen=True, tag="easgd"):
+    """Elastic averaging: every worker trains by itself; it and a common centre are pulled towards each other.
+
+    After every ``every`` steps of its own optimizer a worker sends its parameters ``x``. The server moves the centre
+    ``c`` by ``d = alpha * (x - c)``, and the worker moves back by the same: ``c += d``, ``x -= d``. A slow worker holds
+    up nobody.
+
+    Source: Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NIPS 2015, algorithm 1
+    (asynchronous); ``alpha`` is theirs, by default 0.9 over the number of workers.
+
+    Args:
+        every: Steps between two exchanges, 1 or more.
+        alpha: The share of the difference by which both sides move, above 0 and at most 1. None: 0.9 / workers.
+        delay: Steps after which the worker moves, less than ``every``: meanwhile the transfer is hidden.
+
+    Raises:
+        ArgumentError: An argument is out of its range.
+    """
+
+    every: int = 10
+    alpha: float | None = None
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        _check_steps("every", self.every, 1)
+        _check_delay(self.delay, self.every)
+        if self.alpha is not None:
+            _check_share("alpha", self.alpha, least_allowed=False)
+
+
+class LocalSGD(msgspec.Struct, frozen=True, tag="local-sgd"):
+    """Every worker trains by itself; after every ``every`` steps all take the mean of their parameters.
+
+    The state of their optimizers stays their own. A slow worker holds up all others once per ``every`` steps.
+
+    Source: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
+
+    Args:
+        every: Steps between two means, 1 or more.
+
+    Raises:
+        ArgumentError: ``every`` is not a whole number of at least 1.
+    """
+
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        _check_steps("every", self.every, 1)
+
+
+class SGD(msgspec.Struct, frozen=True):
+    """The outer optimizer of `DiLoCo`: ``torch.optim.SGD`` on the servers, with these options.
+
+    Args:
+        lr: The outer learning rate.
+        momentum: The outer momentum, from 0 to 1.
+        nesterov: Whether it is Nesterov's momentum.
+
+    Raises:
+        ArgumentError: An option is out of its range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        _check_number("the outer lr", self.lr)
+        _check_share("the outer momentum", self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ArgumentError("nesterov=True needs a momentum above 0: pass SGD(nesterov=False)")
+
+
+class DiLoCo(msgspec.Struct, frozen=True, tag="diloco"):
+    """Every worker trains by itself; an outer optimizer on the servers follows where they went.
+
+    After every ``every`` steps a worker sends the difference between the last version that it got and its parameters.
+    The mean of the workers' differences is the gradient of the outer optimizer. The worker then takes the new version.
+
+    - With ``fragments``, the buckets are divided into that many fragments of about equal size, whose exchanges are
+      spread evenly over the ``every`` steps. With ``delay``, a worker goes on while a fragment is on its way, and after
+      that many steps mixes the new version ``v`` into its own values: ``x = alpha * x + (1 - alpha) * v``.
+    - With ``quorum``, a server does not wait for all workers: it updates when that many have sent a fragment and
+      ``grace`` seconds have passed since. What comes later counts in the next update.
+
+    Source: Douillard et al., DiLoCo, arXiv 2311.08105; fragments, delay and alpha: Streaming DiLoCo, arXiv 2501.18512;
+    quorum, grace and weights: Decoupled DiLoCo, arXiv 2604.21428.
+
+    Args:
+        every: Steps between two exchanges of the same parameter, 1 or more.
+        outer: The outer optimizer.
+        fragments: The number of fragments, from 1 to ``every``.
+        delay: Steps between sending a fragment and mixing its new version, less than ``every``.
+        alpha: The share of its own values that a worker keeps, from 0 (the default) to 1.
+        quorum: The least number of workers of an update. None: all that have not finished.
+        grace: Seconds for which a server waits for more workers than the quorum.
+        weight: ``"mean"``: all workers count the same. ``"tokens"``: by what they have told ``optimizer.count(tokens)``
+            since their last exchange of the fragment.
+
+    Raises:
+        ArgumentError: An argument is out of its range.
+    """
+
+    every: int = 20
+    outer: SGD = SGD()
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    quorum: int | None = None
+    grace: float = 0.0
+    weight: str = "mean"
+
+    def __post_init__(self) -> None:
+        _check_steps("every", self.every, 1)
+        _check_steps("fragments", self.fragments, 1, what="fragments")
+        _check_delay(self.delay, self.every)
+        _check_share("alpha", self.alpha)
+        _check_number("grace", self.grace)
+        if not isinstance(self.outer, SGD):
+            raise ArgumentError(f"outer must be tw.store.SGD(...), not {self.outer!r:.100}")
+        if self.fragments > self.every:
+            raise ArgumentError(f"fragments must be at most every={self.every}, not {self.fragments}")
+        if self.quorum is not None:
+            _check_steps("quorum", self.quorum, 1, what="workers")
+        elif self.grace:
+            raise ArgumentError("grace needs a quorum: without one a server waits for all workers")
+        if self.weight not in ("mean", "tokens"):
+            raise ArgumentError(f"weight must be 'mean' or 'tokens', not {self.weight!r:.100}")
+
+
+Local = EASGD | LocalSGD | DiLoCo  # workers train by themselves, with optimizers of their own
+OwnClock = Async | SSP | EASGD | LocalSGD | DiLoCo
+Mode = Sync | Async | SSP | EASGD | LocalSGD | DiLoCo
+
+
+def quorum_of(mode: OwnClock, workers: int) -> int:
+    """How many contributions close a round, of ``workers`` that have not finished."""
+    if isinstance(mode, LocalSGD):
+        return workers
+    if isinstance(mode, DiLoCo):
+        return workers if mode.quorum is None else min(mode.quorum, workers)
+    return 1
 
 
 def _check_number(name: str, value: object) -> None:
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not known or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
         raise ArgumentError(f"{name} must be a number of at least 0, not {value!r:.100}")
+
+
+def _check_steps(name: str, value: object, least: int, what: str = "steps") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} must be a whole number of {what}, {least} or more, not {value!r:.100}")
+
+
+def _check_delay(delay: object, every: int) -> None:
+    _check_steps("delay", delay, 0)
+    if delay >= every:  # type: ignore[operator]
+        raise ArgumentError(f"delay must be less than every={every}, not {delay}")
+
+
+def _check_share(name: str, value: object, *, least_allowed: bool = True) -> None:
+    _check_number(name, value)
+    if value > 1 or (not least_allowed and not value):  # type: ignore[operator]
+        least = "from 0" if least_allowed else "above 0"
+        raise ArgumentError(f"{name} must be {least} to 1, not {value!r}")

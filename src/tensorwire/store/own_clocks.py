@@ -1,6 +1,9 @@
-"""Every worker's rounds at its own pace: the modes `Async` and `SSP`.
+"""Every worker's rounds at its own pace: all modes but `Sync`.
 
-A thread per worker waits for that worker's pushes and applies each as it comes. A lock per bucket puts them in order.
+A thread per worker waits for that worker's pushes, and contributes each to the open round of its bucket. A round closes
+when its quorum is there, in the thread of whoever completes it; or, if others are given some time to join, in a thread
+for that. Then the contributions are merged, the rule is applied, and those who contributed are answered. A lock per
+bucket puts all of it in order.
 """
 
 from __future__ import annotations
@@ -8,57 +11,78 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
 
-from tensorwire.errors import WaitTimeout
+from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.consensus import Finished, agreed
-from tensorwire.store.modes import SSP, Sync
-from tensorwire.store.ready_queue import ReadyQueue
+from tensorwire.store.deadlines import Deadlines
+from tensorwire.store.meeting import Meeting
+from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.rules import Push, tensor_over
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
 
-_PATIENCE = 60.0  # between looks at the job while others compute
+
+@dataclass(frozen=True)
+class _Contribution:
+    """A worker's push to a round that is open. ``staleness``: pushes merged since the version that it came of."""
+
+    rounds: _Rounds
+    step: int
+    head: StepHeader
+    push: Push
 
 
 class OwnClocks:
-    """Applies each push by itself, and answers its worker with the version that it led to."""
+    """Applies pushes as they come, and answers their workers with the version that they led to."""
 
     def __init__(self, shard: Shard) -> None:
         mode = shard.spec.mode
         assert not isinstance(mode, Sync)
-        self.shard, self.rule = shard, shard.rule
-        self._buckets = shard.plan.buckets[shard.index]
-        self._locks = [threading.Lock() for _ in self._buckets]
-        self._versions = [0] * len(self._buckets)
+        self.mode, self.shard, self.rule = mode, shard, shard.rule
+        buckets = shard.plan.buckets[shard.index]
+        self.locks = [threading.Lock() for _ in buckets]
+        self.versions = [0] * len(buckets)
+        self.values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in buckets]
+        self.meeting = Meeting(shard.member, len(shard.workers))
+        self.bound = mode.staleness if isinstance(mode, SSP) else None
+        self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
-        self._damping = mode.damping
-        self._bound = mode.staleness if isinstance(mode, SSP) else None
-        self._meeting = _Meeting(shard)
-        self._values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in self._buckets]
+        self._open: list[list[_Contribution]] = [[] for _ in buckets]  # the contributions to each bucket's round
+        count = mode.fragments if isinstance(mode, DiLoCo) else 1
+        numbers = shard.plan.fragments(count)
+        self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
+        grace = mode.grace if isinstance(mode, DiLoCo) else 0.0
+        self._deadlines = Deadlines(grace, self._close_late) if grace else None
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        if self._deadlines is not None:
+            self._deadlines.start(ends)
         for worker in self.shard.workers:
             name = f"{self.shard.name} {worker.name}"
             threading.Thread(target=self._attend, args=(worker, ends), name=name, daemon=True).start()
-        for _ in self.shard.workers:
-            error = ends.get()
-            if error is not None:
-                raise error
+        try:
+            for _ in self.shard.workers:
+                error = ends.get()
+                if error is not None:
+                    raise error
+        finally:
+            if self._deadlines is not None:
+                self._deadlines.stop()
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Inside it no push is applied."""
+        """Inside it no round closes."""
         with contextlib.ExitStack() as held:
-            for lock in self._locks:
+            for lock in self.locks:
                 held.enter_context(lock)
             yield
 
@@ -70,6 +94,78 @@ class OwnClocks:
         else:
             ends.put(None)
 
+    # ---- a round of a bucket
+
+    def contribute(self, bucket: int, contribution: _Contribution) -> None:
+        """Adds to the open round of a bucket, and closes it if that is due. The caller holds the bucket's lock."""
+        self._open[bucket].append(contribution)
+        self._close_if_due(bucket)
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished: no round waits for it."""
+        self.meeting.leave(worker)
+        for bucket, lock in enumerate(self.locks):
+            with lock:
+                self._close_if_due(bucket)
+
+    def _close_if_due(self, bucket: int) -> None:
+        here, workers = len(self._open[bucket]), self.meeting.workers
+        if not here or here < quorum_of(self.mode, workers):
+            return
+        if self._deadlines is None or here >= workers:
+            self._close(bucket)
+        else:
+            self._deadlines.set(bucket, self.versions[bucket])
+
+    def _close_late(self, bucket: int, version: int) -> None:
+        """The time for joining the round after ``version`` is over."""
+        with self.locks[bucket]:
+            if self.versions[bucket] == version and self._open[bucket]:
+                self._close(bucket)
+
+    def _close(self, bucket: int) -> None:
+        """Merges, applies and answers. The caller holds the bucket's lock."""
+        start = clock()
+        here = sorted(self._open[bucket], key=lambda c: c.push.worker)
+        self._open[bucket] = []
+        self._merge([bucket], here)
+        for c in here:
+            c.rounds.answer_if_due(bucket, c.step)
+        spans.add("update", here[0].step, start, clock())
+
+    def _merge(self, buckets: Sequence[int], here: Sequence[_Contribution]) -> None:
+        rule, bucket = self.rule, buckets[0]
+        total = sum(c.push.weight for c in here)
+        staleness = [self.versions[bucket] - c.rounds.based[bucket] for c in here]
+        rule.set_options(self._options(here[0].head, staleness[0]), bucket)
+        for each in buckets:
+            pushes = [c.push if each == bucket else c.rounds.push(each, c.push.weight) for c in here]
+            rule.reduce(each, pushes, total, keep=True)
+        if rule.together:
+            rule.apply_all(0)
+        else:
+            rule.apply(bucket, 0)
+        for each in buckets:
+            self.versions[each] += 1
+            weights = [c.push.weight / total for c in here]
+            alone = quorum_of(self.mode, 2) == 1 and self._deadlines is None
+            self.shard.fates.closed(
+                each, self.versions[each], [(c.push.worker, c.step) for c in here], weights, staleness, alone=alone
+            )
+
+    def merge_together(self, contribution: _Contribution) -> None:
+        """For a rule that takes all buckets at once: one worker's pushes to all of them. The caller holds all locks."""
+        self._merge(range(len(self.versions)), [contribution])
+
+    def _options(self, head: StepHeader, staleness: int) -> tuple[float, ...]:
+        """A worker's options, the learning rate damped by the staleness of its push."""
+        if not self._damping or not staleness:
+            return head.options
+        options = list(head.options)
+        for place in self._rates:
+            options[place] /= 1 + self._damping * staleness
+        return tuple(options)
+
 
 class _Rounds:
     """The rounds of one worker, in its thread."""
@@ -77,104 +173,65 @@ class _Rounds:
     def __init__(self, clocks: OwnClocks, worker: WorkerLink) -> None:
         self._clocks, self._worker = clocks, worker
         self._shard, self._rule = clocks.shard, clocks.rule
-        self._queue = ReadyQueue(clocks._buckets, overlap=False)
-        self._based = [0] * len(clocks._buckets)  # by bucket: the version that the worker has
+        self.based = [0] * len(clocks.locks)  # by bucket: the version that the worker has
+        self._late: list[int] = []  # answers that have to wait for slower workers
         self._answers: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
         self._step = 0
 
     def run(self) -> None:
-        meeting, worker = self._clocks._meeting, self._worker
+        clocks, worker = self._clocks, self._worker
         for self._step in itertools.count(1):
             head = self._shard.head(worker, self._step)
+            worker.together.send(self._step)  # the head has been read
             operation = head.operation
             if operation is StepOperation.FINISH:
-                meeting.leave(worker.index)
+                clocks.leave(worker.index)
                 return
             if operation is StepOperation.UPDATE:
-                late = self._update(head)
+                self._update(head)
             else:
                 if operation is not StepOperation.SKIP:
                     self._meet(operation)
-                late = list(range(len(self._based)))
-            meeting.tick(worker.index, operation in STEPS)
-            if late and self._clocks._bound is not None:
-                meeting.wait_for_slowest(worker.index, self._clocks._bound)
-            for bucket in late:
-                with self._clocks._locks[bucket]:
-                    self._answer(bucket)
-            if not self._based:
+                self._late = list(range(len(self.based)))
+            clocks.meeting.tick(worker.index, operation in STEPS)
+            if self._late and clocks.bound is not None:
+                clocks.meeting.wait_for_slowest(worker.index, clocks.bound)
+            for bucket in self._late:
+                with clocks.locks[bucket]:
+                    self._answer(bucket, self._step, first=operation is not StepOperation.UPDATE)
+            self._late = []
+            if not self.based:
                 worker.pulls[0].send(self._step)
 
-    def _update(self, head: StepHeader) -> list[int]:
-        """Applies a push, bucket by bucket. Returns the buckets whose answers have to wait for slower workers."""
-        if self._rule.together:
-            return self._update_together(head)
+    def _update(self, head: StepHeader) -> None:
+        """Contributes to the rounds of all buckets, or of those of the head's fragment."""
         clocks = self._clocks
-        bound, late = clocks._bound, []
-        for bucket in self._queue.of_round(self._is_there, self._poll):
-            start = clock()
-            self._shard.receive(self._worker.pushes[bucket], self._step)
-            with clocks._locks[bucket]:
-                self._rule.set_options(self._options(head, bucket), bucket)
-                self._rule.reduce(bucket, [self._push(bucket)], 1, keep=True)
-                self._rule.apply(bucket, self._step)
-                self._applied(bucket)
-                if bound is None or clocks._meeting.ahead(self._worker.index) < bound:
-                    self._answer(bucket)
-                else:
-                    late.append(bucket)
-            spans.add("update", self._step, start, clock())
-        return late
-
-    def _update_together(self, head: StepHeader) -> list[int]:
-        """For a rule that takes all buckets at once."""
-        clocks, buckets = self._clocks, range(len(self._based))
+        if head.fragment >= len(clocks.fragments):
+            raise ProtocolError(f"{self._worker.name} sent fragment {head.fragment} of {len(clocks.fragments)}")
+        buckets = clocks.fragments[head.fragment]
         for bucket in buckets:
             self._shard.receive(self._worker.pushes[bucket], self._step)
-        if not self._based:
-            return []
-        start = clock()
-        with clocks.at_rest():
-            self._rule.set_options(self._options(head, 0), 0)
-            for bucket in buckets:
-                self._rule.reduce(bucket, [self._push(bucket)], 1, keep=True)
-            self._rule.apply_all(self._step)
-            for bucket in buckets:
-                self._applied(bucket)
-        spans.add("update", self._step, start, clock())
-        return list(buckets)
+            if self._rule.together:
+                continue
+            push = self.push(bucket, head.weight)
+            with clocks.locks[bucket]:
+                clocks.contribute(bucket, _Contribution(self, self._step, head, push))
+        if self._rule.together and buckets:
+            start = clock()
+            with clocks.at_rest():
+                clocks.merge_together(_Contribution(self, self._step, head, self.push(0, head.weight)))
+            spans.add("update", self._step, start, clock())
+            self._late = list(buckets)
 
-    def _applied(self, bucket: int) -> None:
-        versions, worker = self._clocks._versions, self._worker.index
-        staleness = versions[bucket] - self._based[bucket]
-        versions[bucket] += 1
-        self._shard.fates.applied(bucket, worker, self._step, versions[bucket], staleness)
-
-    def _options(self, head: StepHeader, bucket: int) -> tuple[float, ...]:
-        """This worker's options, the learning rate damped by the staleness of its push."""
-        staleness = self._clocks._versions[bucket] - self._based[bucket]
-        if not self._clocks._damping or not staleness:
-            return head.options
-        options = list(head.options)
-        for place in self._clocks._rates:
-            options[place] /= 1 + self._clocks._damping * staleness
-        return tuple(options)
-
-    def _push(self, bucket: int) -> Push:
-        return Push(self._worker.index, self._worker.slots[bucket], bytes(self._worker.present[bucket]))
-
-    def _is_there(self, bucket: int) -> bool:
-        return self._worker.pushes[bucket].ready(self._step)
-
-    def _poll(self, bucket: int, seconds: float) -> None:
-        try:
-            self._worker.pushes[bucket].receive(self._step, seconds)
-        except WaitTimeout:
-            self._shard.member.check()
+    def push(self, bucket: int, weight: float) -> Push:
+        """What the worker has in its slot of a bucket."""
+        worker = self._worker
+        return Push(worker.index, worker.slots[bucket], bytes(worker.present[bucket]), weight)
 
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs; worker 0's values count."""
-        meeting = self._clocks._meeting
+        meeting = self._clocks.meeting
         if not meeting.enter(self._worker.index, operation):
             return
         with self._clocks.at_rest():
@@ -182,92 +239,31 @@ class _Rounds:
                 take_state(self._shard.member, self._shard.name, self._step, self._rule)
             else:
                 for bucket, push in enumerate(self._shard.workers[0].pushes):
-                    self._rule.assign(bucket, self._shard.receive(push, self._step), self._step)
+                    self._rule.assign(bucket, self._shard.receive(push, self._step), 0)
         meeting.end()
 
-    def _answer(self, bucket: int) -> None:
-        """The worker's copy of a bucket becomes the present version. The caller holds the bucket's lock."""
-        pull = self._worker.pulls[bucket]
-        memory = pull.slot(self._step)
-        if not self._answers:
-            buckets = self._clocks._buckets
-            self._answers = [
-                tensor_over(pull.memory, "uint8", 0, b.nbytes)
-                for pull, b in zip(self._worker.pulls, buckets, strict=True)
-            ]
-        self._answers[bucket].copy_(self._clocks._values[bucket])
-        counters.add(copies=1, copied_bytes=memory.nbytes)
-        pull.send(self._step)
-        self._based[bucket] = self._clocks._versions[bucket]
+    def answer_if_due(self, bucket: int, step: int) -> None:
+        """Answers, unless the worker would be too far ahead of others. The caller holds the bucket's lock."""
+        bound, meeting = self._clocks.bound, self._clocks.meeting
+        if bound is None or meeting.ahead(self._worker.index) < bound:
+            self._answer(bucket, step)
+        else:
+            self._late.append(bucket)
 
+    def _answer(self, bucket: int, step: int, *, first: bool = False) -> None:
+        """Sends the worker the present version of a bucket, or what the rule has put into its slot.
 
-class _Meeting:
-    """Where the workers' threads wait for each other: for the slowest worker, and to assign and load together."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._clocks: dict[int, int] = {worker.index: 0 for worker in shard.workers}  # of those that have not finished
-        self._left: list[int] = []
-        self._here: dict[int, StepOperation] = {}
-        self._ended = 0
-        self._changed = threading.Condition()
-
-    def tick(self, worker: int, steps: bool) -> None:
-        """A worker has taken a step, if ``steps``."""
-        if steps:
-            with self._changed:
-                self._clocks[worker] += 1
-                self._changed.notify_all()
-
-    def leave(self, worker: int) -> None:
-        """A worker has finished."""
-        with self._changed:
-            del self._clocks[worker]
-            self._left.append(worker)
-            self._changed.notify_all()
-
-    def ahead(self, worker: int) -> int:
-        """By how many whole steps a worker is ahead of the slowest of the others, before its present one counts."""
-        slowest = min((c for w, c in self._clocks.items() if w != worker), default=None)
-        return -1 if slowest is None else self._clocks[worker] - slowest
-
-    def wait_for_slowest(self, worker: int, bound: int) -> None:
-        """Returns when the slowest worker is at most ``bound`` steps behind."""
-        self._wait(lambda: self._clocks[worker] - min(self._clocks.values()) <= bound)
-
-    def enter(self, worker: int, operation: StepOperation) -> bool:
-        """Waits for all others. True, for worker 0: do what is to be done, and then ``end()``. Others return after it.
-
-        Raises `Finished` or `Disagreement`.
+        The caller holds the bucket's lock. ``first``: the version itself, whatever the rule.
         """
-        with self._changed:
-            self._here[worker] = operation
-            ended = self._ended
-            self._changed.notify_all()
-        self._wait(lambda: bool(self._left) or self._ended > ended or (worker == 0 and self._all_here()))
-        if self._ended > ended:
-            return False
-        if self._left:
-            raise Finished(
-                self._left[0],
-                f"finished, and worker {worker} sets parameters or state, which all workers have to do together",
-            )
-        agreed(self._here, [], self._clocks[0])
-        return True
-
-    def _all_here(self) -> bool:
-        return self._here.keys() == self._clocks.keys()
-
-    def end(self) -> None:
-        """What all waited for is done."""
-        with self._changed:
-            self._here = {}
-            self._ended += 1
-            self._changed.notify_all()
-
-    def _wait(self, reached: Callable[[], bool]) -> None:
-        while True:
-            with self._changed:
-                if self._changed.wait_for(reached, _PATIENCE):
-                    return
-            self._shard.member.check()
+        pull = self._worker.pulls[bucket]
+        memory = pull.slot(step)
+        if not self._answers:
+            pulls, slots = self._worker.pulls, self._worker.slots
+            self._answers = [tensor_over(p.memory, "uint8", 0, p.nbytes) for p in pulls]
+            self._slots = [tensor_over(slot, "uint8", 0, slot.nbytes) for slot in slots]
+        source = self._slots[bucket] if self._rule.answers_in_slot and not first else self._clocks.values[bucket]
+        if source.data_ptr() != self._answers[bucket].data_ptr():
+            self._answers[bucket].copy_(source)
+            counters.add(copies=1, copied_bytes=memory.nbytes)
+        pull.send(step)
+        self.based[bucket] = self._clocks.versions[bucket]

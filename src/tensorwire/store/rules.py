@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"
 WHOLE = ("Adafactor", "Muon")
 KEEP = "none"  # the rule that changes nothing
 SUM = "sum"  # adds what is pushed to the parameters
+MEAN = "mean"  # the parameters become the mean of what is pushed
+ELASTIC = "elastic"  # the parameters move towards what is pushed, by a share of the difference
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
 
@@ -96,16 +99,19 @@ class Push(NamedTuple):
     worker: int
     slot: memoryview
     present: bytes
+    weight: float = 1.0
 
 
 def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> Rule:
     """The rule of one server's share. ``parameters``: the memory of all buffers, one after the other."""
-    kind = {KEEP: Keep, SUM: Sum}.get(spec.rule, OptimizerRule)
+    kind = {KEEP: Keep, SUM: Sum, MEAN: Mean, ELASTIC: Elastic}.get(spec.rule, OptimizerRule)
     return kind(spec, plan, server, parameters)
 
 
 class Rule:
     """What a server does with its buckets. Round ``step`` leaves its result in buffer ``step % buffers``."""
+
+    answers_in_slot = False  # workers get what ``apply`` has put into their slots, and not the parameters
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
         self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
@@ -125,8 +131,8 @@ class Rule:
         target = self._bytes[step % len(self._bytes)][bucket]
         target.copy_(tensor_over(slot, "uint8", 0, target.numel()))
 
-    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
-        """Adds up the workers' gradients, in their order, and divides the sum by ``divisor``.
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
+        """Adds up the workers' gradients times their weights, in their order, and divides the sum by ``divisor``.
 
         ``apply`` follows at once, or with ``keep`` after other buckets have been reduced.
         """
@@ -161,8 +167,8 @@ class Keep(Rule):
     """Leaves the parameters as they are: for measuring all of a step but the update."""
 
 
-class Sum(Rule):
-    """Adds what is pushed to the parameters."""
+class Pieces(Rule):
+    """A rule without state: it changes the pieces of a bucket by what ``reduce`` found, and that is all."""
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
         super().__init__(spec, plan, server, parameters)
@@ -172,15 +178,50 @@ class Sum(Rule):
         super().assign(bucket, slot, step)
         self._buckets[bucket].assigned(step)
 
-    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
         self._buckets[bucket].reduce(pushes, divisor, keep=True)
 
     def norm2(self, bucket: int) -> float:
         return self._buckets[bucket].norm2()
 
+    @torch.no_grad()
     def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
         self.carry(bucket, step)
-        self._buckets[bucket].add(step, scale)
+        self._buckets[bucket].prepare(step, scale)
+        for value, pushed in self._buckets[bucket].changed():
+            self.change(value, pushed)
+        self._buckets[bucket].round(step)
+
+    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
+        """Changes a piece in place."""
+        raise NotImplementedError
+
+
+class Sum(Pieces):
+    """Adds what is pushed to the parameters."""
+
+    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
+        value.add_(pushed)
+
+
+class Mean(Pieces):
+    """The parameters become what is pushed, its mean over the workers."""
+
+    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
+        value.copy_(pushed)
+
+
+class Elastic(Pieces):
+    """Moves the parameters by a share of the difference to what one worker pushed, and leaves that in its slot."""
+
+    answers_in_slot = True
+
+    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        self._alpha = values[0]
+
+    @torch.no_grad()
+    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        self._buckets[bucket].elastic(step, self._alpha)
 
 
 class OptimizerRule(Rule):
@@ -242,7 +283,7 @@ class OptimizerRule(Rule):
         super().assign(bucket, slot, step)
         self._buckets[bucket].assigned(step)
 
-    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: int, *, keep: bool) -> None:
+    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
         self._buckets[bucket].reduce(pushes, divisor, keep)
 
     def norm2(self, bucket: int) -> float:
@@ -306,6 +347,7 @@ class _BucketRule:
         self._shared: list[torch.Tensor | None] = []
         self._kept: list[torch.Tensor | None] = []
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._pushed: list[list[torch.Tensor]] = []  # of the round that was reduced last
         self.by_group: dict[int, list[torch.nn.Parameter]] = {}
         for piece, master in zip(bucket.pieces, self._masters, strict=True):
             if master is not None:
@@ -367,15 +409,18 @@ class _BucketRule:
                 master.data = own
 
     @torch.no_grad()
-    def reduce(self, pushes: Sequence[Push], divisor: int, keep: bool) -> None:
+    def reduce(self, pushes: Sequence[Push], divisor: float, keep: bool) -> None:
         if keep and not self._kept:
             self._kept = self._sums(torch.empty(self.sum_bytes, dtype=torch.uint8))
-        views = [self._slot(push.worker, push.slot) for push in pushes]
+        self._pushed = views = [self._slot(push.worker, push.slot) for push in pushes]
         for i, (master, total) in enumerate(zip(self._masters, self._kept if keep else self._shared, strict=True)):
             if master is None or total is None:
                 continue
-            mine = [view[i] for view, push in zip(views, pushes, strict=True) if push.present[i]]
-            master.grad = _reduced(mine, total, divisor)
+            mine = [(view[i], push.weight) for view, push in zip(views, pushes, strict=True) if push.present[i]]
+            weighted = any(weight != 1.0 for _, weight in mine)
+            master.grad = (
+                _weighted(mine, total, divisor) if weighted else _reduced([g for g, _ in mine], total, divisor)
+            )
 
     def norm2(self) -> float:
         found = [m.grad for m in self._masters if m is not None and m.grad is not None]
@@ -389,13 +434,21 @@ class _BucketRule:
         self._step(self.optimizer)
         self.round(step)
 
-    @torch.no_grad()
-    def add(self, step: int, scale: float) -> None:
-        """Adds what ``reduce`` found, times ``scale``."""
-        self.prepare(step, scale)
+    def changed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The pieces with what ``reduce`` found for them, where it found something."""
         for master in self._masters:
             if master is not None and master.grad is not None:
-                master.add_(master.grad)
+                yield master, master.grad
+
+    def elastic(self, step: int, alpha: float) -> None:
+        """Moves by ``alpha`` times the difference to one worker's values, which that takes the place of."""
+        (slot,) = self._pushed
+        for own, master, pushed in zip(self._own[0], self._masters, slot, strict=True):
+            if master is None:
+                pushed.zero_()
+                continue
+            moved = pushed.sub_(own).mul_(alpha)  # as the worker computes: in its dtype
+            master.add_(moved)
         self.round(step)
 
     def prepare(self, step: int, scale: float) -> None:
@@ -445,7 +498,15 @@ def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: int) -> torch.Tensor | None:
+def _weighted(gradients: list[tuple[torch.Tensor, float]], total: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The sum in worker order, each times its weight, over ``divisor``."""
+    total.zero_()
+    for gradient, weight in gradients:
+        total.add_(gradient, alpha=weight)
+    return total.div_(divisor)
+
+
+def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: float) -> torch.Tensor | None:
     """The sum in worker order over ``divisor``; None where nobody has a gradient."""
     if not gradients:
         return None
@@ -460,7 +521,7 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: int) -
         rest = gradients[1:]
     for gradient in rest:
         total.add_(gradient)
-    if divisor & (divisor - 1) == 0:
+    if math.frexp(divisor)[0] == 0.5:  # a power of two
         return total if divisor == 1 else total.mul_(1 / divisor)  # the same bits, and faster
     return total.div_(divisor)
 

@@ -101,6 +101,22 @@ class StorePlan:
         most = max((len(b) for b in self.buckets), default=0)
         return [b[i] for i in range(most) for b in self.buckets if i < len(b)]
 
+    def fragments(self, count: int) -> list[int]:
+        """By bucket number: which of ``count`` fragments it is in. They follow the order of the model.
+
+        Raises `ArgumentError` where there are fewer buckets than fragments.
+        """
+        buckets = sorted((b for s in self.buckets for b in s), key=lambda b: b.first)
+        if count > max(1, len(buckets)):
+            raise ArgumentError(
+                f"{count} fragments need as many buckets, and there are {len(buckets)}: use fewer, or a smaller "
+                "bucket_bytes"
+            )
+        found = [0] * len(buckets)
+        for place, bucket in enumerate(buckets):
+            found[bucket.number] = place * count // len(buckets)
+        return found
+
     def runs(self) -> list[tuple[int, int, int, int]]:
         """Maximal spans ``(server, space, shard, nbytes)`` that are contiguous on both sides, in whole pages."""
         runs: list[tuple[int, int, int, int]] = []

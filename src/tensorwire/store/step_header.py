@@ -12,9 +12,9 @@ from enum import IntEnum
 
 from tensorwire.errors import ProtocolError
 
-_HEAD = struct.Struct("<4sHHQdI")  # magic, version, operation, step, largest norm, options
+_HEAD = struct.Struct("<4sHHQddII")  # magic, version, operation, step, largest norm, weight, fragment, options
 _MAGIC = b"TWRD"
-_VERSION = 2
+_VERSION = 3
 NORM = struct.Struct("<d")  # a sum of squares
 LEFT_OUT = -math.inf  # in its place: this step is left out, as no sum of squares can say
 
@@ -36,12 +36,18 @@ STEPS = (StepOperation.UPDATE, StepOperation.SKIP)
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
-    """The head of one worker's round. ``max_norm``: what the gradient's norm is clipped to; 0: it is not clipped."""
+    """The head of one worker's round.
+
+    ``max_norm``: what the gradient's norm is clipped to; 0: it is not clipped. ``fragment``: of which buckets the round
+    is, where they are divided. ``weight``: what this worker's contribution counts.
+    """
 
     operation: StepOperation
     step: int
     options: tuple[float, ...]
     max_norm: float = 0.0
+    weight: float = 1.0
+    fragment: int = 0
 
 
 def header_bytes(options: int) -> int:
@@ -51,17 +57,21 @@ def header_bytes(options: int) -> int:
 
 def pack_header(head: StepHeader) -> bytes:
     """The block's bytes."""
-    block = _HEAD.pack(_MAGIC, _VERSION, head.operation, head.step, head.max_norm, len(head.options))
+    block = _HEAD.pack(
+        _MAGIC, _VERSION, head.operation, head.step, head.max_norm, head.weight, head.fragment, len(head.options)
+    )
     return block + struct.pack(f"<{len(head.options)}d", *head.options)
 
 
 def unpack_header(block: memoryview, options: int) -> StepHeader:
     """Raises `ProtocolError` for anything but what ``pack_header`` made for that many options."""
-    magic, version, operation, step, max_norm, n = _HEAD.unpack_from(block)
+    magic, version, operation, step, max_norm, weight, fragment, n = _HEAD.unpack_from(block)
     known = operation in StepOperation._value2member_map_
-    if magic != _MAGIC or version != _VERSION or n != options or not known or not max_norm >= 0:
+    good = max_norm >= 0 and 0 <= weight < math.inf
+    if magic != _MAGIC or version != _VERSION or n != options or not known or not good:
         raise ProtocolError("a worker's round has a malformed head")
-    return StepHeader(StepOperation(operation), step, struct.unpack_from(f"<{n}d", block, _HEAD.size), max_norm)
+    found = struct.unpack_from(f"<{n}d", block, _HEAD.size)
+    return StepHeader(StepOperation(operation), step, found, max_norm, weight, fragment)
 
 
 def clipping(norm: float, max_norm: float) -> float:

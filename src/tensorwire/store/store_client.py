@@ -17,6 +17,7 @@ from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeou
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.fates import FateLog, Produced
+from tensorwire.store.modes import Sync
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
@@ -33,6 +34,7 @@ class _Server:
         self.index = index
         self.name = f"server {index}"
         self._timeout = client.timeout
+        self._own_clock = client.own_clock
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel("server", index)
         key = f"{client.name}/server {index}/{member.name}"
@@ -72,7 +74,8 @@ class _Server:
             self.inbox.view(self.layout.word(bucket.index), 8),
             slots=[self.inbox.view(self.layout.slots + bucket.shard, bucket.nbytes)],
             source=source,
-            credit=self.version(bucket.index),
+            # Rounds of a worker's own may leave buckets out: `StoreClient.slot` then knows when a slot is free.
+            credit=None if self._own_clock else self.version(bucket.index),
             label=f"{self.name}, bucket {bucket.index}",
         )
 
@@ -124,6 +127,7 @@ class StoreClient:
         self.timeout = step_timeout()  # seconds that a step may wait for other workers
         if member.index == 0:
             member.client.publish(name, spec.encoded())
+        self.own_clock = not isinstance(spec.mode, Sync)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
         self.asks = 0  # for the optimizer's state, that are known to have been published
@@ -203,24 +207,38 @@ class StoreClient:
 
     # ---- one round
 
-    def begin(self, operation: StepOperation, options: Sequence[float], max_norm: float = 0.0) -> None:
-        """Opens a round on every server. Raises `ArgumentError` for a ``max_norm`` below 0."""
+    def begin(
+        self,
+        operation: StepOperation,
+        options: Sequence[float],
+        max_norm: float = 0.0,
+        *,
+        weight: float = 1.0,
+        fragment: int = 0,
+    ) -> None:
+        """Opens a round on every server; the arguments are those of `StepHeader`.
+
+        Raises `ArgumentError` for a ``max_norm`` below 0.
+        """
         if not max_norm >= 0:
             raise ArgumentError(f"the norm to clip gradients to must be above 0, not {max_norm!r}")
         for server in self._servers:
             if server.send_window is not None:
                 server.send_window.flush(self.timeout)
-            self._wait(server.version(0), self.step)  # then the head of the round before has been read
+            # Then the head of the round before has been read.
+            self._wait(server.together if self.own_clock else server.version(0), self.step)
         self.step += 1
         self.updates += operation in STEPS
         self._updating = operation is StepOperation.UPDATE
-        block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm))
+        block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm, weight, fragment))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
 
     def slot(self, bucket: Bucket) -> memoryview:
         """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        if self.own_clock:
+            self.wait_for(bucket, self._pushed[bucket.number])
         self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 

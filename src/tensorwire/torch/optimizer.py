@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.foreign import folders_of, is_foreign, source_of
-from tensorwire.store.modes import Mode, Sync
+from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync
 from tensorwire.store.rules import rule_name
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.step_header import LEFT_OUT
@@ -26,7 +26,9 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
+from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
+from tensorwire.torch.local import LocalTraining
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -125,10 +127,34 @@ class StoreOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         modules = find_modules(params, self._model)
         self._cautions = Cautions(self._worker, params, modules)
-        self._add_part(self.param_groups, modules)
+        self._local: LocalTraining | None = None
+        self._inner: torch.optim.Optimizer | None = None
+        if isinstance(mode, Local):
+            self._train_locally(origin, mode, bucket_bytes, modules)
+        else:
+            self._add_part(self.param_groups, modules)
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
+
+    def _train_locally(self, origin: Origin, mode: Local, bucket_bytes: int, modules: list[torch.nn.Module]) -> None:
+        """The class itself updates the parameters here; the store is for the exchanges."""
+        if is_foreign(self._settings.rule):
+            self._inner = self._class(self.param_groups, **origin.arguments)
+        else:
+            self._inner = build(self._class, self.param_groups)
+        self._link_inner()
+        named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+        self._local = LocalTraining(self._worker, named, mode, self._inner.step, bucket_bytes)
+        params = self._local.params
+        for handle in watch_loading(params, owners(params, modules), self._local.note_written):
+            self._worker.at_close(handle.remove)
+
+    def _link_inner(self) -> None:
+        """The inner optimizer and this one have the same groups and the same state."""
+        assert self._inner is not None
+        self._inner.param_groups = self.param_groups
+        self._inner.state = self.state
 
     def _add_part(self, groups: list[dict[str, Any]], modules: list[torch.nn.Module]) -> None:
         if not is_foreign(self._settings.rule):
@@ -184,6 +210,11 @@ class StoreOptimizer(torch.optim.Optimizer):
             loss = self._before(closure)
             start = clock()
             skip = self._unscale()
+            if self._local is not None:
+                spans.add("compute", self._local.client.step, self._left, start)
+                self._local.step(skip)
+                self._left = clock()
+                return loss
             try:
                 with ranges.named(ranges.PUSH):
                     self._push(skip)
@@ -241,10 +272,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             inverse = scale.double().reciprocal().float()
-            for part in self._parts:
-                for p in part.params:
-                    if p.grad is not None:
-                        p.grad.mul_(inverse)
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if p.grad is not None:
+                    p.grad.mul_(inverse)
         return bool(found)
 
     def _push(self, skip: bool) -> None:
@@ -316,9 +346,27 @@ class StoreOptimizer(torch.optim.Optimizer):
             WaitTimeout: The servers did not publish the version in time, because another worker is late.
             JobEnded: The job ended; the message says why.
         """
-        with self._alone.calling("wait()"):
+        with self._alone.calling("wait()"), torch.no_grad():
+            if self._local is not None:
+                self._local.complete()
             for part in self._parts:
                 part.arrive(range(len(part.params)))
+
+    def count(self, tokens: float) -> None:
+        """Adds to what this worker's next contributions weigh, with ``DiLoCo(weight="tokens")``.
+
+        Args:
+            tokens: How many tokens, samples or the like the gradients of this step come from.
+
+        Raises:
+            ArgumentError: ``tokens`` is not a number above 0, or the mode has no such weights.
+        """
+        mode = self._settings.mode
+        if self._local is None or not isinstance(mode, DiLoCo) or mode.weight != "tokens":
+            raise ArgumentError('count() is for mode=DiLoCo(weight="tokens")')
+        if not isinstance(tokens, (int, float)) or not 0 < tokens < math.inf:
+            raise ArgumentError(f"tokens must be a number above 0, not {tokens!r:.100}")
+        self._local.count(tokens)
 
     # ---- values that come from users
 
@@ -332,6 +380,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             ArgumentError: Another thread is in a method of this optimizer.
         """
         with self._alone.calling("write_parameters()"):
+            if self._local is not None:
+                self._local.written = True
             for part in self._parts:
                 part.note_written(part.params)
 
@@ -339,13 +389,13 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def summary(self) -> str:
         """Returns one line of text: how many bytes move per step, and how much memory the servers register."""
-        return "; ".join(part.summary() for part in self._parts)
+        return "; ".join(part.summary() for part in self._stores)
 
     def __repr__(self) -> str:
         return describe(
             self._class.__name__,
             self.param_groups,
-            [part.plan for part in self._parts],
+            [part.client.plan for part in self._stores],
             self._worker.member.routes,
             overlap=self._overlap is not None,
             reduce=self._settings.reduce,
@@ -353,6 +403,10 @@ class StoreOptimizer(torch.optim.Optimizer):
             error_if_nonfinite=self.error_if_nonfinite,
             mode=self._settings.mode,
         )
+
+    @property
+    def _stores(self) -> Sequence[Part | LocalTraining]:
+        return self._parts if self._local is None else [self._local]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. Call it on every worker, between two steps.
@@ -371,6 +425,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         with self._alone.calling("add_param_group()"):
+            if self._local is not None:
+                raise Unsupported(f"mode={self._settings.mode!r} takes no more parameters after construction so far")
             self._add_group(param_group)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
@@ -404,6 +460,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         with self._alone.calling("state_dict()"):
             self._check_between_steps()
+            if self._local is not None:
+                return super().state_dict()
             try:
                 self.wait()
                 with self._saved.shown([part.share for part in self._parts]):
@@ -425,6 +483,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         with self._alone.calling("load_state_dict()"):
             self._check_between_steps()
+            if self._local is not None:
+                super().load_state_dict(state_dict)
+                self._link_inner()
+                return
             with self._saved.taken([part.share for part in self._parts]):
                 super().load_state_dict(state_dict)
 
@@ -449,12 +511,12 @@ def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mod
 def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:
     """Raises `ArgumentError` or `Unsupported` for what a mode does not go with."""
     if not isinstance(mode, Mode):
-        raise ArgumentError(f"mode must be tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
+        raise ArgumentError(f"mode must be one of tw.store, such as tw.store.Async(), not {mode!r:.100}")
     if isinstance(mode, Sync):
         return
     if overlap:
         raise Unsupported(f"overlap=True works with mode=Sync() alone so far, not with {mode!r}")
-    if mode.damping and "lr" not in defaults:
+    if isinstance(mode, (Async, SSP)) and mode.damping and "lr" not in defaults:
         raise ArgumentError(f"damping={mode.damping!r} lowers the option 'lr', which this optimizer does not have")
 
 

@@ -23,10 +23,11 @@ from tensorwire.store.rules import is_whole, tensor_over, versions
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import StepOperation
-from tensorwire.store.store_client import StoreClient, agree
+from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
+from tensorwire.torch.connect import connect_store
 from tensorwire.torch.graph.memory.gradient_slots import open_slots
 from tensorwire.torch.state import Share
 
@@ -104,21 +105,7 @@ class Part:
             is_foreign(settings.rule),
             settings.mode,
         )
-        if not worker.num_servers:
-            raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
-        plan = spec.plan(worker.num_servers)
-        name = worker.next_store()
-        try:
-            agree(worker.member, name, spec, plan, worker.num_workers)
-        except BaseException as error:
-            worker.release_store()
-            raise worker.member.explain(error) if isinstance(error, TensorwireError) else error from None
-        try:
-            return StoreClient(worker.member, name, spec, plan)
-        except BaseException as error:
-            cause = worker.member.explain(error) if isinstance(error, TensorwireError) else error
-            worker.fail(cause)  # servers and the other workers wait for this one: nothing can take that back
-            raise cause from None
+        return connect_store(worker, spec)
 
     @property
     def plan(self) -> StorePlan:

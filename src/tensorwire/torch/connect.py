@@ -1,0 +1,30 @@
+"""How a worker joins a store."""
+
+from __future__ import annotations
+
+from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.launch import Worker
+from tensorwire.store.store_client import StoreClient, agree
+from tensorwire.store.store_layout import StoreSpec
+
+
+def connect_store(worker: Worker, spec: StoreSpec) -> StoreClient:
+    """This worker's end of a new store. Every worker calls it, with the same ``spec``.
+
+    Raises `ArgumentError`, `Unsupported`, `PlanMismatch`, `JobEnded` or `WaitTimeout`.
+    """
+    if not worker.num_servers:
+        raise ArgumentError("this job has no servers to keep the parameters: start it with --servers 1 or more")
+    plan = spec.plan(worker.num_servers)
+    name = worker.next_store()
+    try:
+        agree(worker.member, name, spec, plan, worker.num_workers)
+    except BaseException as error:
+        worker.release_store()
+        raise worker.member.explain(error) if isinstance(error, TensorwireError) else error from None
+    try:
+        return StoreClient(worker.member, name, spec, plan)
+    except BaseException as error:
+        cause = worker.member.explain(error) if isinstance(error, TensorwireError) else error
+        worker.fail(cause)  # servers and the other workers wait for this one: nothing can take that back
+        raise cause from None

@@ -1,0 +1,240 @@
+"""Workers that train by themselves, with optimizers of their own, and meet on the servers now and then.
+
+The parameters stay where they are. What the servers answer lies in memory of the store's, and is mixed into them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.launch import Worker
+from tensorwire.observe import counters, ranges, spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD
+from tensorwire.store.rules import ELASTIC, MEAN, tensor_over, versions
+from tensorwire.store.sharding import Bucket, ParameterSpec
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import StoreClient
+from tensorwire.store.store_layout import StoreSpec
+from tensorwire.torch import options
+from tensorwire.torch.connect import connect_store
+
+_log = logging.getLogger("tensorwire")
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A fragment that has been sent: in round ``round``, to be mixed after step ``due``."""
+
+    fragment: int
+    round: int
+    due: int
+
+
+class LocalTraining:
+    """The exchanges of one worker. ``named``: its parameters; ``inner`` updates them."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        mode: Local,
+        inner: Callable[[], None],
+        bucket_bytes: int,
+    ) -> None:
+        self._worker, self._mode, self._inner = worker, mode, inner
+        self.params = [p for _, p in named]
+        self._options: list[float] = []
+        spec = self._spec(named, bucket_bytes)
+        self._check(spec, worker.num_servers)
+        self.client: StoreClient = connect_store(worker, spec)
+        if worker.rank == 0:
+            _log.info("%s: %s", self.client.name, self.summary())
+        worker.at_close(self.finish)
+        self._fragments = self._divide()
+        self._slots = {b.number: self._pieces(self.client.memory(b), b, 0) for b in self.client.order}
+        window = memoryview(self.client.windows[0])
+        self._answers = {b.number: self._pieces(window, b, b.space) for b in self.client.order}
+        self._on_the_way: deque[_Exchange] = deque()
+        self.steps = 0
+        self._tokens = [0.0] * len(self._fragments)
+        self.written = False
+        self.assign()
+
+    def _spec(self, named: Sequence[tuple[str, torch.nn.Parameter]], bucket_bytes: int) -> StoreSpec:
+        tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
+        mode, rule, group = self._mode, MEAN, dict[str, Any]()
+        if isinstance(mode, EASGD):
+            rule, group = ELASTIC, {"alpha": 0.9 / self._worker.num_workers if mode.alpha is None else mode.alpha}
+        elif isinstance(mode, DiLoCo):
+            outer = mode.outer
+            chosen = {"lr": outer.lr, "momentum": outer.momentum, "nesterov": outer.nesterov}
+            rule, group = "SGD", options.defaults(torch.optim.SGD, {**chosen, "fused": True})
+        fixed = options.plain([group])
+        numeric = options.numeric(fixed)
+        self._options = options.values([group], numeric)
+        return StoreSpec(versions(), tensors, rule, fixed, numeric, bucket_bytes, False, mode=mode)
+
+    def _check(self, spec: StoreSpec, servers: int) -> None:
+        """What the mode does not go with is refused before anything is agreed on."""
+        mode = self._mode
+        if not isinstance(mode, DiLoCo):
+            return
+        if mode.quorum is not None and mode.quorum > self._worker.num_workers:
+            raise ArgumentError(
+                f"quorum={mode.quorum} needs as many workers, and this job has {self._worker.num_workers}"
+            )
+        if servers:
+            spec.plan(servers).fragments(mode.fragments)
+
+    def _divide(self) -> list[list[Bucket]]:
+        count = self._mode.fragments if isinstance(self._mode, DiLoCo) else 1
+        numbers = self.client.plan.fragments(count)
+        return [[b for b in self.client.order if numbers[b.number] == f] for f in range(count)]
+
+    def _pieces(self, memory: memoryview, bucket: Bucket, start: int) -> list[torch.Tensor]:
+        tensors = self.client.plan.tensors
+        return [tensor_over(memory, tensors[p.tensor].dtype, start + p.offset, p.stop - p.start) for p in bucket.pieces]
+
+    def summary(self) -> str:
+        """One line for people."""
+        return self.client.plan.summary(self._worker.num_workers)
+
+    # ---- a step
+
+    def count(self, tokens: float) -> None:
+        """Adds to what this worker's next contribution of each fragment weighs."""
+        self._tokens = [n + tokens for n in self._tokens]
+
+    @torch.no_grad()
+    def step(self, skip: bool = False) -> None:
+        """A step of this worker's own optimizer, and the exchanges that are due after it."""
+        try:
+            if self.written:
+                self.complete()
+                self.assign()
+            if not skip:
+                self._inner()
+            self.steps += 1
+            self._mix_due()
+            for fragment in self._due():
+                self._send(fragment)
+            self._mix_due()
+        except TensorwireError as error:
+            raise self._worker.member.explain(error) from None
+
+    def _due(self) -> Iterable[int]:
+        """The fragments whose turn it is."""
+        every, count = self._mode.every, len(self._fragments)
+        return [f for f in range(count) if self.steps % every == (f + 1) * every // count % every]
+
+    def _weight(self, fragment: int) -> float:
+        if not isinstance(self._mode, DiLoCo) or self._mode.weight == "mean":
+            return 1.0
+        tokens, self._tokens[fragment] = self._tokens[fragment], 0.0
+        if not tokens > 0:
+            raise ArgumentError('weight="tokens" needs optimizer.count(tokens) before step(), in every exchange')
+        return tokens
+
+    def _send(self, fragment: int) -> None:
+        client, weight, start = self.client, self._weight(fragment), clock()
+        with ranges.named(ranges.PUSH):
+            client.begin(StepOperation.UPDATE, self._options, weight=weight, fragment=fragment)
+            for bucket in self._fragments[fragment]:
+                client.slot(bucket)
+                self._fill(bucket)
+                client.push(bucket)
+        delay = 0 if isinstance(self._mode, LocalSGD) else self._mode.delay
+        self._on_the_way.append(_Exchange(fragment, client.step, self.steps + delay))
+        spans.add("push", client.step, start, clock())
+
+    def _fill(self, bucket: Bucket) -> None:
+        """What this worker contributes: the way that it went since the last version, or where it is."""
+        copied = 0
+        for piece, slot, last in zip(
+            bucket.pieces, self._slots[bucket.number], self._answers[bucket.number], strict=True
+        ):
+            own = self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
+            if isinstance(self._mode, DiLoCo) and own.is_floating_point():
+                torch.sub(last, own, out=slot)
+            else:
+                slot.copy_(own)
+            copied += slot.nbytes
+        counters.add(copies=len(bucket.pieces), copied_bytes=copied)
+
+    def _mix_due(self) -> None:
+        while self._on_the_way and self._on_the_way[0].due <= self.steps:
+            self._mix(self._on_the_way.popleft())
+
+    def _mix(self, exchange: _Exchange) -> None:
+        """Takes the answer to an exchange into the parameters, once it has come."""
+        start = clock()
+        with ranges.named(ranges.WAIT):
+            for bucket in self._fragments[exchange.fragment]:
+                self.client.wait_for(bucket, exchange.round)
+        spans.add("wait", exchange.round, start, clock())
+        for bucket in self._fragments[exchange.fragment]:
+            for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
+                p = self.params[piece.tensor]
+                flat = p.detach().reshape(-1)  # a copy, where it is not contiguous
+                self._change(flat[piece.start : piece.stop], answer)
+                if flat.data_ptr() != p.data_ptr():
+                    p.copy_(flat.view(p.shape))
+
+    def _change(self, own: torch.Tensor, answer: torch.Tensor) -> None:
+        if not own.is_floating_point():
+            return
+        if isinstance(self._mode, EASGD):
+            own.sub_(answer)
+        elif isinstance(self._mode, DiLoCo) and self._mode.alpha:
+            own.mul_(self._mode.alpha).add_(answer, alpha=1 - self._mode.alpha)
+        else:
+            own.copy_(answer)
+
+    def complete(self) -> None:
+        """Waits for all that is on its way, and mixes it."""
+        while self._on_the_way:
+            self._mix(self._on_the_way.popleft())
+
+    # ---- values that users set
+
+    @torch.no_grad()
+    def assign(self) -> None:
+        """Worker 0's present values become the store's, and everybody's."""
+        client = self.client
+        try:
+            client.begin(StepOperation.ASSIGN, self._options)
+            for bucket in client.order if self._worker.rank == 0 else ():
+                client.slot(bucket)
+                for piece, slot in zip(bucket.pieces, self._slots[bucket.number], strict=True):
+                    slot.copy_(self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop])
+                client.push(bucket)
+            client.wait()
+        except TensorwireError as error:
+            raise self._worker.member.explain(error) from None
+        self.written = False
+        for bucket in client.order:
+            for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
+                p = self.params[piece.tensor]
+                flat = p.detach().reshape(-1)
+                flat[piece.start : piece.stop] = answer
+                if flat.data_ptr() != p.data_ptr():
+                    p.copy_(flat.view(p.shape))
+
+    def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """The user set values, which the next step makes everybody's."""
+        self.written = True
+
+    def finish(self) -> None:
+        """This worker is done. What is on its way is taken into its parameters."""
+        if self.client.step >= 0:
+            with torch.no_grad():
+                self.complete()
+            self.client.finish()
