@@ -260,7 +260,7 @@ def refused(job: tw.Job) -> list[str]:
 
 def test_what_a_mode_does_not_go_with_is_refused() -> None:
     kind, overlap, norm, nonfinite = run_job(refused, workers=1).ok()[0]
-    assert kind == "ArgumentError: mode must be tw.store.Sync(), Async() or SSP(), not 'async'"
+    assert kind == "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'"
     assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
     assert "Async(damping=0.0) does not take" in norm
     assert "SSP(staleness=3, damping=0.0) does not take" in nonfinite

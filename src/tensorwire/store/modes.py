@@ -9,6 +9,30 @@ import msgspec
 from tensorwire.errors import ArgumentError
 
 
+def _check_number(name: str, value: object) -> None:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise ArgumentError(f"{name} must be a number of at least 0, not {value!r:.100}")
+
+
+def _check_steps(name: str, value: object, least: int, what: str = "steps") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} must be a whole number of {what}, {least} or more, not {value!r:.100}")
+
+
+def _check_delay(delay: object, every: int) -> None:
+    _check_steps("delay", delay, 0)
+    if delay >= every:  # type: ignore[operator]
+        raise ArgumentError(f"delay must be less than every={every}, not {delay}")
+
+
+def _check_share(name: str, value: object, *, least_allowed: bool = True) -> None:
+    _check_number(name, value)
+    if value > 1 or (not least_allowed and not value):  # type: ignore[operator]
+        least = "from 0" if least_allowed else "above 0"
+        raise ArgumentError(f"{name} must be {least} to 1, not {value!r}")
+
+
 class Sync(msgspec.Struct, frozen=True, tag="sync"):
     """All workers step together: a round closes when every worker's gradient is there.
 
@@ -209,27 +233,3 @@ def quorum_of(mode: OwnClock, workers: int) -> int:
     if isinstance(mode, DiLoCo):
         return workers if mode.quorum is None else min(mode.quorum, workers)
     return 1
-
-
-def _check_number(name: str, value: object) -> None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise ArgumentError(f"{name} must be a number of at least 0, not {value!r:.100}")
-
-
-def _check_steps(name: str, value: object, least: int, what: str = "steps") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be a whole number of {what}, {least} or more, not {value!r:.100}")
-
-
-def _check_delay(delay: object, every: int) -> None:
-    _check_steps("delay", delay, 0)
-    if delay >= every:  # type: ignore[operator]
-        raise ArgumentError(f"delay must be less than every={every}, not {delay}")
-
-
-def _check_share(name: str, value: object, *, least_allowed: bool = True) -> None:
-    _check_number(name, value)
-    if value > 1 or (not least_allowed and not value):  # type: ignore[operator]
-        least = "from 0" if least_allowed else "above 0"
-        raise ArgumentError(f"{name} must be {least} to 1, not {value!r}")

@@ -183,11 +183,11 @@ class _Rounds:
         clocks, worker = self._clocks, self._worker
         for self._step in itertools.count(1):
             head = self._shard.head(worker, self._step)
-            worker.together.send(self._step)  # the head has been read
             operation = head.operation
-            if operation is StepOperation.FINISH:
+            if operation is StepOperation.FINISH:  # it does not wait for anything, and may be gone
                 clocks.leave(worker.index)
                 return
+            worker.together.send(self._step)  # the head has been read
             if operation is StepOperation.UPDATE:
                 self._update(head)
             else:

@@ -87,10 +87,9 @@ class LocalTraining:
         mode = self._mode
         if not isinstance(mode, DiLoCo):
             return
-        if mode.quorum is not None and mode.quorum > self._worker.num_workers:
-            raise ArgumentError(
-                f"quorum={mode.quorum} needs as many workers, and this job has {self._worker.num_workers}"
-            )
+        workers = self._worker.num_workers
+        if mode.quorum is not None and mode.quorum > workers:
+            raise ArgumentError(f"quorum={mode.quorum} needs as many workers, and this job has {workers}")
         if servers:
             spec.plan(servers).fragments(mode.fragments)
 
