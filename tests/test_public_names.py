@@ -39,7 +39,7 @@ LAYERS = [
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
     "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
-    "tensorwire.store": {"SSP", "Async", "Sync"},
+    "tensorwire.store": {"EASGD", "SGD", "SSP", "Async", "DiLoCo", "LocalSGD", "Sync"},
     "tensorwire.device": {
         "Capabilities",
         "Channel",
@@ -80,7 +80,7 @@ MEMBERS = {
     },
     "tensorwire.torch.StoreOptimizer": {
         *("step", "wait", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
-        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary"),
+        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary", "count"),
     },
 }
 

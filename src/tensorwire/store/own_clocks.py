@@ -21,12 +21,12 @@ from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
-from tensorwire.store.meeting import Meeting
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.rules import Push, tensor_over
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
+from tensorwire.store.worker_clocks import WorkerClocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OwnClocks:
         self.locks = [threading.Lock() for _ in buckets]
         self.versions = [0] * len(buckets)
         self.values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in buckets]
-        self.meeting = Meeting(shard.member, len(shard.workers))
+        self.workers = WorkerClocks(shard.member, len(shard.workers))
         self.bound = mode.staleness if isinstance(mode, SSP) else None
         self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
@@ -103,13 +103,13 @@ class OwnClocks:
 
     def leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it."""
-        self.meeting.leave(worker)
+        self.workers.leave(worker)
         for bucket, lock in enumerate(self.locks):
             with lock:
                 self._close_if_due(bucket)
 
     def _close_if_due(self, bucket: int) -> None:
-        here, workers = len(self._open[bucket]), self.meeting.workers
+        here, workers = len(self._open[bucket]), self.workers.active
         if not here or here < quorum_of(self.mode, workers):
             return
         if self._deadlines is None or here >= workers:
@@ -194,9 +194,9 @@ class _Rounds:
                 if operation is not StepOperation.SKIP:
                     self._meet(operation)
                 self._late = list(range(len(self.based)))
-            clocks.meeting.tick(worker.index, operation in STEPS)
+            clocks.workers.tick(worker.index, operation in STEPS)
             if self._late and clocks.bound is not None:
-                clocks.meeting.wait_for_slowest(worker.index, clocks.bound)
+                clocks.workers.wait_for_slowest(worker.index, clocks.bound)
             for bucket in self._late:
                 with clocks.locks[bucket]:
                     self._answer(bucket, self._step, first=operation is not StepOperation.UPDATE)
@@ -231,8 +231,8 @@ class _Rounds:
 
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs; worker 0's values count."""
-        meeting = self._clocks.meeting
-        if not meeting.enter(self._worker.index, operation):
+        workers = self._clocks.workers
+        if not workers.enter(self._worker.index, operation):
             return
         with self._clocks.at_rest():
             if operation is StepOperation.LOAD:
@@ -240,12 +240,12 @@ class _Rounds:
             else:
                 for bucket, push in enumerate(self._shard.workers[0].pushes):
                     self._rule.assign(bucket, self._shard.receive(push, self._step), 0)
-        meeting.end()
+        workers.end()
 
     def answer_if_due(self, bucket: int, step: int) -> None:
         """Answers, unless the worker would be too far ahead of others. The caller holds the bucket's lock."""
-        bound, meeting = self._clocks.bound, self._clocks.meeting
-        if bound is None or meeting.ahead(self._worker.index) < bound:
+        bound, workers = self._clocks.bound, self._clocks.workers
+        if bound is None or workers.ahead(self._worker.index) < bound:
             self._answer(bucket, step)
         else:
             self._late.append(bucket)

@@ -24,7 +24,7 @@ from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
-from tensorwire.torch.connect import connect_store
+from tensorwire.torch.join_store import join_store
 
 _log = logging.getLogger("tensorwire")
 
@@ -54,7 +54,7 @@ class LocalTraining:
         self._options: list[float] = []
         spec = self._spec(named, bucket_bytes)
         self._check(spec, worker.num_servers)
-        self.client: StoreClient = connect_store(worker, spec)
+        self.client: StoreClient = join_store(worker, spec)
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         worker.at_close(self.finish)

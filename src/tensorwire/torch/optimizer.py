@@ -67,9 +67,10 @@ class StoreOptimizer(torch.optim.Optimizer):
             The attribute may be changed between steps.
         reduce: ``"mean"`` or ``"sum"`` of the workers' gradients.
         bucket_bytes: The size of the store's buckets in bytes, a multiple of 4,096; 4 MiB by default.
-        mode: How the workers take turns: ``tw.store.Sync()``, ``Async()`` or ``SSP()``; the same on all workers. In
-            other modes than Sync each worker's gradients are applied by themselves, with its own options: ``reduce``
-            means nothing, and the workers may take different numbers of steps.
+        mode: How the workers take turns, the same on all of them: ``tw.store.Sync()``, ``Async()``, ``SSP()``,
+            ``EASGD()``, ``LocalSGD()`` or ``DiLoCo()``. In other modes than Sync, each worker uses its own options,
+            ``reduce`` means nothing, and the workers may take different numbers of steps. In the last three, the class
+            updates the parameters in this worker, and the store is for the exchanges with others.
         **options: Options of the class, such as ``lr``. ``step()`` reads them again from ``param_groups``; worker 0's
             count.
 

@@ -27,8 +27,8 @@ from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
-from tensorwire.torch.connect import connect_store
 from tensorwire.torch.graph.memory.gradient_slots import open_slots
+from tensorwire.torch.join_store import join_store
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
@@ -105,7 +105,7 @@ class Part:
             is_foreign(settings.rule),
             settings.mode,
         )
-        return connect_store(worker, spec)
+        return join_store(worker, spec)
 
     @property
     def plan(self) -> StorePlan:

@@ -12,7 +12,7 @@ from tensorwire.store.step_header import StepOperation
 _PATIENCE = 60.0  # between looks at the job while others compute
 
 
-class Meeting:
+class WorkerClocks:
     """Which workers take part and how many steps each has taken; and a place where all set values together."""
 
     def __init__(self, member: Member, workers: int) -> None:
@@ -24,7 +24,7 @@ class Meeting:
         self._changed = threading.Condition()
 
     @property
-    def workers(self) -> int:
+    def active(self) -> int:
         """How many have not finished."""
         return len(self._clocks)
 

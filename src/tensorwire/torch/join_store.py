@@ -8,7 +8,7 @@ from tensorwire.store.store_client import StoreClient, agree
 from tensorwire.store.store_layout import StoreSpec
 
 
-def connect_store(worker: Worker, spec: StoreSpec) -> StoreClient:
+def join_store(worker: Worker, spec: StoreSpec) -> StoreClient:
     """This worker's end of a new store. Every worker calls it, with the same ``spec``.
 
     Raises `ArgumentError`, `Unsupported`, `PlanMismatch`, `JobEnded` or `WaitTimeout`.
