@@ -24,6 +24,8 @@ from tensorwire.store.store_layout import StoreSpec
 
 # A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
 _SETTLE_SECONDS = 3.0
+# How long the job may take to end by itself after a server has lost a worker.
+_CAUSE_SECONDS = 60.0
 
 
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
@@ -43,8 +45,9 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
             server.run()
         finally:
             server.close()
-    except (JobEnded, PeerLost):
-        pass  # the job's end has a cause of its own
+    except (JobEnded, PeerLost) as error:
+        if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
+            member.fail(f"stopped: {error}")
     except Finished as error:
         kind = WorkerFinished.__name__
         member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS, kind=kind))

@@ -19,9 +19,9 @@ class Deadlines:
         self._stopped = False
         self._changed = threading.Condition()
 
-    def start(self, ends: SimpleQueue[BaseException | None]) -> None:
+    def start(self, name: str, ends: SimpleQueue[BaseException | None]) -> None:
         """Starts the thread. What ``close`` raises is put into ``ends``."""
-        threading.Thread(target=self._run, args=(ends,), name="tensorwire-grace", daemon=True).start()
+        threading.Thread(target=self._run, args=(ends,), name=name, daemon=True).start()
 
     def set(self, bucket: int, version: int) -> None:
         """From now on the round of a bucket after ``version`` has that long. Again: nothing changes."""

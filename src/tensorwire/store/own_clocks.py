@@ -65,7 +65,7 @@ class OwnClocks:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
         if self._deadlines is not None:
-            self._deadlines.start(ends)
+            self._deadlines.start(f"{self.shard.name} grace", ends)
         for worker in self.shard.workers:
             name = f"{self.shard.name} {worker.name}"
             threading.Thread(target=self._attend, args=(worker, ends), name=name, daemon=True).start()
