@@ -15,7 +15,6 @@ class Deadlines:
     def __init__(self, seconds: float, close: Callable[[int, int], None]) -> None:
         self._seconds, self._close = seconds, close
         self._waiting: deque[tuple[float, int, int]] = deque()
-        self._set: set[tuple[int, int]] = set()
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -24,12 +23,10 @@ class Deadlines:
         threading.Thread(target=self._run, args=(ends,), name=name, daemon=True).start()
 
     def set(self, bucket: int, version: int) -> None:
-        """From now on the round of a bucket after ``version`` has that long. Again: nothing changes."""
+        """From now on the round of a bucket after ``version`` has that long; set again, it is called again, later."""
         with self._changed:
-            if (bucket, version) not in self._set:
-                self._set.add((bucket, version))
-                self._waiting.append((time.monotonic() + self._seconds, bucket, version))
-                self._changed.notify_all()
+            self._waiting.append((time.monotonic() + self._seconds, bucket, version))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -56,6 +53,5 @@ class Deadlines:
                     self._changed.wait(left)
                     continue
                 self._waiting.popleft()
-                self._set.discard((bucket, version))
                 return bucket, version
         return None

@@ -24,7 +24,7 @@ class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
     """What became of ``worker``'s push of ``bucket`` in its round ``round``.
 
     ``fate``: ``applied`` by itself or ``merged`` with others, both into ``version`` of the bucket, with ``weight``; or
-    ``discarded``, for ``reason``. ``staleness``: pushes applied between the version that it was computed on and it.
+    ``discarded``, for ``reason``. ``staleness``: updates of the bucket between the version that it came of and its own.
     """
 
     store: str
@@ -131,11 +131,8 @@ class Fates:
 
     def merged(self, bucket: int, workers: list[int], step: int, version: int, weight: float) -> None:
         """The pushes of ``workers`` in their round ``step`` led to ``version`` together."""
-        counters.add(merged=len(workers))
-        if self._log.wanted:
-            self._log.add(
-                *(Fate(self._store, self._server, bucket, w, step, "merged", version, weight) for w in workers)
-            )
+        pushes, alike = [(worker, step) for worker in workers], len(workers)
+        self.closed(bucket, version, pushes, [weight] * alike, [0] * alike, alone=False)
 
     def discarded(self, bucket: int, workers: list[int], step: int, reason: str) -> None:
         """The pushes of ``workers`` in their round ``step`` change nothing."""

@@ -23,7 +23,7 @@ class Lockstep:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.workers, self.rule, self.plan, self.fates = shard.workers, shard.rule, shard.plan, shard.fates
+        self.workers, self.rule, self.fates = shard.workers, shard.rule, shard.fates
         self._buckets = shard.plan.buckets[shard.index]
         self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.buffers > 1)
         self._active = list(self.workers)  # who takes part in rounds

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import torch
-
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
@@ -31,7 +29,7 @@ from tensorwire.store.worker_clocks import WorkerClocks
 
 @dataclass(frozen=True)
 class _Contribution:
-    """A worker's push to a round that is open. ``staleness``: pushes merged since the version that it came of."""
+    """A worker's push, of its round ``step``, to the open round of a bucket."""
 
     rounds: _Rounds
     step: int
@@ -175,8 +173,9 @@ class _Rounds:
         self._shard, self._rule = clocks.shard, clocks.rule
         self.based = [0] * len(clocks.locks)  # by bucket: the version that the worker has
         self._late: list[int] = []  # answers that have to wait for slower workers
-        self._answers: list[torch.Tensor] = []
-        self._slots: list[torch.Tensor] = []
+        pulls = worker.pulls[: len(clocks.locks)]
+        self._answers = [tensor_over(pull.memory, "uint8", 0, pull.nbytes) for pull in pulls]
+        self._slots = [tensor_over(slot, "uint8", 0, slot.nbytes) for slot in worker.slots]
         self._step = 0
 
     def run(self) -> None:
@@ -257,10 +256,6 @@ class _Rounds:
         """
         pull = self._worker.pulls[bucket]
         memory = pull.slot(step)
-        if not self._answers:
-            pulls, slots = self._worker.pulls, self._worker.slots
-            self._answers = [tensor_over(p.memory, "uint8", 0, p.nbytes) for p in pulls]
-            self._slots = [tensor_over(slot, "uint8", 0, slot.nbytes) for slot in slots]
         source = self._slots[bucket] if self._rule.answers_in_slot and not first else self._clocks.values[bucket]
         if source.data_ptr() != self._answers[bucket].data_ptr():
             self._answers[bucket].copy_(source)

@@ -180,12 +180,16 @@ class LocalTraining:
                 self.client.wait_for(bucket, exchange.round)
         spans.add("wait", exchange.round, start, clock())
         for bucket in self._fragments[exchange.fragment]:
-            for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
-                p = self.params[piece.tensor]
-                flat = p.detach().reshape(-1)  # a copy, where it is not contiguous
-                self._change(flat[piece.start : piece.stop], answer)
-                if flat.data_ptr() != p.data_ptr():
-                    p.copy_(flat.view(p.shape))
+            self._take(bucket, self._change)
+
+    def _take(self, bucket: Bucket, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        """``change(own, answer)`` changes each piece of the parameters by what the server has answered."""
+        for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
+            p = self.params[piece.tensor]
+            flat = p.detach().reshape(-1)  # a copy, where it is not contiguous
+            change(flat[piece.start : piece.stop], answer)
+            if flat.data_ptr() != p.data_ptr():
+                p.copy_(flat.view(p.shape))
 
     def _change(self, own: torch.Tensor, answer: torch.Tensor) -> None:
         if not own.is_floating_point():
@@ -220,12 +224,7 @@ class LocalTraining:
             raise self._worker.member.explain(error) from None
         self.written = False
         for bucket in client.order:
-            for piece, answer in zip(bucket.pieces, self._answers[bucket.number], strict=True):
-                p = self.params[piece.tensor]
-                flat = p.detach().reshape(-1)
-                flat[piece.start : piece.stop] = answer
-                if flat.data_ptr() != p.data_ptr():
-                    p.copy_(flat.view(p.shape))
+            self._take(bucket, torch.Tensor.copy_)
 
     def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
         """The user set values, which the next step makes everybody's."""
