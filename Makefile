@@ -78,7 +78,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 docs: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' --no-build-isolation
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The native module's types, kept in the source tree for mypy; a test compares.

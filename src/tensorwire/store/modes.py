@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import msgspec
 
@@ -33,7 +36,8 @@ def _check_share(name: str, value: object, *, least_allowed: bool = True) -> Non
         raise ArgumentError(f"{name} must be {least} to 1, not {value!r}")
 
 
-class Sync(msgspec.Struct, frozen=True, tag="sync"):
+@dataclass(frozen=True)
+class Sync:
     """All workers step together: a round closes when every worker's gradient is there.
 
     The mean (or sum) of the gradients is applied once, so that the parameters have the bits that one process would
@@ -41,7 +45,8 @@ class Sync(msgspec.Struct, frozen=True, tag="sync"):
     """
 
 
-class Async(msgspec.Struct, frozen=True, tag="async"):
+@dataclass(frozen=True)
+class Async:
     """Every worker steps at its own pace: each gradient is applied by itself, as it arrives.
 
     A worker computes on its own copy of the parameters: of each bucket the version that its last push led to. A slow
@@ -65,7 +70,8 @@ class Async(msgspec.Struct, frozen=True, tag="async"):
         _check_number("damping", self.damping)
 
 
-class SSP(msgspec.Struct, frozen=True, tag="ssp"):
+@dataclass(frozen=True)
+class SSP:
     """Stale synchronous parallel: as `Async`, but no worker is far ahead of the slowest.
 
     A worker's *clock* is the number of its steps. The values that a worker computes step ``n + 1`` on contain all
@@ -91,7 +97,8 @@ class SSP(msgspec.Struct, frozen=True, tag="ssp"):
         _check_number("damping", self.damping)
 
 
-class EASGD(msgspec.Struct, frozen=True, tag="easgd"):
+@dataclass(frozen=True)
+class EASGD:
     """Elastic averaging: every worker trains by itself; it and a common centre are pulled towards each other.
 
     After every ``every`` steps of its own optimizer a worker sends its parameters ``x``. The server moves the centre
@@ -121,7 +128,8 @@ class EASGD(msgspec.Struct, frozen=True, tag="easgd"):
             _check_share("alpha", self.alpha, least_allowed=False)
 
 
-class LocalSGD(msgspec.Struct, frozen=True, tag="local-sgd"):
+@dataclass(frozen=True)
+class LocalSGD:
     """Every worker trains by itself; after every ``every`` steps all take the mean of their parameters.
 
     The state of their optimizers stays their own. A slow worker holds up all others once per ``every`` steps.
@@ -141,7 +149,8 @@ class LocalSGD(msgspec.Struct, frozen=True, tag="local-sgd"):
         _check_steps("every", self.every, 1)
 
 
-class SGD(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class SGD:
     """The outer optimizer of `DiLoCo`: ``torch.optim.SGD`` on the servers, with these options.
 
     Args:
@@ -164,7 +173,8 @@ class SGD(msgspec.Struct, frozen=True):
             raise ArgumentError("nesterov=True needs a momentum above 0: pass SGD(nesterov=False)")
 
 
-class DiLoCo(msgspec.Struct, frozen=True, tag="diloco"):
+@dataclass(frozen=True)
+class DiLoCo:
     """Every worker trains by itself; an outer optimizer on the servers follows where they went.
 
     After every ``every`` steps a worker sends the difference between the last version that it got and its parameters.
@@ -224,6 +234,17 @@ class DiLoCo(msgspec.Struct, frozen=True, tag="diloco"):
 Local = EASGD | LocalSGD | DiLoCo  # workers train by themselves, with optimizers of their own
 OwnClock = Async | SSP | EASGD | LocalSGD | DiLoCo
 Mode = Sync | Async | SSP | EASGD | LocalSGD | DiLoCo
+_MODES: dict[str, type[Mode]] = {mode.__name__: mode for mode in get_args(Mode)}
+
+
+def settings_of(mode: Mode) -> dict[str, Any]:
+    """What a server is told of a mode."""
+    return {"name": type(mode).__name__, "settings": asdict(mode)}
+
+
+def mode_of(settings: Mapping[str, Any]) -> Mode:
+    """The mode that `settings_of` was given."""
+    return msgspec.convert(settings["settings"], _MODES[settings["name"]])
 
 
 def quorum_of(mode: OwnClock, workers: int) -> int:

@@ -9,7 +9,7 @@ import msgspec
 from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
-from tensorwire.store.modes import Mode, Sync
+from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
 from tensorwire.store.step_header import header_bytes
 
@@ -25,7 +25,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
-    still read the version before it. ``mode``: how workers and servers take turns.
+    still read the version before it. ``mode_settings``: `mode`, as it travels.
     """
 
     versions: str
@@ -41,7 +41,12 @@ class StoreSpec(msgspec.Struct, frozen=True):
     source: str = ""
     folders: list[str] = []
     together: bool = False
-    mode: Mode = Sync()
+    mode_settings: dict[str, Any] = msgspec.field(default_factory=lambda: settings_of(Sync()))
+
+    @property
+    def mode(self) -> Mode:
+        """The training mode."""
+        return mode_of(self.mode_settings)
 
     def plan(self, servers: int) -> StorePlan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""

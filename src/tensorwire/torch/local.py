@@ -17,7 +17,7 @@ from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.launch import Worker
 from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD
+from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD, settings_of
 from tensorwire.store.rules import ELASTIC, MEAN, tensor_over, versions
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
@@ -80,7 +80,8 @@ class LocalTraining:
         fixed = options.plain([group])
         numeric = options.numeric(fixed)
         self._options = options.values([group], numeric)
-        return StoreSpec(versions(), tensors, rule, fixed, numeric, bucket_bytes, False, mode=mode)
+        settings = settings_of(mode)
+        return StoreSpec(versions(), tensors, rule, fixed, numeric, bucket_bytes, False, mode_settings=settings)
 
     def _check(self, spec: StoreSpec, servers: int) -> None:
         """What the mode does not go with is refused before anything is agreed on."""

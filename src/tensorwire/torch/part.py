@@ -18,7 +18,7 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
 from tensorwire.store.foreign import is_foreign
-from tensorwire.store.modes import Mode, Sync
+from tensorwire.store.modes import Mode, Sync, settings_of
 from tensorwire.store.rules import is_whole, tensor_over, versions
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
@@ -103,7 +103,7 @@ class Part:
             settings.source,
             settings.folders,
             is_foreign(settings.rule),
-            settings.mode,
+            settings_of(settings.mode),
         )
         return join_store(worker, spec)
 
