@@ -1,5 +1,19 @@
 """The parameter store: names, shards, buckets, push and pull, the rules that servers apply, and the training modes."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tensorwire.store.modes import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 
-__all__ = ["EASGD", "SGD", "SSP", "Async", "DiLoCo", "LocalSGD", "Sync"]
+if TYPE_CHECKING:
+    from tensorwire.key_value import KeyValue as KeyValue
+
+__all__ = ["EASGD", "SGD", "SSP", "Async", "DiLoCo", "KeyValue", "LocalSGD", "Sync"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KeyValue":  # it stands on the launcher, as the store itself does not
+        return importlib.import_module("tensorwire.key_value").KeyValue
+    raise AttributeError(f"module 'tensorwire.store' has no attribute {name!r}")

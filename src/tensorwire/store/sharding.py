@@ -196,11 +196,12 @@ def make_plan(
     bucket_bytes: int = BUCKET_BYTES,
     whole: bool = False,
     together: bool = False,
+    apart: bool = False,
 ) -> StorePlan:
     """Lays ``tensors`` out over ``servers``.
 
     ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are on the first server, for rules
-    that look at all of them.
+    that look at all of them. ``apart``: no two tensors share a bucket.
 
     Raises `ArgumentError` for no servers, duplicate names or a bad bucket size; `Unsupported` for a dtype.
     """
@@ -219,7 +220,7 @@ def make_plan(
         placed[server].append(i)
     for server, mine in enumerate(placed):
         build.page(server)
-        _gather(build, server, sorted(mine), tensors, offsets, whole)
+        _gather(build, server, sorted(mine), tensors, offsets, whole=whole, apart=apart)
     shards = tuple(round_up(n, PAGE) for n in build.shards)
     return StorePlan(
         tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets)
@@ -264,7 +265,14 @@ def _split(build: _Builder, tensor: ParameterSpec, index: int, offsets: list[int
 
 
 def _gather(
-    build: _Builder, server: int, mine: list[int], tensors: Sequence[ParameterSpec], offsets: list[int], whole: bool
+    build: _Builder,
+    server: int,
+    mine: list[int],
+    tensors: Sequence[ParameterSpec],
+    offsets: list[int],
+    *,
+    whole: bool,
+    apart: bool,
 ) -> None:
     """Lays whole tensors side by side; small ones share a bucket."""
     pieces: list[Piece] = []
@@ -287,7 +295,7 @@ def _gather(
             size = DTYPES[t.dtype]
             build.chunks(server, i, 0, t.elements, size, _chunk(size, build.bucket_bytes))
             continue
-        if pieces and build.space - start + t.nbytes > build.bucket_bytes:
+        if pieces and (apart or build.space - start + t.nbytes > build.bucket_bytes):
             close()
         if not pieces:
             start = build.space

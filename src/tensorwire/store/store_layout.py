@@ -25,7 +25,8 @@ class StoreSpec(msgspec.Struct, frozen=True):
     option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
-    still read the version before it. ``mode_settings``: `mode`, as it travels.
+    still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every
+    tensor is a key, whose rounds are its own.
     """
 
     versions: str
@@ -42,6 +43,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     folders: list[str] = []
     together: bool = False
     mode_settings: dict[str, Any] = msgspec.field(default_factory=lambda: settings_of(Sync()))
+    keys: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -51,7 +53,12 @@ class StoreSpec(msgspec.Struct, frozen=True):
     def plan(self, servers: int) -> StorePlan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
         return make_plan(
-            self.tensors, servers, bucket_bytes=self.bucket_bytes, whole=self.whole, together=self.together
+            self.tensors,
+            servers,
+            bucket_bytes=self.bucket_bytes,
+            whole=self.whole,
+            together=self.together,
+            apart=self.keys,
         )
 
     def digest(self, plan: StorePlan) -> bytes:

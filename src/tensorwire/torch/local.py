@@ -15,6 +15,7 @@ import torch
 
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.launch import Worker
+from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD, settings_of
@@ -24,7 +25,6 @@ from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
-from tensorwire.torch.join_store import join_store
 
 _log = logging.getLogger("tensorwire")
 

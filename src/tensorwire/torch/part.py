@@ -14,6 +14,7 @@ import torch
 from tensorwire._native import Window
 from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
 from tensorwire.launch import Worker
+from tensorwire.launch.join_store import join_store
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
@@ -28,7 +29,6 @@ from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
 from tensorwire.torch.graph.memory.gradient_slots import open_slots
-from tensorwire.torch.join_store import join_store
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")

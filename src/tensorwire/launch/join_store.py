@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from tensorwire.control import Member
 from tensorwire.errors import ArgumentError, TensorwireError
-from tensorwire.launch import Worker
+from tensorwire.launch.worker import Worker
+from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_client import StoreClient, agree
 from tensorwire.store.store_layout import StoreSpec
 
+Client = TypeVar("Client")
+
 
 def join_store(worker: Worker, spec: StoreSpec) -> StoreClient:
-    """This worker's end of a new store. Every worker calls it, with the same ``spec``.
+    """This worker's end of a new store. Every worker calls it, with the same ``spec``. Raises as `join_with`."""
+    return join_with(worker, spec, StoreClient)
+
+
+def join_with(worker: Worker, spec: StoreSpec, make: Callable[[Member, str, StoreSpec, StorePlan], Client]) -> Client:
+    """What ``make`` makes of the membership, and of a new store's name, spec and plan.
 
     Raises `ArgumentError`, `Unsupported`, `PlanMismatch`, `JobEnded` or `WaitTimeout`.
     """
@@ -23,7 +35,7 @@ def join_store(worker: Worker, spec: StoreSpec) -> StoreClient:
         worker.release_store()
         raise worker.member.explain(error) if isinstance(error, TensorwireError) else error from None
     try:
-        return StoreClient(worker.member, name, spec, plan)
+        return make(worker.member, name, spec, plan)
     except BaseException as error:
         cause = worker.member.explain(error) if isinstance(error, TensorwireError) else error
         worker.fail(cause)  # servers and the other workers wait for this one: nothing can take that back

@@ -1,0 +1,510 @@
+"""A key-value client of the parameter store, for programs without a framework: numpy arrays in and out.
+
+It imports no framework. Its calls are those of MXNet's KVStore, whose order per key they keep.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tensorwire.edge.tensor import Spec
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.launch.join_store import join_with
+from tensorwire.launch.worker import current_worker
+from tensorwire.observe import counters
+from tensorwire.store.key_client import KeyClient, pack_options
+from tensorwire.store.key_layout import KeyOperation
+from tensorwire.store.modes import SSP, Async, Sync, settings_of
+from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
+from tensorwire.store.store_layout import StoreSpec
+
+Key = str | int
+_BARRIER_SECONDS = 600.0
+_DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
+_RULES = {"assign": "mean", "mean": "mean", "sum": "sum"}
+
+
+class Handle:
+    """A call of `KeyValue` that has begun."""
+
+    def __init__(self, store: KeyValue, pulls: Sequence[_Pull], pushes: Sequence[_Entry], single: bool) -> None:
+        self._store, self._pulls, self._single = store, pulls, single
+        self._waits = [(entry, entry.asked()) for entry in pushes]
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait()`` would return at once."""
+        with self._store.lock:
+            return all(entry.answered(asked) for entry, asked in self._waits) and all(p.ready for p in self._pulls)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Returns when the call is complete.
+
+        Args:
+            timeout: Seconds to wait for each answer. None: those of ``TENSORWIRE_TIMEOUT``.
+
+        Returns:
+            Of a pull: the value, or the list of values, of its keys. Of a push: None.
+
+        Raises:
+            WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._store.calling():
+            for entry, asked in self._waits:
+                entry.wait(asked, timeout)
+            for pull in self._pulls:
+                pull.finish(timeout)
+        if not self._pulls:
+            return None
+        results = [pull.result for pull in self._pulls]
+        return results[0] if self._single else results
+
+
+class KeyValue:
+    """Arrays on the servers by keys. Every worker makes one, in the same place of its program, and initializes its keys.
+
+    ::
+
+        kv = tw.store.KeyValue()
+        kv.init(["w", "b"], [w, b])
+        kv.push(["w", "b"], [gw, gb])
+        w, b = kv.pull(["w", "b"]).wait()
+
+    A call begins what it says and returns a `Handle`; calls for one key take effect in their order, so that a pull sees
+    the pushes before it. A push copies, so that its array may change at once; it waits itself only for an earlier push
+    of the same key that the servers have not taken yet. One thread at a time is in a call.
+
+    Args:
+        mode: `Sync`: a key's round closes when all workers have pushed the key, and a pull returns what the round of
+            the worker's last push led to. `Async`: every push is applied by itself. `SSP`: as `Async`, and a pull waits
+            while this worker's pushes of the key are more than ``staleness`` ahead of the slowest worker's.
+        rule: What servers do with what is pushed: ``"assign"``: it becomes the value. ``"sum"``: it is added to the
+            value. Or the name of one of torch's optimizers, such as ``"SGD"``: it is a gradient.
+        reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
+        bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
+        **options: Options of the optimizer, such as ``lr``; see `set_options`.
+
+    Attributes:
+        rank (int): This worker's rank.
+        num_workers (int): How many workers the job has.
+
+    Raises:
+        ArgumentError: ``init()`` has not been called, or an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        mode: Sync | Async | SSP = Sync(),  # noqa: B008  # frozen
+        rule: str = "assign",
+        *,
+        reduce: str = "sum",
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        self._worker = current_worker()
+        if not isinstance(mode, (Sync, Async, SSP)):
+            raise ArgumentError(f"mode must be tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
+        if not isinstance(mode, Sync) and mode.damping:
+            raise ArgumentError("keys have no clock that damping could use: pass damping=0")
+        if reduce not in ("sum", "mean"):
+            raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
+        self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
+        self._entries: dict[Key, _Entry] = {}
+        self._pending: list[_Entry] = []  # that are not on the servers yet
+        self._stores: list[KeyClient] = []
+        self.lock = threading.RLock()
+        self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
+        self._worker.at_close(self._finish)
+        self.set_optimizer(rule, **options)
+
+    # ---- rules and keys
+
+    def set_optimizer(self, rule: str, **options: Any) -> None:
+        """Sets the rule, and its options, of the keys that are initialized from now on. Call it on every worker.
+
+        Raises `ArgumentError` where there are keys already: their rule stays.
+        """
+        if self._entries:
+            raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
+        if not isinstance(rule, str) or not rule:
+            raise ArgumentError(f"rule must be the name of a rule, such as 'sum' or 'SGD', not {rule!r:.100}")
+        if rule in _RULES and options:
+            raise ArgumentError(f"the rule {rule!r} has no options, and there is {next(iter(options))!r}")
+        self._rule = rule
+        self._group = {name: _plain(name, value) for name, value in options.items()}
+        self._numeric = [
+            (0, name, -1) for name, value in self._group.items() if isinstance(value, float | int) and value is not True
+        ]
+        self._numeric = [each for each in self._numeric if not isinstance(self._group[each[1]], bool)]
+        self._pack()
+
+    def set_options(self, **options: float) -> None:
+        """Changes numeric options of the optimizer, such as ``lr``, for the pushes that follow.
+
+        Every worker's pushes carry its own options; in a round of `Sync`, those of its first rank count.
+
+        Raises:
+            ArgumentError: The optimizer was not given this option, or the value is not a number.
+        """
+        known = [name for _, name, _ in self._numeric]
+        for name, value in options.items():
+            if name not in known:
+                raise ArgumentError(f"the optimizer was given no numeric option {name!r}; it has: {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ArgumentError(f"{name} must be a number, not {value!r:.100}")
+        self._group.update(options)
+        self._pack()
+
+    def _pack(self) -> None:
+        self._options = pack_options([float(self._group[name]) for _, name, _ in self._numeric])
+
+    def init(self, keys: Key | Sequence[Key], values: Any) -> None:
+        """Makes keys with values; those of worker 0 count. Every worker calls it, with the same keys in the same order.
+
+        Keys get their place on the servers together, at the first call that uses one of them, or at `barrier`. More may
+        be added at any time.
+
+        Args:
+            keys: A key, or a list of keys: strings or integers.
+            values: An array on the CPU, or a list of arrays.
+
+        Raises:
+            ArgumentError: A key exists, or a value is no such array. Nothing was added.
+            Unsupported: The store does not hold this dtype. Nothing was added.
+        """
+        made: dict[Key, _Entry] = {}
+        for key, value in _pairs(keys, values):
+            if key in self._entries or key in made:
+                raise ArgumentError(f"key {key!r} exists already")
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
+            spec = Spec.of(value)
+            if spec.dtype not in _DTYPES:
+                raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")
+            first = np.array(_array(value), order="C") if self.rank == 0 else None
+            made[key] = _Entry(self, key, spec, first)
+        with self.lock:
+            self._entries.update(made)
+            self._pending += made.values()
+
+    def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
+        """`init`, and then `pull`."""
+        self.init(keys, values)
+        return self.pull(keys, out)
+
+    # ---- push and pull
+
+    def push(self, keys: Key | Sequence[Key], values: Any, *, priority: int = 0) -> Handle:
+        """Pushes values to keys.
+
+        Args:
+            keys: A key, or a list of keys.
+            values: An array on the CPU of the key's shape and dtype, or a list of arrays, one a key. In place of one
+                array there may be a list of several, which are summed in their order: those of this worker's devices.
+                An array from `slot` is not copied.
+            priority: Where requests have to wait for a slow link, those of higher priority go first.
+
+        Returns:
+            Complete when the servers have applied it.
+
+        Raises:
+            ArgumentError: There is no such key, a key is named twice, or a value does not fit. Nothing was pushed.
+            WaitTimeout: An earlier push of a key was not taken in time, because another worker has not pushed the key.
+            JobEnded: The job ended; the message says why.
+        """
+        entries, arrays = self._given(keys, values)
+        with self.calling():
+            self._fill(entries, arrays)
+            self._request(KeyOperation.PUSH, entries, priority)
+            return Handle(self, (), entries, False)
+
+    def pull(self, keys: Key | Sequence[Key], out: Any = None, *, priority: int = 0, copy: bool = True) -> Handle:
+        """Fetches the values of keys.
+
+        Args:
+            keys: A key, or a list of keys.
+            out: Arrays to put the values into, one a key. None: new ones.
+            priority: As for `push`.
+            copy: False, without ``out``: read-only arrays over memory that the servers write, which changes when the
+                next pull of the key begins.
+
+        Returns:
+            Its ``wait()`` returns the arrays.
+
+        Raises:
+            ArgumentError: There is no such key, a key is named twice, or an array of ``out`` does not fit.
+            JobEnded: The job ended; the message says why.
+        """
+        entries = self._named(keys)
+        outs = self._outs(keys, entries, out)
+        with self.calling():
+            return self._pull(KeyOperation.PULL, keys, entries, outs, priority, copy)
+
+    def pushpull(
+        self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
+    ) -> Handle:
+        """`push`, and then `pull`, in one request. Arguments, result and errors are theirs."""
+        entries, arrays = self._given(keys, values)
+        outs = self._outs(keys, entries, out)
+        with self.calling():
+            self._fill(entries, arrays)
+            return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
+
+    def slot(self, key: Key) -> np.ndarray[Any, Any]:
+        """The memory that the next push of a key leaves from: what is computed there is pushed without a copy.
+
+        Returns when the servers have taken the push before. Ask again after every push.
+
+        Raises:
+            ArgumentError: There is no such key.
+            WaitTimeout: They did not take it in time, because another worker has not pushed the key.
+            JobEnded: The job ended; the message says why.
+        """
+        (entry,) = self._named(key)
+        with self.calling():
+            entry.store.wait_for_slot(entry.tensor)
+            return entry.slot
+
+    # ---- all workers together
+
+    def barrier(self) -> None:
+        """Returns when all workers have come. What they pushed before may still be on its way."""
+        with self.calling():
+            self._worker.collectives.barrier(_BARRIER_SECONDS)
+
+    # ---- for handles
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside it, one thread; all keys are on the servers, and errors say why the job ended."""
+        with self.lock:
+            try:
+                if self._pending:
+                    self._place()
+                yield
+            except TensorwireError as error:
+                raise self._worker.member.explain(error) from None
+
+    # ---- the rest
+
+    def _place(self) -> None:
+        """Gives all pending keys a place on the servers: a store of their own."""
+        entries, self._pending = self._pending, []
+        tensors = [ParameterSpec(_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
+        spec = StoreSpec(
+            _versions(),
+            tensors,
+            _RULES.get(self._rule, self._rule),
+            [self._group],
+            self._numeric,
+            self._bucket_bytes,
+            False,
+            "mean" if self._rule == "mean" else self._reduce,
+            mode_settings=settings_of(self._mode),
+            keys=True,
+        )
+        store = join_with(self._worker, spec, KeyClient)
+        self._stores.append(store)
+        for tensor, entry in enumerate(entries):
+            entry.place(store, tensor)
+        if self.rank == 0:
+            everything = range(len(entries))
+            for entry in entries:
+                store.fill(entry.tensor, entry.take_first())
+            store.request(KeyOperation.ASSIGN, everything, self._options)
+            store.announce(KeyOperation.READY, self._options)
+
+    def _named(self, keys: Key | Sequence[Key]) -> list[_Entry]:
+        listed = [keys] if isinstance(keys, (str, int)) else list(keys)
+        missing = [key for key in listed if key not in self._entries]
+        if missing:
+            raise ArgumentError(f"there is no key {missing[0]!r:.100}: call init() first")
+        if len(set(listed)) < len(listed):
+            raise ArgumentError("a call may name a key only once")
+        return [self._entries[key] for key in listed]
+
+    def _given(self, keys: Key | Sequence[Key], values: Any) -> tuple[list[_Entry], list[list[Any]]]:
+        """The keys with the arrays of each, all of which fit."""
+        entries = self._named(keys)
+        found = []
+        for entry, (_, value) in zip(entries, _pairs(keys, values), strict=True):
+            several = list(value) if isinstance(value, (list, tuple)) else [value]
+            if not several:
+                raise ArgumentError(f"there is no array for key {entry.key!r}")
+            for each in several:
+                entry.check(each, "value")
+            found.append(several)
+        return entries, found
+
+    def _outs(self, keys: Key | Sequence[Key], entries: Sequence[_Entry], out: Any) -> list[Any]:
+        if out is None:
+            return [None] * len(entries)
+        outs = []
+        for entry, (_, each) in zip(entries, _pairs(keys, out), strict=True):
+            entry.check(each, "out")
+            array = _array(each)
+            if not array.flags.writeable:
+                raise ArgumentError(f"out for key {entry.key!r} is read-only")
+            outs.append(array)
+        return outs
+
+    def _fill(self, entries: Sequence[_Entry], arrays: Sequence[Sequence[Any]]) -> None:
+        for entry, several in zip(entries, arrays, strict=True):
+            entry.store.wait_for_slot(entry.tensor)
+            entry.fill(several)
+
+    def _request(self, operation: KeyOperation, entries: Sequence[_Entry], priority: int) -> None:
+        for store in self._stores:
+            mine = [e.tensor for e in entries if e.store is store]
+            if mine:
+                store.request(operation, mine, self._options, -priority)
+
+    def _pull(
+        self,
+        operation: KeyOperation,
+        keys: Key | Sequence[Key],
+        entries: Sequence[_Entry],
+        outs: Sequence[Any],
+        priority: int,
+        copy: bool,
+    ) -> Handle:
+        for entry in entries:  # its memory is free when the one before has been taken
+            if entry.pulling is not None:
+                entry.pulling.finish(None)
+        self._request(operation, entries, priority)
+        pulls = [_Pull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
+        for entry, pull in zip(entries, pulls, strict=True):
+            entry.pulling = pull
+        return Handle(self, pulls, (), isinstance(keys, (str, int)))
+
+    def _finish(self) -> None:
+        for store in self._stores:
+            store.finish()
+
+
+class _Entry:
+    """A key."""
+
+    store: KeyClient
+    tensor: int
+
+    def __init__(self, owner: KeyValue, key: Key, spec: Spec, first: np.ndarray[Any, Any] | None) -> None:
+        self.owner, self.key, self.spec, self._first = owner, key, spec, first
+        self.pulling: _Pull | None = None  # the last pull, until it is finished
+
+    def place(self, store: KeyClient, tensor: int) -> None:
+        """The key is on the servers."""
+        self.store, self.tensor = store, tensor
+        self.slot = self._over(store.slot(tensor))
+        self.value = self._over(store.value(tensor))
+        self.value.flags.writeable = False
+
+    def _over(self, memory: memoryview) -> np.ndarray[Any, Any]:
+        return np.frombuffer(memory, self.spec.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
+
+    def take_first(self) -> np.ndarray[Any, Any]:
+        """Worker 0's value, which is not kept any longer."""
+        first, self._first = self._first, None
+        assert first is not None
+        return first
+
+    def check(self, array: Any, what: str) -> None:
+        """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""
+        found = Spec.of(array)
+        if (found.shape, found.dtype) != (self.spec.shape, self.spec.dtype):
+            raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")
+
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """Puts the sum of arrays into the slot."""
+        first = arrays[0]
+        if not (isinstance(first, np.ndarray) and first.ctypes.data == self.slot.ctypes.data):
+            self.store.fill(self.tensor, first)
+        for array in arrays[1:]:
+            np.add(self.slot, _array(array), out=self.slot)
+
+    def asked(self) -> list[int]:
+        """How many requests there were for each of its buckets."""
+        return [self.store.asked[b.number] for b in self.store.buckets[self.tensor]]
+
+    def answered(self, asked: Sequence[int]) -> bool:
+        """Whether so many have been answered."""
+        return self.store.answered(self.tensor, asked)
+
+    def wait(self, asked: Sequence[int], timeout: float | None) -> None:
+        """Returns when so many have been answered."""
+        for bucket, number in zip(self.store.buckets[self.tensor], asked, strict=True):
+            self.store.wait_for(bucket, number, timeout)
+
+
+class _Pull:
+    """The pull of one key."""
+
+    def __init__(self, entry: _Entry, out: np.ndarray[Any, Any] | None, copy: bool) -> None:
+        self._entry, self._asked, self._copy = entry, entry.asked(), copy
+        self.result = out
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``finish`` would return at once."""
+        return self._entry.pulling is not self or self._entry.answered(self._asked)
+
+    def finish(self, timeout: float | None) -> None:
+        """Waits for the value, and takes it. Idempotent."""
+        entry = self._entry
+        if entry.pulling is not self:
+            return
+        entry.wait(self._asked, timeout)
+        entry.pulling = None
+        if not self._copy and self.result is None:
+            self.result = entry.value
+            return
+        if self.result is None:
+            self.result = np.empty(entry.spec.shape, entry.spec.dtype)
+        np.copyto(self.result, entry.value)
+        counters.add(copies=1, copied_bytes=entry.value.nbytes)
+
+
+def _pairs(keys: Key | Sequence[Key], values: Any) -> Iterable[tuple[Key, Any]]:
+    """Each key with its value. Raises `ArgumentError` where there are more of the ones."""
+    if isinstance(keys, (str, int)):
+        return [(keys, values)]
+    if not isinstance(values, (list, tuple)) or len(values) != len(keys):
+        raise ArgumentError(f"{len(keys)} keys need a list of as many values")
+    return list(zip(keys, values, strict=True))
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    """Any array on the CPU as numpy's. Raises `ArgumentError`."""
+    if isinstance(value, np.ndarray):
+        return value
+    makers: tuple[Callable[[Any], np.ndarray[Any, Any]], ...] = (np.from_dlpack, np.asarray)
+    for make in makers:
+        try:
+            return make(value)
+        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
+            continue
+    raise ArgumentError(f"this {type(value).__name__} is no array on the CPU that numpy can read")
+
+
+def _name(key: Key) -> str:
+    """What the plan calls a key; 1 and "1" are two keys."""
+    return key if isinstance(key, str) else f"[{key}]"
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, (bool, int, float, str, list, tuple)):
+        raise ArgumentError(f"the option {name} must be a number, a string or a list of these, not {value!r:.100}")
+    return value
+
+
+def _versions() -> str:
+    """As the servers' own, without importing torch."""
+    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {importlib.metadata.version('torch')}"

@@ -1,0 +1,308 @@
+"""A worker's side of a store of keys: requests to its servers, and the memory that values come from and go to.
+
+Imports no framework. Several threads may use it if they take turns.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import msgspec
+
+from tensorwire._native import STREAMING_BYTES, Window, gather
+from tensorwire.control import Member
+from tensorwire.control.settings import step_timeout
+from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.edge import Producer, Word
+from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.observe import counters
+from tensorwire.store.fates import FateLog, Produced
+from tensorwire.store.key_layout import (
+    DEPTH,
+    MOST_BUCKETS,
+    REQUEST_BYTES,
+    KeyOperation,
+    answer_bytes,
+    answer_word,
+    key_inbox,
+    pack_request,
+)
+from tensorwire.store.send_window import SendWindow
+from tensorwire.store.sharding import Bucket, StorePlan
+from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
+
+_CARRYING = (KeyOperation.PUSH, KeyOperation.PUSHPULL, KeyOperation.ASSIGN)
+
+
+class KeyClient:
+    """One worker's end of the store of keys ``name``. All workers have to `agree` on it before."""
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
+        self.member, self.name, self.spec, self.plan = member, name, spec, plan
+        self.timeout = step_timeout()  # seconds that an answer may take, as other workers have to come
+        if member.index == 0:
+            member.client.publish(name, spec.encoded())
+        self.step = 0  # times that state was loaded; -1: this worker has left
+        self.asks = 0  # for the rule's state, that are known to have been published
+        self._sources: dict[str, Region] = {}  # by device: what is pushed leaves from, laid out as the space
+        self._copies: dict[str, Region] = {}  # by device: where values come to
+        self._links = [_Link(self, s) for s in range(plan.servers)]
+        self.buckets: list[list[Bucket]] = [[] for _ in plan.tensors]  # of each tensor, in the order of its elements
+        for bucket in plan.in_order():
+            if bucket.nbytes:
+                self.buckets[bucket.pieces[0].tensor].append(bucket)
+        for mine in self.buckets:
+            mine.sort(key=lambda b: b.first)
+        self._slots = memoryview(self._place_slots())
+        self._values = memoryview(self._place_values())
+        count = sum(map(len, plan.buckets))
+        self.asked = [0] * count  # by the bucket's number: requests so far
+        self.pushed = [0] * count  # and the last of them that used its slot
+        self._produced = [0] * plan.servers
+        self._log = FateLog(name, member.name)
+        for link in self._links:
+            link.open(self._copies[link.channel.device.name])
+
+    def source_on(self, device: Device) -> Region:
+        """That device's memory that pushes leave from, where servers' memory cannot be mapped."""
+        return self._on(device, self._sources)
+
+    def _on(self, device: Device, found: dict[str, Region]) -> Region:
+        if device.name not in found:
+            found[device.name] = device.allocate(self.plan.space_bytes)
+        return found[device.name]
+
+    def _place_slots(self) -> Window:
+        window = Window(self.plan.space_bytes, shared=True)
+        for index, at, shard, nbytes in self.plan.runs():
+            link = self._links[index]
+            if link.mapped is not None:
+                window.place(at, link.mapped, link.layout.slots + shard, nbytes)
+            else:
+                window.place(at, self.source_on(link.channel.device), at, nbytes)
+        return window
+
+    def _place_values(self) -> Window:
+        for link in self._links:
+            self._on(link.channel.device, self._copies)
+        window = Window(self.plan.space_bytes, shared=True)
+        for index, at, _, nbytes in self.plan.runs():
+            window.place(at, self._copies[self._links[index].channel.device.name], at, nbytes)
+        return window
+
+    @property
+    def channels(self) -> list[Channel]:
+        """To each server."""
+        return [link.channel for link in self._links]
+
+    # ---- memory
+
+    def slot(self, tensor: int) -> memoryview:
+        """Where the elements of a tensor are to be before they are pushed; see `wait_for_slot`."""
+        at = self.plan.offsets[tensor]
+        return self._slots[at : at + self.plan.tensors[tensor].nbytes]
+
+    def value(self, tensor: int) -> memoryview:
+        """What the last answered pull of a tensor brought."""
+        at = self.plan.offsets[tensor]
+        return self._values[at : at + self.plan.tensors[tensor].nbytes]
+
+    def wait_for_slot(self, tensor: int) -> None:
+        """Returns when the servers have taken what was pushed last. Raises as `wait_for`."""
+        for bucket in self.buckets[tensor]:
+            self.wait_for(bucket, self.pushed[bucket.number])
+
+    def fill(self, tensor: int, values: object) -> None:
+        """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
+        room = self.slot(tensor)
+        gather(room, values, room.nbytes >= STREAMING_BYTES)
+        counters.add(copies=1, copied_bytes=room.nbytes)
+
+    # ---- requests
+
+    def request(self, operation: KeyOperation, tensors: Iterable[int], options: bytes, urgency: int = 0) -> None:
+        """Asks the servers of ``tensors`` for it. What is to be pushed lies in the slots.
+
+        Smaller ``urgency`` first, where requests have to wait for those before them.
+
+        Raises `PeerLost`, or `WaitTimeout` where servers take no more requests.
+        """
+        waiting: list[list[Bucket]] = [[] for _ in self._links]
+        nbytes = [0] * len(self._links)
+        carrying = operation in _CARRYING
+        for tensor in tensors:
+            for bucket in self.buckets[tensor]:
+                server = bucket.server
+                mine = waiting[server]
+                if len(mine) == MOST_BUCKETS or (carrying and mine and nbytes[server] + bucket.nbytes > REQUEST_BYTES):
+                    self._send(server, operation, mine, options, urgency)
+                    mine = waiting[server] = []
+                    nbytes[server] = 0
+                mine.append(bucket)
+                nbytes[server] += bucket.nbytes
+        for server, mine in enumerate(waiting):
+            if mine:
+                self._send(server, operation, mine, options, urgency)
+
+    def _send(self, server: int, operation: KeyOperation, buckets: list[Bucket], options: bytes, urgency: int) -> None:
+        carrying = operation in _CARRYING
+        if operation in (KeyOperation.PUSH, KeyOperation.PUSHPULL):
+            self._produced[server] += len(buckets)
+            counters.add(pushes=len(buckets))
+        self._links[server].send(operation, buckets, options, urgency, carrying=carrying)
+        for bucket in buckets:
+            number = bucket.number
+            self.asked[number] += 1
+            if carrying:
+                self.pushed[number] = self.asked[number]
+
+    def announce(self, operation: KeyOperation, options: bytes) -> None:
+        """A request to every server that names no bucket."""
+        for link in self._links:
+            link.send(operation, (), options, 0, carrying=False)
+
+    # ---- answers
+
+    def answered(self, tensor: int, asked: Sequence[int]) -> bool:
+        """Whether the servers have answered so many requests for each bucket of a tensor."""
+        return all(
+            self._links[b.server].word(b.index).value >= number
+            for b, number in zip(self.buckets[tensor], asked, strict=True)
+        )
+
+    def wait_for(self, bucket: Bucket, number: int, timeout: float | None = None) -> None:
+        """Returns when so many requests for a bucket have been answered. Raises `PeerLost` or `WaitTimeout`."""
+        if number:
+            self._links[bucket.server].word(bucket.index).wait(number, self.timeout if timeout is None else timeout)
+
+    def finish(self) -> None:
+        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        if self.step < 0:
+            return
+        try:
+            self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
+            for link in self._links:
+                link.flush(30.0)
+        except (PeerLost, WaitTimeout):
+            pass
+        self.step = -1
+        self._log.add(*(Produced(self.name, s, self.member.index, pushes) for s, pushes in enumerate(self._produced)))
+        self._log.close()
+
+
+class _Link:
+    """What this worker shares with one server."""
+
+    def __init__(self, client: KeyClient, index: int) -> None:
+        plan, member = client.plan, client.member
+        self._client, self._index = client, index
+        self.channel: Channel = member.channel("server", index)
+        key = f"{client.name}/server {index}/{member.name}"
+        endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
+        self._inbox = RemoteRegion.unpack(endpoint.inbox)
+        device = self.channel.device
+        if self._inbox.device != device.name:
+            raise ProtocolError(f"server {index} answers over {self._inbox.device}, we over {device.name}")
+        self.layout = key_inbox(plan, index, len(client.spec.numeric))
+        self._answers = device.allocate(answer_bytes(len(plan.buckets[index])))
+        self._words = [Word(self._answers, answer_word(b.index), self.channel) for b in plan.buckets[index]]
+        self.mapped = self.channel.map(self._inbox.view())
+        entry = self.layout.entry
+        self._ring = None if self.mapped else device.allocate(DEPTH * entry)
+        self._requests = Producer(
+            self.channel,
+            self._inbox.view(0, 8),
+            slots=[self._inbox.view(self.layout.place(n), entry) for n in range(DEPTH)],
+            source=[] if self._ring is None else [self._ring.view(n * entry, entry) for n in range(DEPTH)],
+            credit=Word(self._answers, 0, self.channel),
+            label=f"server {index}, requests",
+        )
+        self._accepted = self._number = 0  # requests that have a place in the ring, and those that are in it
+        # What was handed to a device goes in its order: so where it is slow, what is urgent waits here.
+        self._window = None if self.mapped else SendWindow()
+        self._places: dict[int, tuple[int, int]] = {}  # by bucket: urgency and number of the last request that waits
+        self._turn = threading.Lock()  # a thread of the device sends what had to wait
+
+    def open(self, copies: Region) -> None:
+        """Tells the server where this worker's memory is."""
+        client = self._client
+        endpoint = WorkerEndpoint(self._answers.remote("write").pack(), copies.remote("write").pack())
+        key = f"{client.name}/{client.member.name}/server {self._index}"
+        client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {self._index}"])
+
+    def word(self, bucket: int) -> Word:
+        """How many requests for a bucket have been answered."""
+        return self._words[bucket]
+
+    def send(
+        self, operation: KeyOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, *, carrying: bool
+    ) -> None:
+        """Sends a request, now or in its turn. Raises `WaitTimeout` where the server takes no more."""
+        self._accepted = number = self._accepted + 1
+        if self._window is None:
+            self._write(operation, buckets, options)
+            return
+        if number > DEPTH:  # so that nobody waits for a place in the ring later, in a thread of the device
+            Word(self._answers, 0, self.channel).wait(number - DEPTH, self._client.timeout)
+        if not buckets:
+            self._window.flush(self._client.timeout)
+        with self._turn:
+            for bucket in buckets:  # no request overtakes an earlier one for the same bucket
+                urgency = max(urgency, self._places.get(bucket.index, (urgency, 0))[0])
+            self._places.update((bucket.index, (urgency, number)) for bucket in buckets)
+        nbytes = sum(b.nbytes for b in buckets) if carrying else 0
+        runs = self._runs(buckets) if carrying else []
+        self._window.submit(
+            (urgency, 0), nbytes, partial(self._write_in_turn, number, operation, buckets, options, runs)
+        )
+
+    def _runs(self, buckets: Sequence[Bucket]) -> list[tuple[int, int, int]]:
+        """Spans ``(space, shard, nbytes)`` of slots that lie side by side."""
+        runs: list[tuple[int, int, int]] = []
+        for b in sorted(buckets, key=lambda b: b.space):
+            if runs:
+                space, shard, nbytes = runs[-1]
+                if (b.space, b.shard) == (space + nbytes, shard + nbytes):
+                    runs[-1] = (space, shard, nbytes + b.nbytes)
+                    continue
+            runs.append((b.space, b.shard, b.nbytes))
+        return runs
+
+    def _write_in_turn(
+        self,
+        accepted: int,
+        operation: KeyOperation,
+        buckets: Sequence[Bucket],
+        options: bytes,
+        runs: Sequence[tuple[int, int, int]],
+    ) -> Completion:
+        """Writes the slots, then the request."""
+        with self._turn:
+            for bucket in buckets:
+                if self._places.get(bucket.index, (0, 0))[1] == accepted:
+                    del self._places[bucket.index]
+            if runs:
+                source = self._client.source_on(self.channel.device)
+                for space, shard, nbytes in runs:
+                    self._requests.put(source.view(space, nbytes), self._inbox.view(self.layout.slots + shard, nbytes))
+            return self._write(operation, buckets, options)
+
+    def _write(self, operation: KeyOperation, buckets: Sequence[Bucket], options: bytes) -> Completion:
+        self._number = number = self._number + 1
+        room = self._requests.slot(number, self._client.timeout)
+        nbytes = pack_request(room, operation, number, options, [b.index for b in buckets])
+        return self._requests.send(number, nbytes=nbytes)
+
+    def flush(self, timeout: float) -> None:
+        """Returns when every request is in the server's memory. Raises `WaitTimeout` or `PeerLost`."""
+        if self._window is not None:
+            self._window.flush(timeout)
+        self._requests.flush(timeout)
+
+
+def pack_options(values: Sequence[float]) -> bytes:
+    """The option block of a request."""
+    return struct.pack(f"<{len(values)}d", *values)

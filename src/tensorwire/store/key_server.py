@@ -1,0 +1,330 @@
+"""A server of a store of keys: each key has rounds of its own, which workers open and look at by requests.
+
+A thread per worker takes that worker's requests in their order. `Sync`: a key's round closes when all workers that have
+not finished have pushed it; who pulls it after a push gets what that round led to. Other modes apply each push by
+itself. With `SSP`, a pull waits until the slowest worker has pushed the key often enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import msgspec
+import torch
+
+from tensorwire.control import Member
+from tensorwire.device import RemoteRegion
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.observe import counters
+from tensorwire.store.fates import Fates
+from tensorwire.store.key_layout import (
+    DEPTH,
+    RETURN_EVERY,
+    KeyOperation,
+    KeyRequest,
+    answer_word,
+    key_inbox,
+    unpack_request,
+)
+from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.rules import Push, make_rule, tensor_over, versions
+from tensorwire.store.server_state import take_state
+from tensorwire.store.shard import check_memory
+from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
+
+_PATIENCE = 60.0  # between looks at the job while workers compute
+_CONTRIBUTIONS = (KeyOperation.PUSH, KeyOperation.PUSHPULL)
+
+
+@dataclass
+class _Bucket:
+    """A bucket's open round, and those who wait. ``lock`` guards it."""
+
+    lock: threading.Lock
+    clocks: list[int]  # by worker: pushes so far
+    version: int = 0
+    here: list[tuple[_Link, bool]] = field(default_factory=list)  # the round's pushes; whether the values are wanted
+    waiting: list[tuple[_Link, bool, int]] = field(default_factory=list)  # answers that are due later, with the clock
+
+
+class KeyServer:
+    """Serves its shard of the store of keys ``name`` to all workers until they finish."""
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
+        self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        if spec.versions != versions():
+            raise PlanMismatch(
+                f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
+            )
+        self.plan = spec.plan(servers)
+        check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
+        mode = spec.mode
+        assert isinstance(mode, (Sync, Async, SSP))
+        self._mode = mode
+        self._mean = spec.reduce == "mean"
+        device = member.channel("worker", 0).device
+        self._parameters = device.allocate(self.plan.shard_bytes[self.index])
+        self._links = [_Link(self, worker) for worker in range(workers)]
+        for link in self._links:
+            link.publish()
+        for link in self._links:
+            link.open()
+        memory = memoryview(self._parameters)
+        self.rule = make_rule(spec, self.plan, self.index, memory)
+        buckets = self.plan.buckets[self.index]
+        self.values = [tensor_over(memory, "uint8", b.shard, b.nbytes) for b in buckets]
+        self._buckets = [_Bucket(threading.Lock(), [0] * workers) for _ in buckets]
+        self._options = [b""] * len(buckets)  # in force, packed
+        self._active = set(range(workers))
+        self._ready = threading.Event()
+        self._fates = Fates(name, self.index)
+
+    # ---- for the threads of the links
+
+    def run(self) -> None:
+        """Returns when every worker has finished. Raises the first error of a worker's thread."""
+        ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        for link in self._links:
+            name = f"{self.name} worker {link.index}"
+            threading.Thread(target=self._attend, args=(link, ends), name=name, daemon=True).start()
+        for _ in self._links:
+            error = ends.get()
+            if error is not None:
+                raise error
+
+    def _attend(self, link: _Link, ends: SimpleQueue[BaseException | None]) -> None:
+        try:
+            for number in itertools.count(1):
+                request = link.next(number)
+                if request.operation is KeyOperation.FINISH:
+                    break
+                self._serve(link, request)
+            self._leave(link)
+        except BaseException as error:
+            ends.put(error)
+        else:
+            ends.put(None)
+
+    def _serve(self, link: _Link, request: KeyRequest) -> None:
+        operation = request.operation
+        if operation in _CONTRIBUTIONS:
+            self._wait_until_ready()
+            for index in request.buckets:
+                self._push(link, index, request.options, wants=operation is KeyOperation.PUSHPULL)
+        elif operation is KeyOperation.PULL:
+            self._wait_until_ready()
+            for index in request.buckets:
+                bucket = self._buckets[index]
+                with bucket.lock:
+                    self._later(link, index, wants=True)
+        elif link.index:
+            raise ProtocolError(f"worker {link.index} sent {operation.name}, which is for worker 0")
+        else:
+            self._set(link, request)
+
+    def _set(self, link: _Link, request: KeyRequest) -> None:
+        """What worker 0 alone does, while others wait for it at a barrier."""
+        if request.operation is KeyOperation.READY:
+            self._ready.set()
+        elif request.operation is KeyOperation.LOAD:
+            with self.at_rest():
+                take_state(self.member, self.name, request.number, self.rule)
+        else:
+            for index in request.buckets:
+                with self._buckets[index].lock:
+                    self.rule.assign(index, link.pushes[index].slot, 0)
+                    link.answer(index, wants=False)
+
+    def _wait_until_ready(self) -> None:
+        while not self._ready.wait(_PATIENCE):
+            self.member.check()
+
+    # ---- a round of a bucket; the caller of what follows holds its lock
+
+    def _push(self, link: _Link, index: int, options: bytes, *, wants: bool) -> None:
+        bucket = self._buckets[index]
+        with bucket.lock:
+            if any(other is link for other, _ in bucket.here):
+                raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
+            bucket.clocks[link.index] += 1
+            bucket.here.append((link, wants))
+            if not isinstance(self._mode, Sync):
+                self._close(index, options)
+            elif len(bucket.here) >= len(self._active):
+                self._close(index, bucket.here[0][0].options if bucket.here[0][0] is not link else options)
+            link.options = options
+
+    def _close(self, index: int, options: bytes) -> None:
+        """Merges what is there, applies the rule, and answers."""
+        bucket, rule = self._buckets[index], self.rule
+        here, bucket.here = bucket.here, []
+        here.sort(key=lambda each: each[0].index)
+        if options != self._options[index]:
+            rule.set_options(struct.unpack(f"<{len(options) // 8}d", options), index)
+            self._options[index] = options
+        pushes = [link.pushes[index] for link, _ in here]
+        rule.reduce(index, pushes, float(len(here)) if self._mean else 1.0, keep=True)
+        rule.apply(index, 0)
+        bucket.version += 1
+        count, alone = len(here), not isinstance(self._mode, Sync)
+        contributors = [(link.index, bucket.clocks[link.index]) for link, _ in here]
+        self._fates.closed(index, bucket.version, contributors, [1 / count] * count, [0] * count, alone=alone)
+        for link, wants in here:
+            if isinstance(self._mode, SSP):
+                self._later(link, index, wants=wants)
+            else:
+                link.answer(index, wants=wants)
+        if bucket.waiting:
+            self._answer_waiting(index)
+
+    def _later(self, link: _Link, index: int, *, wants: bool) -> None:
+        """Answers a request in its turn: at once, or when what it waits for has come."""
+        bucket = self._buckets[index]
+        clock = bucket.clocks[link.index]
+        if (bucket.waiting and any(other is link for other, _, _ in bucket.waiting)) or (wants and not self._may_read(link, index, clock)):
+            bucket.waiting.append((link, wants, clock))
+        else:
+            link.answer(index, wants=wants)
+
+    def _may_read(self, link: _Link, index: int, clock: int) -> bool:
+        """Whether a worker may have the values that its requests up to its ``clock`` led to."""
+        bucket, mode = self._buckets[index], self._mode
+        if isinstance(mode, Sync):
+            return all(other is not link for other, _ in bucket.here)
+        if isinstance(mode, SSP):
+            slowest = min((bucket.clocks[worker] for worker in self._active), default=clock)
+            return clock - slowest <= mode.staleness
+        return True
+
+    def _answer_waiting(self, index: int) -> None:
+        bucket = self._buckets[index]
+        waiting, bucket.waiting = bucket.waiting, []
+        held: set[int] = set()
+        for link, wants, clock in waiting:
+            if link.index in held or (wants and not self._may_read(link, index, clock)):
+                held.add(link.index)
+                bucket.waiting.append((link, wants, clock))
+            else:
+                link.answer(index, wants=wants)
+
+    def _leave(self, link: _Link) -> None:
+        """A worker has finished: no round waits for it."""
+        with self.at_rest():
+            self._active.discard(link.index)
+            for index, bucket in enumerate(self._buckets):
+                if bucket.here and len(bucket.here) >= len(self._active):
+                    self._close(index, bucket.here[0][0].options)
+                self._answer_waiting(index)
+
+    # ---- the rest
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside it no round closes."""
+        with contextlib.ExitStack() as held:
+            for bucket in self._buckets:
+                held.enter_context(bucket.lock)
+            yield
+
+    def close(self) -> None:
+        """Frees the store's memory."""
+        self._fates.close()
+        for link in self._links:
+            link.close()
+        self._parameters.close()
+
+
+class _Link:
+    """What this server shares with one worker."""
+
+    def __init__(self, server: KeyServer, index: int) -> None:
+        self._server, self.index = server, index
+        self.options = b""  # of its last push
+        self._channel = server.member.channel("worker", index)
+        device = self._channel.device
+        plan, numeric = server.plan, len(server.spec.numeric)
+        self._numeric, self._plan_buckets = numeric, plan.buckets[server.index]
+        layout = key_inbox(plan, server.index, numeric)
+        self._inbox = device.allocate(layout.nbytes)
+        memory = memoryview(self._inbox)
+        places = [memory[layout.place(n) : layout.place(n + 1)] for n in range(DEPTH)]
+        self._requests = Consumer(Word(self._inbox, 0, self._channel), slots=places)
+        slots = memory[layout.slots :]
+        self.pushes = [Push(index, slots[b.shard : b.shard + b.nbytes], b"\1") for b in self._plan_buckets]
+        # Where the worker's memory cannot be mapped, values leave from a copy: they may change while they travel.
+        maps = device.capabilities.maps
+        self._source = None if maps else device.allocate(plan.shard_bytes[server.index])
+        self._answered = [0] * len(self._plan_buckets)
+        self._pulls: list[Producer] = []
+        self._words: list[Producer] = []
+        self._targets: list[torch.Tensor] = []
+
+    def publish(self) -> None:
+        """Tells the worker where its memory on this server is."""
+        server = self._server
+        endpoint = msgspec.msgpack.encode(ServerEndpoint(self._inbox.remote("write").pack(), b""))
+        key = f"{server.name}/server {server.index}/worker {self.index}"
+        server.member.client.publish(key, endpoint, to=[f"worker {self.index}"])
+
+    def open(self) -> None:
+        """Makes the way back, once the worker has said where its memory is."""
+        server = self._server
+        key = f"{server.name}/worker {self.index}/server {server.index}"
+        found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
+        words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
+        self._requests.credit_to(self._channel, words.view(0, 8))
+        for b in self._plan_buckets:
+            word = words.view(answer_word(b.index), 8)
+            source = [] if self._source is None else [self._source.view(b.shard, b.nbytes)]
+            pull = Producer(
+                self._channel,
+                word,
+                slots=[target.view(b.space, b.nbytes)],
+                source=source,
+                label=f"worker {self.index}, bucket {b.index}",
+            )
+            self._pulls.append(pull)
+            self._words.append(Producer(self._channel, word))
+            self._targets.append(tensor_over(pull.memory, "uint8", 0, b.nbytes))
+
+    def next(self, number: int) -> KeyRequest:
+        """The request of that number. Waits as long as the job lives."""
+        while True:
+            try:
+                place = self._requests.receive(number, _PATIENCE)
+                break
+            except WaitTimeout:
+                self._server.member.check()
+        assert place is not None
+        request = unpack_request(place, self._numeric, len(self._plan_buckets))
+        if request.number != number:
+            raise ProtocolError(f"worker {self.index} sent request {request.number} in place of {number}")
+        if number % RETURN_EVERY == 0:
+            self._requests.release(number)
+        return request
+
+    def answer(self, bucket: int, *, wants: bool) -> None:
+        """Answers the next request for a bucket, by its values if these are wanted. The caller holds its lock."""
+        self._answered[bucket] = number = self._answered[bucket] + 1
+        if not wants:
+            self._words[bucket].send(number)
+            return
+        pull = self._pulls[bucket]
+        if self._source is not None:
+            pull.slot(number)  # what was sent last has left
+        self._targets[bucket].copy_(self._server.values[bucket])
+        counters.add(copies=1, copied_bytes=pull.nbytes)
+        pull.send(number)
+
+    def close(self) -> None:
+        """Frees its memory."""
+        self._inbox.close()
+        if self._source is not None:
+            self._source.close()
