@@ -28,7 +28,7 @@ from tensorwire.store.store_layout import StoreSpec
 Key = str | int
 _BARRIER_SECONDS = 600.0
 _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
-_RULES = {"assign": "mean", "mean": "mean", "sum": "sum"}
+_WITHOUT_OPTIONS = ("assign", "mean", "sum")
 
 
 class Handle:
@@ -36,13 +36,13 @@ class Handle:
 
     def __init__(self, store: KeyValue, pulls: Sequence[_Pull], pushes: Sequence[_Entry], single: bool) -> None:
         self._store, self._pulls, self._single = store, pulls, single
-        self._waits = [(entry, entry.asked()) for entry in pushes]
+        self._pushes = pushes
 
     @property
     def done(self) -> bool:
         """Whether ``wait()`` would return at once."""
         with self._store.lock:
-            return all(entry.answered(asked) for entry, asked in self._waits) and all(p.ready for p in self._pulls)
+            return all(entry.applied for entry in self._pushes) and all(p.ready for p in self._pulls)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Returns when the call is complete.
@@ -58,8 +58,8 @@ class Handle:
             JobEnded: The job ended; the message says why.
         """
         with self._store.calling():
-            for entry, asked in self._waits:
-                entry.wait(asked, timeout)
+            for entry in self._pushes:
+                entry.wait_for_push(timeout)
             for pull in self._pulls:
                 pull.finish(timeout)
         if not self._pulls:
@@ -69,7 +69,7 @@ class Handle:
 
 
 class KeyValue:
-    """Arrays on the servers by keys. Every worker makes one, in the same place of its program, and initializes its keys.
+    """Arrays on the servers, by keys. Every worker makes one, in the same place of its program, and its keys.
 
     ::
 
@@ -136,7 +136,7 @@ class KeyValue:
             raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
         if not isinstance(rule, str) or not rule:
             raise ArgumentError(f"rule must be the name of a rule, such as 'sum' or 'SGD', not {rule!r:.100}")
-        if rule in _RULES and options:
+        if rule in _WITHOUT_OPTIONS and options:
             raise ArgumentError(f"the rule {rule!r} has no options, and there is {next(iter(options))!r}")
         self._rule = rule
         self._group = {name: _plain(name, value) for name, value in options.items()}
@@ -213,7 +213,7 @@ class KeyValue:
             priority: Where requests have to wait for a slow link, those of higher priority go first.
 
         Returns:
-            Complete when the servers have applied it.
+            Complete when the servers have applied it, and any later push of the same keys.
 
         Raises:
             ArgumentError: There is no such key, a key is named twice, or a value does not fit. Nothing was pushed.
@@ -302,7 +302,7 @@ class KeyValue:
         spec = StoreSpec(
             _versions(),
             tensors,
-            _RULES.get(self._rule, self._rule),
+            "assign" if self._rule == "mean" else self._rule,
             [self._group],
             self._numeric,
             self._bucket_bytes,
@@ -398,6 +398,7 @@ class _Entry:
 
     def __init__(self, owner: KeyValue, key: Key, spec: Spec, first: np.ndarray[Any, Any] | None) -> None:
         self.owner, self.key, self.spec, self._first = owner, key, spec, first
+        self.dtype = np.dtype(spec.dtype)
         self.pulling: _Pull | None = None  # the last pull, until it is finished
 
     def place(self, store: KeyClient, tensor: int) -> None:
@@ -408,7 +409,7 @@ class _Entry:
         self.value.flags.writeable = False
 
     def _over(self, memory: memoryview) -> np.ndarray[Any, Any]:
-        return np.frombuffer(memory, self.spec.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
+        return np.frombuffer(memory, self.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
 
     def take_first(self) -> np.ndarray[Any, Any]:
         """Worker 0's value, which is not kept any longer."""
@@ -418,6 +419,8 @@ class _Entry:
 
     def check(self, array: Any, what: str) -> None:
         """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""
+        if isinstance(array, np.ndarray) and array.shape == self.spec.shape and array.dtype == self.dtype:
+            return
         found = Spec.of(array)
         if (found.shape, found.dtype) != (self.spec.shape, self.spec.dtype):
             raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")
@@ -430,16 +433,26 @@ class _Entry:
         for array in arrays[1:]:
             np.add(self.slot, _array(array), out=self.slot)
 
+    @property
+    def applied(self) -> bool:
+        """Whether its last push has been applied."""
+        return all(self.store.push_is_applied(bucket) for bucket in self.store.buckets[self.tensor])
+
+    def wait_for_push(self, timeout: float | None) -> None:
+        """Returns when its last push has been applied."""
+        for bucket in self.store.buckets[self.tensor]:
+            self.store.wait_for_push(bucket, timeout)
+
     def asked(self) -> list[int]:
-        """How many requests there were for each of its buckets."""
+        """How many answers about each of its buckets were asked for."""
         return [self.store.asked[b.number] for b in self.store.buckets[self.tensor]]
 
     def answered(self, asked: Sequence[int]) -> bool:
-        """Whether so many have been answered."""
+        """Whether there have been so many."""
         return self.store.answered(self.tensor, asked)
 
     def wait(self, asked: Sequence[int], timeout: float | None) -> None:
-        """Returns when so many have been answered."""
+        """Returns when there have been so many."""
         for bucket, number in zip(self.store.buckets[self.tensor], asked, strict=True):
             self.store.wait_for(bucket, number, timeout)
 
@@ -467,7 +480,7 @@ class _Pull:
             self.result = entry.value
             return
         if self.result is None:
-            self.result = np.empty(entry.spec.shape, entry.spec.dtype)
+            self.result = np.empty(entry.spec.shape, entry.dtype)
         np.copyto(self.result, entry.value)
         counters.add(copies=1, copied_bytes=entry.value.nbytes)
 

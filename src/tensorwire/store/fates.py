@@ -122,12 +122,29 @@ class Fates:
         fate = "applied" if alone else "merged"
         counters.add(**{fate: len(pushes)})
         if self._log.wanted:
-            self._log.add(
-                *(
-                    Fate(self._store, self._server, bucket, worker, step, fate, version, weight, stale)
-                    for (worker, step), weight, stale in zip(pushes, weights, staleness, strict=True)
-                )
+            self.log(bucket, version, pushes, fate, weights, staleness)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether they go to a file."""
+        return self._log.wanted
+
+    def log(
+        self,
+        bucket: int,
+        version: int,
+        pushes: Sequence[tuple[int, int]],
+        fate: str,
+        weights: Sequence[float],
+        staleness: Sequence[int],
+    ) -> None:
+        """Writes what became of these pushes, without counting them."""
+        self._log.add(
+            *(
+                Fate(self._store, self._server, bucket, worker, step, fate, version, weight, stale)
+                for (worker, step), weight, stale in zip(pushes, weights, staleness, strict=True)
             )
+        )
 
     def merged(self, bucket: int, workers: list[int], step: int, version: int, weight: float) -> None:
         """The pushes of ``workers`` in their round ``step`` led to ``version`` together."""

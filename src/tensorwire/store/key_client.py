@@ -23,6 +23,7 @@ from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.key_layout import (
     DEPTH,
     MOST_BUCKETS,
+    PUSHES,
     REQUEST_BYTES,
     KeyOperation,
     answer_bytes,
@@ -30,11 +31,13 @@ from tensorwire.store.key_layout import (
     key_inbox,
     pack_request,
 )
+from tensorwire.store.modes import Sync
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 
-_CARRYING = (KeyOperation.PUSH, KeyOperation.PUSHPULL, KeyOperation.ASSIGN)
+_CARRYING = (*PUSHES, KeyOperation.ASSIGN)
+_WANTING = (KeyOperation.PULL, KeyOperation.PUSHPULL)
 
 
 class KeyClient:
@@ -59,8 +62,9 @@ class KeyClient:
         self._slots = memoryview(self._place_slots())
         self._values = memoryview(self._place_values())
         count = sum(map(len, plan.buckets))
-        self.asked = [0] * count  # by the bucket's number: requests so far
-        self.pushed = [0] * count  # and the last of them that used its slot
+        self.asked = [0] * count  # by the bucket's number: answers that were asked for
+        self.pushed = [0] * count  # and, where rounds are those of all workers, the answer to the last push
+        self._together = isinstance(spec.mode, Sync)
         self._produced = [0] * plan.servers
         self._log = FateLog(name, member.name)
         for link in self._links:
@@ -113,7 +117,21 @@ class KeyClient:
     def wait_for_slot(self, tensor: int) -> None:
         """Returns when the servers have taken what was pushed last. Raises as `wait_for`."""
         for bucket in self.buckets[tensor]:
-            self.wait_for(bucket, self.pushed[bucket.number])
+            self.wait_for_push(bucket)
+
+    def wait_for_push(self, bucket: Bucket, timeout: float | None = None) -> None:
+        """Returns when the last push of a bucket has been applied. Raises as `wait_for`."""
+        if self._together:
+            self.wait_for(bucket, self.pushed[bucket.number], timeout)
+        else:
+            self._links[bucket.server].wait_for_request(bucket.index, self.timeout if timeout is None else timeout)
+
+    def push_is_applied(self, bucket: Bucket) -> bool:
+        """Whether the last push of a bucket has been applied."""
+        link = self._links[bucket.server]
+        if self._together:
+            return link.word(bucket.index).value >= self.pushed[bucket.number]
+        return link.has_looked(bucket.index)
 
     def fill(self, tensor: int, values: object) -> None:
         """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
@@ -149,15 +167,16 @@ class KeyClient:
 
     def _send(self, server: int, operation: KeyOperation, buckets: list[Bucket], options: bytes, urgency: int) -> None:
         carrying = operation in _CARRYING
-        if operation in (KeyOperation.PUSH, KeyOperation.PUSHPULL):
+        if operation in PUSHES:
             self._produced[server] += len(buckets)
             counters.add(pushes=len(buckets))
         self._links[server].send(operation, buckets, options, urgency, carrying=carrying)
+        if not self._together and operation not in _WANTING:
+            return
         for bucket in buckets:
-            number = bucket.number
-            self.asked[number] += 1
+            self.asked[bucket.number] += 1
             if carrying:
-                self.pushed[number] = self.asked[number]
+                self.pushed[bucket.number] = self.asked[bucket.number]
 
     def announce(self, operation: KeyOperation, options: bytes) -> None:
         """A request to every server that names no bucket."""
@@ -167,14 +186,14 @@ class KeyClient:
     # ---- answers
 
     def answered(self, tensor: int, asked: Sequence[int]) -> bool:
-        """Whether the servers have answered so many requests for each bucket of a tensor."""
+        """Whether the servers have given so many answers about each bucket of a tensor."""
         return all(
             self._links[b.server].word(b.index).value >= number
             for b, number in zip(self.buckets[tensor], asked, strict=True)
         )
 
     def wait_for(self, bucket: Bucket, number: int, timeout: float | None = None) -> None:
-        """Returns when so many requests for a bucket have been answered. Raises `PeerLost` or `WaitTimeout`."""
+        """Returns when there have been so many answers about a bucket. Raises `PeerLost` or `WaitTimeout`."""
         if number:
             self._links[bucket.server].word(bucket.index).wait(number, self.timeout if timeout is None else timeout)
 
@@ -212,15 +231,17 @@ class _Link:
         self.mapped = self.channel.map(self._inbox.view())
         entry = self.layout.entry
         self._ring = None if self.mapped else device.allocate(DEPTH * entry)
+        self._looked = Word(self._answers, 0, self.channel)
         self._requests = Producer(
             self.channel,
             self._inbox.view(0, 8),
             slots=[self._inbox.view(self.layout.place(n), entry) for n in range(DEPTH)],
             source=[] if self._ring is None else [self._ring.view(n * entry, entry) for n in range(DEPTH)],
-            credit=Word(self._answers, 0, self.channel),
+            credit=self._looked,
             label=f"server {index}, requests",
         )
         self._accepted = self._number = 0  # requests that have a place in the ring, and those that are in it
+        self._last = [0] * len(plan.buckets[index])  # by bucket: the number of its last request in the ring
         # What was handed to a device goes in its order: so where it is slow, what is urgent waits here.
         self._window = None if self.mapped else SendWindow()
         self._places: dict[int, tuple[int, int]] = {}  # by bucket: urgency and number of the last request that waits
@@ -234,8 +255,18 @@ class _Link:
         client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {self._index}"])
 
     def word(self, bucket: int) -> Word:
-        """How many requests for a bucket have been answered."""
+        """How many answers about a bucket there have been."""
         return self._words[bucket]
+
+    def wait_for_request(self, bucket: int, timeout: float) -> None:
+        """Returns when the server has looked at the last request for a bucket. Raises `WaitTimeout` or `PeerLost`."""
+        if self._window is not None and bucket in self._places:
+            self._window.flush(timeout)
+        self._looked.wait(self._last[bucket], timeout)
+
+    def has_looked(self, bucket: int) -> bool:
+        """Whether the server has looked at the last request for a bucket."""
+        return bucket not in self._places and self._looked.value >= self._last[bucket]
 
     def send(
         self, operation: KeyOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, *, carrying: bool
@@ -246,7 +277,7 @@ class _Link:
             self._write(operation, buckets, options)
             return
         if number > DEPTH:  # so that nobody waits for a place in the ring later, in a thread of the device
-            Word(self._answers, 0, self.channel).wait(number - DEPTH, self._client.timeout)
+            self._looked.wait(number - DEPTH, self._client.timeout)
         if not buckets:
             self._window.flush(self._client.timeout)
         with self._turn:
@@ -293,7 +324,10 @@ class _Link:
     def _write(self, operation: KeyOperation, buckets: Sequence[Bucket], options: bytes) -> Completion:
         self._number = number = self._number + 1
         room = self._requests.slot(number, self._client.timeout)
-        nbytes = pack_request(room, operation, number, options, [b.index for b in buckets])
+        indices = [b.index for b in buckets]
+        for index in indices:
+            self._last[index] = number
+        nbytes = pack_request(room, operation, number, options, indices)
         return self._requests.send(number, nbytes=nbytes)
 
     def flush(self, timeout: float) -> None:

@@ -2,7 +2,9 @@
 
 A *request* names buckets and what is wanted of them. Requests lie in a ring in the server's memory. What is pushed with
 a request is written into the buckets' slots ahead of it, by the same lane, so that its signal says that all is there.
-Each bucket has a word in the worker's memory: how many requests for it, of this worker, have been answered.
+In the worker's memory one word says how many of its requests the server has looked at. Each bucket has a word there,
+too: how many answers there were. Who wants values gets an answer; and where rounds are those of all workers, who pushes gets
+one when the round closes. Where each push is applied by itself, it has been when the server has looked at its request.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from tensorwire.store.sharding import PAGE, StorePlan
 from tensorwire.store.store_layout import WORD
 
 DEPTH = 64  # requests that a worker may be ahead of a server
-RETURN_EVERY = 16  # requests after which the server gives their places in the ring back
 MOST_BUCKETS = 64  # of one request
 REQUEST_BYTES = 1 << 20  # that are pushed with one request, unless one bucket has more
 
@@ -39,6 +40,10 @@ class KeyOperation(IntEnum):
     READY = 5  # worker 0: all values are there, others may begin
     LOAD = 6  # worker 0: its state becomes the rule's
     FINISH = 7  # this worker is done
+
+
+PUSHES = (KeyOperation.PUSH, KeyOperation.PUSHPULL)
+WORKER_0 = (KeyOperation.ASSIGN, KeyOperation.READY, KeyOperation.LOAD)  # what it alone may ask
 
 
 class KeyRequest(NamedTuple):
@@ -97,7 +102,7 @@ def key_inbox(plan: StorePlan, server: int, options: int) -> KeyInbox:
 
 
 def answer_word(bucket: int) -> int:
-    """Where, in a worker's memory, the word of a server's bucket is. Word 0 gives back places in the ring."""
+    """Where, in a worker's memory, the word of a server's bucket is. Word 0 says up to which request all were looked at."""
     return WORD * (1 + bucket)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
-import torch
+import numpy as np
 
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
@@ -26,21 +26,21 @@ from tensorwire.observe import counters
 from tensorwire.store.fates import Fates
 from tensorwire.store.key_layout import (
     DEPTH,
-    RETURN_EVERY,
+    WORKER_0,
     KeyOperation,
     KeyRequest,
     answer_word,
     key_inbox,
     unpack_request,
 )
-from tensorwire.store.modes import SSP, Async, Sync
-from tensorwire.store.rules import Push, make_rule, tensor_over, versions
+from tensorwire.store.key_rules import make_key_rule
+from tensorwire.store.modes import SSP, Sync
+from tensorwire.store.rules import Push, versions
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import check_memory
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
-_CONTRIBUTIONS = (KeyOperation.PUSH, KeyOperation.PUSHPULL)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Bucket:
     clocks: list[int]  # by worker: pushes so far
     version: int = 0
     here: list[tuple[_Link, bool]] = field(default_factory=list)  # the round's pushes; whether the values are wanted
-    waiting: list[tuple[_Link, bool, int]] = field(default_factory=list)  # answers that are due later, with the clock
+    waiting: list[tuple[_Link, int]] = field(default_factory=list)  # who waits for values, with its clock
 
 
 class KeyServer:
@@ -65,23 +65,21 @@ class KeyServer:
             )
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
-        mode = spec.mode
-        assert isinstance(mode, (Sync, Async, SSP))
-        self._mode = mode
-        self._mean = spec.reduce == "mean"
+        self._mode = spec.mode
+        self._together = isinstance(self._mode, Sync)
+        self._bound = self._mode.staleness if isinstance(self._mode, SSP) else None
         device = member.channel("worker", 0).device
         self._parameters = device.allocate(self.plan.shard_bytes[self.index])
+        memory = memoryview(self._parameters)
+        buckets = self.plan.buckets[self.index]
+        self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self._links = [_Link(self, worker) for worker in range(workers)]
         for link in self._links:
             link.publish()
         for link in self._links:
             link.open()
-        memory = memoryview(self._parameters)
-        self.rule = make_rule(spec, self.plan, self.index, memory)
-        buckets = self.plan.buckets[self.index]
-        self.values = [tensor_over(memory, "uint8", b.shard, b.nbytes) for b in buckets]
+        self.rule = make_key_rule(spec, self.plan, self.index, memory)
         self._buckets = [_Bucket(threading.Lock(), [0] * workers) for _ in buckets]
-        self._options = [b""] * len(buckets)  # in force, packed
         self._active = set(range(workers))
         self._ready = threading.Event()
         self._fates = Fates(name, self.index)
@@ -106,6 +104,7 @@ class KeyServer:
                 if request.operation is KeyOperation.FINISH:
                     break
                 self._serve(link, request)
+                link.take(number)
             self._leave(link)
         except BaseException as error:
             ends.put(error)
@@ -114,23 +113,24 @@ class KeyServer:
 
     def _serve(self, link: _Link, request: KeyRequest) -> None:
         operation = request.operation
-        if operation in _CONTRIBUTIONS:
-            self._wait_until_ready()
-            for index in request.buckets:
-                self._push(link, index, request.options, wants=operation is KeyOperation.PUSHPULL)
-        elif operation is KeyOperation.PULL:
-            self._wait_until_ready()
-            for index in request.buckets:
-                bucket = self._buckets[index]
-                with bucket.lock:
-                    self._later(link, index, wants=True)
-        elif link.index:
-            raise ProtocolError(f"worker {link.index} sent {operation.name}, which is for worker 0")
-        else:
+        if operation in WORKER_0:
             self._set(link, request)
+            return
+        if not self._ready.is_set():
+            self._wait_until_ready()
+        if operation is KeyOperation.PULL:
+            for index in request.buckets:
+                with self._buckets[index].lock:
+                    self._answer_in_turn(link, index)
+        elif self._together:
+            self._contribute(link, request)
+        else:
+            self._apply(link, request)
 
     def _set(self, link: _Link, request: KeyRequest) -> None:
-        """What worker 0 alone does, while others wait for it at a barrier."""
+        """What worker 0 alone does, while others wait for it."""
+        if link.index:
+            raise ProtocolError(f"worker {link.index} sent {request.operation.name}, which is for worker 0")
         if request.operation is KeyOperation.READY:
             self._ready.set()
         elif request.operation is KeyOperation.LOAD:
@@ -140,87 +140,101 @@ class KeyServer:
             for index in request.buckets:
                 with self._buckets[index].lock:
                     self.rule.assign(index, link.pushes[index].slot, 0)
-                    link.answer(index, wants=False)
+                    if self._together:
+                        link.answer(index)
 
     def _wait_until_ready(self) -> None:
         while not self._ready.wait(_PATIENCE):
             self.member.check()
 
-    # ---- a round of a bucket; the caller of what follows holds its lock
+    # ---- each push by itself
 
-    def _push(self, link: _Link, index: int, options: bytes, *, wants: bool) -> None:
+    def _apply(self, link: _Link, request: KeyRequest) -> None:
+        wants = request.operation is KeyOperation.PUSHPULL
+        for index in request.buckets:
+            bucket = self._buckets[index]
+            with bucket.lock:
+                self.rule.update(index, (link.pushes[index],), request.options)
+                bucket.version += 1
+                bucket.clocks[link.index] += 1
+                if self._fates.wanted:
+                    self._log(index, [link])
+                if wants:
+                    self._answer_in_turn(link, index)
+                if bucket.waiting:
+                    self._answer_waiting(index)
+        counters.add(applied=len(request.buckets))
+
+    # ---- rounds of all workers
+
+    def _contribute(self, link: _Link, request: KeyRequest) -> None:
+        wants = request.operation is KeyOperation.PUSHPULL
+        link.options = request.options
+        for index in request.buckets:
+            bucket = self._buckets[index]
+            with bucket.lock:
+                if any(other is link for other, _ in bucket.here):
+                    raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
+                bucket.clocks[link.index] += 1
+                bucket.here.append((link, wants))
+                self._close_if_due(index)
+
+    def _close_if_due(self, index: int) -> None:
+        """Merges, applies and answers, if all are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        with bucket.lock:
-            if any(other is link for other, _ in bucket.here):
-                raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
-            bucket.clocks[link.index] += 1
-            bucket.here.append((link, wants))
-            if not isinstance(self._mode, Sync):
-                self._close(index, options)
-            elif len(bucket.here) >= len(self._active):
-                self._close(index, bucket.here[0][0].options if bucket.here[0][0] is not link else options)
-            link.options = options
-
-    def _close(self, index: int, options: bytes) -> None:
-        """Merges what is there, applies the rule, and answers."""
-        bucket, rule = self._buckets[index], self.rule
-        here, bucket.here = bucket.here, []
-        here.sort(key=lambda each: each[0].index)
-        if options != self._options[index]:
-            rule.set_options(struct.unpack(f"<{len(options) // 8}d", options), index)
-            self._options[index] = options
-        pushes = [link.pushes[index] for link, _ in here]
-        rule.reduce(index, pushes, float(len(here)) if self._mean else 1.0, keep=True)
-        rule.apply(index, 0)
+        if not bucket.here or len(bucket.here) < len(self._active):
+            return
+        here, bucket.here = sorted(bucket.here, key=lambda each: each[0].index), []
+        links = [link for link, _ in here]
+        self.rule.update(index, [link.pushes[index] for link in links], links[0].options)
         bucket.version += 1
-        count, alone = len(here), not isinstance(self._mode, Sync)
-        contributors = [(link.index, bucket.clocks[link.index]) for link, _ in here]
-        self._fates.closed(index, bucket.version, contributors, [1 / count] * count, [0] * count, alone=alone)
+        counters.add(merged=len(links))
+        if self._fates.wanted:
+            self._log(index, links)
         for link, wants in here:
-            if isinstance(self._mode, SSP):
-                self._later(link, index, wants=wants)
-            else:
-                link.answer(index, wants=wants)
-        if bucket.waiting:
-            self._answer_waiting(index)
+            link.answer(index, wants=wants)
+        self._answer_waiting(index)
 
-    def _later(self, link: _Link, index: int, *, wants: bool) -> None:
-        """Answers a request in its turn: at once, or when what it waits for has come."""
+    # ---- answers; the caller holds the bucket's lock
+
+    def _answer_in_turn(self, link: _Link, index: int) -> None:
+        """Sends a worker the values of a bucket: at once, or when what they have to contain has come."""
         bucket = self._buckets[index]
         clock = bucket.clocks[link.index]
-        if (bucket.waiting and any(other is link for other, _, _ in bucket.waiting)) or (wants and not self._may_read(link, index, clock)):
-            bucket.waiting.append((link, wants, clock))
+        if self._may_read(link, index, clock):
+            link.answer(index, wants=True)
         else:
-            link.answer(index, wants=wants)
+            bucket.waiting.append((link, clock))
 
     def _may_read(self, link: _Link, index: int, clock: int) -> bool:
-        """Whether a worker may have the values that its requests up to its ``clock`` led to."""
-        bucket, mode = self._buckets[index], self._mode
-        if isinstance(mode, Sync):
-            return all(other is not link for other, _ in bucket.here)
-        if isinstance(mode, SSP):
+        """Whether a worker may have the values that its ``clock`` pushes led to."""
+        bucket = self._buckets[index]
+        if self._bound is not None:
             slowest = min((bucket.clocks[worker] for worker in self._active), default=clock)
-            return clock - slowest <= mode.staleness
-        return True
+            return clock - slowest <= self._bound
+        return not any(other is link for other, _ in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
         bucket = self._buckets[index]
         waiting, bucket.waiting = bucket.waiting, []
-        held: set[int] = set()
-        for link, wants, clock in waiting:
-            if link.index in held or (wants and not self._may_read(link, index, clock)):
-                held.add(link.index)
-                bucket.waiting.append((link, wants, clock))
+        for link, clock in waiting:
+            if self._may_read(link, index, clock):
+                link.answer(index, wants=True)
             else:
-                link.answer(index, wants=wants)
+                bucket.waiting.append((link, clock))
+
+    def _log(self, index: int, links: Sequence[_Link]) -> None:
+        bucket, count = self._buckets[index], len(links)
+        pushes = [(link.index, bucket.clocks[link.index]) for link in links]
+        fate = "merged" if self._together else "applied"
+        self._fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 
     def _leave(self, link: _Link) -> None:
         """A worker has finished: no round waits for it."""
         with self.at_rest():
             self._active.discard(link.index)
-            for index, bucket in enumerate(self._buckets):
-                if bucket.here and len(bucket.here) >= len(self._active):
-                    self._close(index, bucket.here[0][0].options)
+            for index in range(len(self._buckets)):
+                self._close_if_due(index)
                 self._answer_waiting(index)
 
     # ---- the rest
@@ -264,7 +278,7 @@ class _Link:
         self._answered = [0] * len(self._plan_buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []
-        self._targets: list[torch.Tensor] = []
+        self._targets: list[np.ndarray[Any, Any]] = []
 
     def publish(self) -> None:
         """Tells the worker where its memory on this server is."""
@@ -292,7 +306,7 @@ class _Link:
             )
             self._pulls.append(pull)
             self._words.append(Producer(self._channel, word))
-            self._targets.append(tensor_over(pull.memory, "uint8", 0, b.nbytes))
+            self._targets.append(np.frombuffer(pull.memory, np.uint8))
 
     def next(self, number: int) -> KeyRequest:
         """The request of that number. Waits as long as the job lives."""
@@ -306,11 +320,13 @@ class _Link:
         request = unpack_request(place, self._numeric, len(self._plan_buckets))
         if request.number != number:
             raise ProtocolError(f"worker {self.index} sent request {request.number} in place of {number}")
-        if number % RETURN_EVERY == 0:
-            self._requests.release(number)
         return request
 
-    def answer(self, bucket: int, *, wants: bool) -> None:
+    def take(self, number: int) -> None:
+        """Tells the worker that requests up to this one have been looked at."""
+        self._requests.release(number)
+
+    def answer(self, bucket: int, *, wants: bool = False) -> None:
         """Answers the next request for a bucket, by its values if these are wanted. The caller holds its lock."""
         self._answered[bucket] = number = self._answered[bucket] + 1
         if not wants:
@@ -319,7 +335,7 @@ class _Link:
         pull = self._pulls[bucket]
         if self._source is not None:
             pull.slot(number)  # what was sent last has left
-        self._targets[bucket].copy_(self._server.values[bucket])
+        np.copyto(self._targets[bucket], self._server.values[bucket])
         counters.add(copies=1, copied_bytes=pull.nbytes)
         pull.send(number)
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import msgspec
 
 from tensorwire.control import Member
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
-from tensorwire.store.rules import Rule
-from tensorwire.store.state_transfer import Ask, StateReceiver, StateSender, ask_key, load_key
+from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
 
 AtRest = Callable[[], AbstractContextManager[object]]
 _LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
 
 
-def answer_asks(member: Member, store: str, rule: Rule, at_rest: AtRest) -> None:
+class Stateful(Protocol):
+    """A rule, as this module uses it."""
+
+    def state(self) -> Iterator[Item]:
+        """All that is kept beside the parameters, to be saved."""
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """Replaces it. Raises `ProtocolError`."""
+
+
+def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest) -> None:
     """Gives every worker that asks this server's part of the state of ``store``, until the job ends.
 
     Inside ``at_rest()`` the state does not change.
@@ -47,7 +57,7 @@ def _next_ask(member: Member, key: str) -> Ask:
             continue
 
 
-def take_state(member: Member, store: str, step: int, rule: Rule) -> None:
+def take_state(member: Member, store: str, step: int, rule: Stateful) -> None:
     """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
     with StateReceiver(member.channel("worker", 0)) as receiver:
         member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=["worker 0"])
