@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
 from tensorwire.observe import counters
 from tensorwire.store.key_client import KeyClient, pack_options
+from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
+from tensorwire.store.key_state import KeptArray, fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
@@ -279,6 +282,81 @@ class KeyValue:
         """Returns when all workers have come. What they pushed before may still be on its way."""
         with self.calling():
             self._worker.collectives.barrier(_BARRIER_SECONDS)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the values of all keys, and what the rule keeps beside them, to a file in numpy's npz format.
+
+        One worker may call it alone. Others should wait at a barrier meanwhile, if all keys are to be of one round.
+
+        Raises:
+            ArgumentError: The file cannot be written; an earlier one is as it was.
+            Unsupported: The rule keeps what is neither a number nor an array.
+            WaitTimeout: The servers did not answer in time.
+            JobEnded: The job ended; the message says why.
+        """
+        keys = list(self._entries)
+        arrays = list(zip(map(SavedArray, keys), self.pull(keys).wait(), strict=True))
+        with self.calling():
+            for store in self._stores:
+                mine = {e.tensor: e for e in self._entries.values() if e.store is store}
+                for kept in fetch_arrays(store, {tensor: e.value for tensor, e in mine.items()}):
+                    arrays.append((SavedArray(mine[kept.tensor].key, kept.name, kept.kind, kept.rows), kept.array))
+        write_arrays(path, self._rule, arrays)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Sets all keys, and what the rule keeps, to those of a file. Every worker calls it; worker 0 reads the file.
+
+        The keys have to be there, with the shapes and dtypes of the file; the number of servers may be another one.
+
+        Raises:
+            ArgumentError: The file cannot be read, is not of these keys, or is of another rule. Nothing was changed.
+            WaitTimeout: Another worker or a server did not come in time.
+            JobEnded: The job ended; the message says why.
+        """
+        with self.calling():
+            for entry in self._entries.values():
+                entry.wait_for_push(None)
+            arrays, wrong = self._read(path) if self.rank == 0 else ([], "")
+            wrong = self._worker.collectives.broadcast(wrong, 0, _BARRIER_SECONDS)
+            if wrong:
+                raise ArgumentError(wrong)
+            if self.rank == 0:
+                self._set(arrays)
+            self._worker.collectives.barrier(_BARRIER_SECONDS)
+
+    def _read(self, path: str | os.PathLike[str]) -> tuple[list[tuple[SavedArray, Any]], str]:
+        """What is in a file, or what is wrong with it."""
+        try:
+            rule, arrays = read_arrays(path)
+            if rule != self._rule:
+                raise ArgumentError(f"{path} is of the rule {rule!r}, and the keys have {self._rule!r}")
+            there = {saved.key for saved, _ in arrays}
+            if there != set(self._entries):
+                key = next(iter(there.symmetric_difference(self._entries)))
+                raise ArgumentError(
+                    f"{path} {'has a' if key in there else 'lacks the'} key {key!r}: load the same keys"
+                )
+            for saved, array in arrays:
+                if not saved.name:
+                    self._entries[saved.key].check(array, f"value in {path}")
+        except ArgumentError as error:
+            return [], str(error)
+        return arrays, ""
+
+    def _set(self, arrays: Sequence[tuple[SavedArray, Any]]) -> None:
+        """The servers have these values, and keep this. Others send nothing meanwhile."""
+        values = [(self._entries[saved.key], array) for saved, array in arrays if not saved.name]
+        self._fill([entry for entry, _ in values], [[array] for _, array in values])
+        for store in self._stores:
+            store.request(KeyOperation.ASSIGN, [e.tensor for e, _ in values if e.store is store], self._options)
+            kept = [
+                KeptArray(entry.tensor, saved.name, saved.kind, saved.rows, array)
+                for saved, array in arrays
+                if saved.name and (entry := self._entries[saved.key]).store is store
+            ]
+            load_arrays(store, kept, self._options)
+        for entry, _ in values:
+            entry.wait_for_push(None)
 
     # ---- for handles
 

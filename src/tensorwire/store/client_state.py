@@ -10,10 +10,14 @@ Loading: a round of its kind. The servers take what worker 0 sends, and publish 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
+from tensorwire.control import Member
+from tensorwire.device import Channel
 from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
+from tensorwire.store.sharding import StorePlan
 from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
@@ -21,7 +25,22 @@ from tensorwire.store.store_client import StoreClient
 # ---- saving
 
 
-def fetch_state(client: StoreClient) -> Iterator[Item]:
+class Client(Protocol):
+    """A worker's end of a store, as saving uses it."""
+
+    member: Member
+    name: str
+    plan: StorePlan
+    step: int  # -1: the worker has left
+    asks: int
+    timeout: float
+
+    @property
+    def channels(self) -> list[Channel]:
+        """To each server."""
+
+
+def fetch_state(client: Client) -> Iterator[Item]:
     """What the servers keep for the optimizer, server after server; each memory is valid until the next is asked for.
 
     Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
@@ -40,7 +59,7 @@ def fetch_state(client: StoreClient) -> Iterator[Item]:
             receiver.close()
 
 
-def _publish(client: StoreClient, ask: Ask) -> None:
+def _publish(client: Client, ask: Ask) -> None:
     """As the first ask whose number nobody has taken."""
     servers = [f"server {s}" for s in range(client.plan.servers)]
     encoded = msgspec.msgpack.encode(ask)

@@ -178,10 +178,9 @@ class KeyClient:
             if carrying:
                 self.pushed[bucket.number] = self.asked[bucket.number]
 
-    def announce(self, operation: KeyOperation, options: bytes) -> None:
-        """A request to every server that names no bucket."""
-        for link in self._links:
-            link.send(operation, (), options, 0, carrying=False)
+    def announce(self, operation: KeyOperation, options: bytes) -> list[int]:
+        """A request to every server that names no bucket. Returns the number that it has on each."""
+        return [link.announce(operation, options) for link in self._links]
 
     # ---- answers
 
@@ -278,8 +277,6 @@ class _Link:
             return
         if number > DEPTH:  # so that nobody waits for a place in the ring later, in a thread of the device
             self._looked.wait(number - DEPTH, self._client.timeout)
-        if not buckets:
-            self._window.flush(self._client.timeout)
         with self._turn:
             for bucket in buckets:  # no request overtakes an earlier one for the same bucket
                 urgency = max(urgency, self._places.get(bucket.index, (urgency, 0))[0])
@@ -289,6 +286,13 @@ class _Link:
         self._window.submit(
             (urgency, 0), nbytes, partial(self._write_in_turn, number, operation, buckets, options, runs)
         )
+
+    def announce(self, operation: KeyOperation, options: bytes) -> int:
+        """Sends a request that names no bucket, after all others, and returns its number."""
+        if self._window is not None:
+            self._window.flush(self._client.timeout)
+        self.send(operation, (), options, 0, carrying=False)
+        return self._number
 
     def _runs(self, buckets: Sequence[Bucket]) -> list[tuple[int, int, int]]:
         """Spans ``(space, shard, nbytes)`` of slots that lie side by side."""

@@ -5,14 +5,15 @@ Sums are taken in worker order; those of float16 in float32.
 
 from __future__ import annotations
 
+import inspect
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from tensorwire.errors import ProtocolError
-from tensorwire.store.rules import Push, make_rule
+from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.store.rules import ELEMENTWISE, WHOLE, Push, make_rule, optimizer_class
 from tensorwire.store.server_state import Stateful
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.state_transfer import Item
@@ -45,7 +46,8 @@ class _ArrayRule:
         self._mean = spec.reduce == "mean"
         self._dtypes = [plan.tensors[b.pieces[0].tensor].dtype for b in plan.buckets[server]]
         buckets = plan.buckets[server]
-        self._values = [_array(values[b.shard : b.shard + b.nbytes], d) for b, d in zip(buckets, self._dtypes)]
+        places = zip(buckets, self._dtypes, strict=True)
+        self._values = [_array(values[b.shard : b.shard + b.nbytes], dtype) for b, dtype in places]
         self._slots: list[dict[int, Array]] = [{} for _ in buckets]  # by worker; a slot never moves
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
@@ -108,7 +110,17 @@ class _StoreRule:
     """A rule of the store, such as torch's optimizers."""
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview) -> None:
-        self._rule = make_rule(spec, plan, server, values)
+        if rule_classes := [name for name in (*ELEMENTWISE, *WHOLE) if name == spec.rule]:
+            known = inspect.signature(optimizer_class(spec)).parameters
+            if strange := [name for name in spec.groups[0] if name not in known]:
+                raise ArgumentError(f"the optimizer {rule_classes[0]} has no option {strange[0]!r}")
+        else:
+            names = ", ".join((SUM, ASSIGN, *ELEMENTWISE, *WHOLE))
+            raise ArgumentError(f"there is no rule {spec.rule!r} for keys; there are: {names}")
+        try:
+            self._rule = make_rule(spec, plan, server, values)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"the optimizer {spec.rule} refuses its options: {error}") from None
         self._mean = spec.reduce == "mean"
         self.assign, self.state, self.load_state = self._rule.assign, self._rule.state, self._rule.load_state
 

@@ -11,10 +11,7 @@ import torch
 
 from tensorwire.errors import ProtocolError
 from tensorwire.store.sharding import PARAMETER_DTYPES, ParameterSpec, Piece
-from tensorwire.store.state_transfer import NUMBER, Entry, Item
-
-# The float32 values that a half-precision parameter is rounded from.
-MASTER = "master"
+from tensorwire.store.state_transfer import MASTER, NUMBER, Entry, Item
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError
-from tensorwire.store.rule_state import MASTER
 from tensorwire.store.rules import IMPLEMENTATION, is_whole
+from tensorwire.store.state_transfer import MASTER
 from tensorwire.torch.options import known
 
 OptimizerClass = type[torch.optim.Optimizer]

@@ -17,9 +17,9 @@ import torch
 from tensorwire.errors import Unsupported
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.foreign import is_foreign
-from tensorwire.store.rule_state import MASTER, number_item, number_of, tensor_bytes
+from tensorwire.store.rule_state import number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
-from tensorwire.store.state_transfer import GROUP, NUMBER, Entry, Item
+from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
 from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
