@@ -121,7 +121,6 @@ class KeyValue:
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
         self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
         self._entries: dict[Key, _Entry] = {}
-        self._pending: list[_Entry] = []  # that are not on the servers yet
         self._stores: list[KeyClient] = []
         self.lock = threading.RLock()
         self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
@@ -172,8 +171,8 @@ class KeyValue:
     def init(self, keys: Key | Sequence[Key], values: Any) -> None:
         """Makes keys with values; those of worker 0 count. Every worker calls it, with the same keys in the same order.
 
-        Keys get their place on the servers together, at the first call that uses one of them, or at `barrier`. More may
-        be added at any time.
+        It waits for the other workers. Keys may be added at any time; those of one call share a plan and threads of the
+        servers, so give it as many as you can.
 
         Args:
             keys: A key, or a list of keys: strings or integers.
@@ -182,9 +181,13 @@ class KeyValue:
         Raises:
             ArgumentError: A key exists, or a value is no such array. Nothing was added.
             Unsupported: The store does not hold this dtype. Nothing was added.
+            PlanMismatch: The workers' keys differ.
+            WaitTimeout: Another worker did not come in time.
+            JobEnded: The job ended; the message says why.
         """
         made: dict[Key, _Entry] = {}
-        for key, value in _pairs(keys, values):
+        pairs = list(_pairs(keys, values))
+        for key, value in pairs:
             if key in self._entries or key in made:
                 raise ArgumentError(f"key {key!r} exists already")
             if isinstance(key, bool) or not isinstance(key, (str, int)):
@@ -192,11 +195,11 @@ class KeyValue:
             spec = Spec.of(value)
             if spec.dtype not in _DTYPES:
                 raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")
-            first = np.array(_array(value), order="C") if self.rank == 0 else None
-            made[key] = _Entry(self, key, spec, first)
-        with self.lock:
-            self._entries.update(made)
-            self._pending += made.values()
+            made[key] = _Entry(key, spec)
+        if made:
+            with self.calling():
+                self._place(list(made.values()), [value for _, value in pairs])
+                self._entries.update(made)
 
     def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
         """`init`, and then `pull`."""
@@ -362,20 +365,17 @@ class KeyValue:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Inside it, one thread; all keys are on the servers, and errors say why the job ended."""
+        """Inside it, one thread, and errors say why the job ended."""
         with self.lock:
             try:
-                if self._pending:
-                    self._place()
                 yield
             except TensorwireError as error:
                 raise self._worker.member.explain(error) from None
 
     # ---- the rest
 
-    def _place(self) -> None:
-        """Gives all pending keys a place on the servers: a store of their own."""
-        entries, self._pending = self._pending, []
+    def _place(self, entries: Sequence[_Entry], values: Sequence[Any]) -> None:
+        """Gives keys a place on the servers: a store of their own."""
         tensors = [ParameterSpec(_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
         spec = StoreSpec(
             _versions(),
@@ -394,10 +394,9 @@ class KeyValue:
         for tensor, entry in enumerate(entries):
             entry.place(store, tensor)
         if self.rank == 0:
-            everything = range(len(entries))
-            for entry in entries:
-                store.fill(entry.tensor, entry.take_first())
-            store.request(KeyOperation.ASSIGN, everything, self._options)
+            for entry, value in zip(entries, values, strict=True):
+                store.fill(entry.tensor, value)
+            store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
             store.announce(KeyOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[_Entry]:
@@ -474,8 +473,8 @@ class _Entry:
     store: KeyClient
     tensor: int
 
-    def __init__(self, owner: KeyValue, key: Key, spec: Spec, first: np.ndarray[Any, Any] | None) -> None:
-        self.owner, self.key, self.spec, self._first = owner, key, spec, first
+    def __init__(self, key: Key, spec: Spec) -> None:
+        self.key, self.spec = key, spec
         self.dtype = np.dtype(spec.dtype)
         self.pulling: _Pull | None = None  # the last pull, until it is finished
 
@@ -488,12 +487,6 @@ class _Entry:
 
     def _over(self, memory: memoryview) -> np.ndarray[Any, Any]:
         return np.frombuffer(memory, self.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
-
-    def take_first(self) -> np.ndarray[Any, Any]:
-        """Worker 0's value, which is not kept any longer."""
-        first, self._first = self._first, None
-        assert first is not None
-        return first
 
     def check(self, array: Any, what: str) -> None:
         """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""

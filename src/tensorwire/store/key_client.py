@@ -37,6 +37,7 @@ from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 
 _CARRYING = (*PUSHES, KeyOperation.ASSIGN)
+_LAST_SECONDS = 30.0  # for the last request, which servers answer at once
 _WANTING = (KeyOperation.PULL, KeyOperation.PUSHPULL)
 
 
@@ -201,9 +202,9 @@ class KeyClient:
         if self.step < 0:
             return
         try:
-            self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
-            for link in self._links:
-                link.flush(30.0)
+            numbers = self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
+            for link, number in zip(self._links, numbers, strict=True):
+                link.wait_until_looked(number, _LAST_SECONDS)
         except (PeerLost, WaitTimeout):
             pass
         self.step = -1
@@ -261,7 +262,11 @@ class _Link:
         """Returns when the server has looked at the last request for a bucket. Raises `WaitTimeout` or `PeerLost`."""
         if self._window is not None and bucket in self._places:
             self._window.flush(timeout)
-        self._looked.wait(self._last[bucket], timeout)
+        self.wait_until_looked(self._last[bucket], timeout)
+
+    def wait_until_looked(self, number: int, timeout: float) -> None:
+        """Returns when the server has looked at the request of that number. Raises `WaitTimeout` or `PeerLost`."""
+        self._looked.wait(number, timeout)
 
     def has_looked(self, bucket: int) -> bool:
         """Whether the server has looked at the last request for a bucket."""
@@ -333,12 +338,6 @@ class _Link:
             self._last[index] = number
         nbytes = pack_request(room, operation, number, options, indices)
         return self._requests.send(number, nbytes=nbytes)
-
-    def flush(self, timeout: float) -> None:
-        """Returns when every request is in the server's memory. Raises `WaitTimeout` or `PeerLost`."""
-        if self._window is not None:
-            self._window.flush(timeout)
-        self._requests.flush(timeout)
 
 
 def pack_options(values: Sequence[float]) -> bytes:

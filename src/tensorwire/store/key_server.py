@@ -102,10 +102,11 @@ class KeyServer:
             for number in itertools.count(1):
                 request = link.next(number)
                 if request.operation is KeyOperation.FINISH:
+                    self._leave(link)
+                    link.take(number)  # the last that it hears
                     break
                 self._serve(link, request)
                 link.take(number)
-            self._leave(link)
         except BaseException as error:
             ends.put(error)
         else:
@@ -230,9 +231,10 @@ class KeyServer:
         self._fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 
     def _leave(self, link: _Link) -> None:
-        """A worker has finished: no round waits for it."""
+        """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
         with self.at_rest():
             self._active.discard(link.index)
+            link.left = True
             for index in range(len(self._buckets)):
                 self._close_if_due(index)
                 self._answer_waiting(index)
@@ -261,6 +263,7 @@ class _Link:
     def __init__(self, server: KeyServer, index: int) -> None:
         self._server, self.index = server, index
         self.options = b""  # of its last push
+        self.left = False  # its memory may be gone
         self._channel = server.member.channel("worker", index)
         device = self._channel.device
         plan, numeric = server.plan, len(server.spec.numeric)
@@ -328,6 +331,8 @@ class _Link:
 
     def answer(self, bucket: int, *, wants: bool = False) -> None:
         """Answers the next request for a bucket, by its values if these are wanted. The caller holds its lock."""
+        if self.left:
+            return
         self._answered[bucket] = number = self._answered[bucket] + 1
         if not wants:
             self._words[bucket].send(number)

@@ -1,0 +1,458 @@
+"""`KeyValue`: what pulls return is what the pushes of all workers, in the order of the mode, lead to."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tensorwire.observe import counters
+from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
+from tensorwire.trace.push_fates import problems, read_fates, totals
+from tests.harness.jobs import run_job
+
+Array = np.ndarray[Any, Any]
+BUCKET = 4096
+VALUES: dict[str | int, Array] = {
+    "wide": np.arange(12_000, dtype="f4").reshape(60, 200),  # cut into 12 buckets, and over servers
+    "small": np.arange(5, dtype="f8"),
+    "number": np.array(3.0, "f4"),
+    "none": np.zeros((0, 3), "f4"),
+    "half": np.linspace(-1, 1, 33, dtype="f2"),
+    "counts": np.arange(70, dtype="i8"),
+    7: np.full((3, 2, 2), 7, "u1"),
+}
+KEYS = list(VALUES)
+
+
+def pushed(key: str | int, rank: int, step: int) -> Array:
+    """What a worker pushes to a key in a step: whole numbers, whose sums have no order."""
+    value = VALUES[key]
+    return np.asarray((np.arange(value.size) % 5 + rank + 2 * step), value.dtype).reshape(value.shape)
+
+
+# ---- rounds of all workers
+
+
+def round_by_round(job: tw.Job, rule: str, reduce: str) -> list[list[Array]]:
+    kv = KeyValue(rule=rule, reduce=reduce, bucket_bytes=BUCKET)
+    kv.init(KEYS, list(VALUES.values()))
+    seen = [kv.pull(KEYS).wait()]
+    order = random.Random(job.rank)
+    for step in range(4):
+        for key in order.sample(KEYS, len(KEYS)):
+            kv.push(key, pushed(key, job.rank, step))
+        seen.append(kv.pull(KEYS).wait())
+    return seen
+
+
+@pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("shm", 2), ("tcp", 2)])
+@pytest.mark.parametrize(("rule", "reduce"), [("assign", "sum"), ("sum", "sum"), ("sum", "mean"), ("mean", "sum")])
+def test_a_pull_returns_the_round_of_the_last_push(device: str, servers: int, rule: str, reduce: str) -> None:
+    workers = 3
+    results = run_job(round_by_round, rule, reduce, workers=workers, servers=servers, device=device).ok()
+    for number, key in enumerate(KEYS):
+        value = VALUES[key].copy()
+        for step in range(5):
+            for seen in results:
+                np.testing.assert_array_equal(seen[step][number], value)
+                assert seen[step][number].dtype == value.dtype
+            total = sum(pushed(key, rank, step).astype("f8") for rank in range(workers))
+            if rule == "mean" or reduce == "mean":
+                floating = value.dtype.kind == "f"
+                exact = np.float32 if value.dtype == np.float16 else value.dtype
+                total = total.astype(exact) / np.array(workers, exact) if floating else total // workers
+            value = (value + total if rule == "sum" else total).astype(value.dtype)
+
+
+def train(job: tw.Job, mode: Sync | Async, steps: int, rule: str, options: dict[str, Any]) -> list[Array]:
+    kv = KeyValue(mode, rule, reduce="mean", bucket_bytes=BUCKET, **options)
+    kv.init(["wide", "half"], [VALUES["wide"], VALUES["half"]])
+    rng = np.random.default_rng(job.rank)
+    for step in range(steps):
+        kv.set_options(lr=options["lr"] / (1 + step))
+        for key in ("wide", "half"):
+            kv.push(key, rng.standard_normal(VALUES[key].shape).astype(VALUES[key].dtype))
+    values: list[Array] = kv.pull(["wide", "half"]).wait()
+    return values
+
+
+def stock(workers: int, steps: int, rule: str, options: dict[str, Any]) -> list[Array]:
+    params = [torch.nn.Parameter(torch.from_numpy(VALUES[key].astype("f4"))) for key in ("wide", "half")]
+    optimizer = getattr(torch.optim, rule)(params, **options)
+    rngs = [np.random.default_rng(rank) for rank in range(workers)]
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = options["lr"] / (1 + step)
+        for p, key in zip(params, ("wide", "half"), strict=True):
+            drawn = [torch.from_numpy(r.standard_normal(p.shape).astype(VALUES[key].dtype)).float() for r in rngs]
+            p.grad = sum(drawn[1:], drawn[0]) / workers
+        optimizer.step()
+    return [p.detach().numpy().astype(VALUES[key].dtype) for p, key in zip(params, ("wide", "half"), strict=True)]
+
+
+@pytest.mark.parametrize("mode", [Sync(), Async()])
+@pytest.mark.parametrize(
+    ("rule", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"lr": 0.1, "betas": (0.8, 0.9)})]
+)
+def test_an_optimizer_on_the_servers_has_the_bits_of_the_stock_one(
+    mode: Sync | Async, rule: str, options: dict[str, Any]
+) -> None:
+    workers = 2 if isinstance(mode, Sync) else 1
+    expected = stock(workers, 5, rule, options)
+    for found in run_job(train, mode, 5, rule, options, workers=workers, servers=2).ok():
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+# ---- each push by itself
+
+
+def log_into(folder: str) -> None:
+    os.environ["TENSORWIRE_FATES"] = folder
+
+
+def add_at_own_pace(job: tw.Job, folder: str) -> tuple[Array, list[float]]:
+    os.environ["TENSORWIRE_FATES"] = folder
+    kv = KeyValue(Async(), "sum")
+    kv.init(["a", "b"], [np.zeros(3000, "f4"), np.zeros(2, "i4")])
+    own, seen = 0.0, []
+    for step in range(20 + 5 * job.rank):
+        kv.push("a", np.full(3000, job.rank + 1, "f4"))
+        own += job.rank + 1
+        if step % 3 == job.rank:
+            a = kv.pushpull(["a", "b"], [np.zeros(3000, "f4"), np.ones(2, "i4")]).wait()[0]
+            assert (a == a[0]).all()  # a bucket of one version
+            assert a[0] >= own  # its own pushes are in it
+            seen.append(float(a[0]))
+    kv.push("b", np.zeros(2, "i4")).wait()
+    kv.push("a", np.zeros(3000, "f4")).wait()
+    kv.barrier()
+    return kv.pull("a").wait(), seen
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_every_push_is_applied_once(device: str, tmp_path: Path) -> None:
+    results = run_job(
+        add_at_own_pace, str(tmp_path), workers=3, device=device, prepare=partial(log_into, str(tmp_path))
+    ).ok()
+    for value, seen in results:
+        np.testing.assert_array_equal(value, np.full(3000, 20 * 1 + 25 * 2 + 30 * 3, "f4"))
+        assert seen == sorted(seen)
+    found = read_fates([tmp_path])
+    assert problems(found) == []
+    for total in totals(found):
+        assert total.produced == total.applied > 0
+
+
+def run_ahead(job: tw.Job, staleness: int) -> list[float]:
+    """Worker 0 pushes before worker 1 does; it may read as long as it is not too far ahead."""
+    kv = KeyValue(SSP(staleness=staleness), "sum")
+    kv.init("a", np.zeros(8, "f4"))
+    seen = []
+    if job.rank == 0:
+        for _ in range(staleness):
+            kv.push("a", np.ones(8, "f4"))
+            seen.append(float(kv.pull("a").wait()[0]))
+        kv.push("a", np.ones(8, "f4"))
+        late = kv.pull("a")
+        kv.push("a", np.zeros(8, "f4")).wait()  # pushes do not wait
+        assert not late.done
+        with pytest.raises(errors.WaitTimeout):
+            late.wait(timeout=0.01)
+        job.barrier()
+        seen.append(float(late.wait()[0]))
+    else:
+        job.barrier()
+        kv.push("a", np.full(8, 100, "f4")).wait()
+    return seen
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_worker_that_is_too_far_ahead_reads_when_the_slowest_has_pushed(staleness: int) -> None:
+    seen, _ = run_job(run_ahead, staleness).ok()
+    assert seen == [*range(1, staleness + 1), staleness + 101]
+
+
+# ---- any program
+
+
+def any_program(job: tw.Job, seed: int, steps: int) -> None:
+    """Each worker checks its pulls against the sums that all workers' programs lead to."""
+    draw = random.Random(seed)
+    kv = KeyValue(rule="sum", bucket_bytes=BUCKET)
+    sizes = {f"k{i}": draw.choice([1, 7, 1024, 3000]) for i in range(4)}
+    kv.init(list(sizes), [np.zeros(n, "f8") for n in sizes.values()])
+    expected = dict.fromkeys(sizes, 0.0)
+    waiting: list[tuple[Any, list[float], list[str]]] = []
+    for step in range(steps):
+        keys = draw.sample(list(sizes), draw.randint(1, len(sizes)))
+        what = draw.choice(["push", "pull", "pushpull", "added"])
+        if what == "added":
+            name = f"later{step}"
+            sizes[name], expected[name] = draw.choice([1, 2000]), float(step)
+            kv.init(name, np.full(sizes[name], step, "f8"))
+            continue
+        if what != "pull":
+            for key in keys:
+                expected[key] += sum(rank + step for rank in range(job.num_workers))
+        values = [np.full(sizes[key], job.rank + step, "f8") for key in keys]
+        priority = random.Random(job.rank * 1000 + step).randint(-3, 3)
+        if what == "push":
+            waiting.append((kv.push(keys, values, priority=priority), [], []))
+        else:
+            call = kv.pull(keys, priority=priority) if what == "pull" else kv.pushpull(keys, values, priority=priority)
+            waiting.append((call, [expected[key] for key in keys], keys))
+        if draw.random() < 0.3:
+            check(waiting)
+    check(waiting)
+
+
+def check(waiting: list[tuple[Any, list[float], list[str]]]) -> None:
+    for handle, expected, keys in waiting:
+        found = handle.wait()
+        assert handle.done
+        for value, number, key in zip(found or [], expected, keys, strict=True):
+            np.testing.assert_array_equal(value, np.full(value.shape, number), err_msg=key)
+    waiting.clear()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_program_reads_what_was_pushed_before(device: str, seed: int) -> None:
+    run_job(any_program, seed, 40, workers=2 + seed % 2, servers=1 + seed % 2, device=device).ok()
+
+
+# ---- memory
+
+
+def strange_arrays(job: tw.Job) -> None:
+    kv = KeyValue(bucket_bytes=BUCKET)
+    value = np.arange(3000, dtype="f4").reshape(30, 100)
+    kv.init(["a", "b"], [value, np.zeros((4, 6), "f4")])
+    kv.push(["a", "b"], [np.asfortranarray(value), torch.arange(48.0).reshape(8, 6)[::2]])
+    out = np.empty((100, 30), "f4").T
+    b = torch.empty(4, 6)
+    results = kv.pull(["a", "b"], [out, b]).wait()
+    assert results[0] is out
+    np.testing.assert_array_equal(out, value)
+    torch.testing.assert_close(b, torch.arange(48.0).reshape(8, 6)[::2])
+    kv.push("b", [np.ones((4, 6), "f4"), torch.full((4, 6), 2.0), np.full((4, 6), 4, "f4")])  # of several devices
+    np.testing.assert_array_equal(kv.pull("b").wait(), np.full((4, 6), 7))
+    view = kv.pull("b", copy=False).wait()
+    assert not view.flags.writeable
+    first = kv.pull("b")
+    kv.push("b", np.zeros((4, 6), "f4"))
+    second = kv.pull("b")  # takes the value of the first before it may change
+    np.testing.assert_array_equal(second.wait(), np.zeros((4, 6)))
+    np.testing.assert_array_equal(first.wait(), np.full((4, 6), 7))
+    np.testing.assert_array_equal(view, np.zeros((4, 6)))
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_arrays_may_be_strided_and_of_other_libraries(device: str) -> None:
+    run_job(strange_arrays, workers=1, servers=2, device=device).ok()
+
+
+def born_in_slots(job: tw.Job) -> tuple[int, int, int]:
+    kv = KeyValue(Async(), "sum")
+    kv.init("a", np.zeros(5000, "f4"))
+    kv.slot("a")[:] = 1
+    kv.push("a", kv.slot("a")).wait()
+    before = counters.snapshot()
+    for _ in range(3):
+        slot = kv.slot("a")
+        np.multiply(slot, 2, out=slot)
+        kv.push("a", slot)
+    kv.slot("a")
+    used = counters.since(before)
+    assert float(kv.pull("a").wait()[0]) == 1 + 2 + 4 + 8
+    return used.copies, used.registrations, used.rpcs
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_what_is_computed_in_a_slot_is_not_copied(device: str) -> None:
+    assert run_job(born_in_slots, workers=1, device=device).ok() == [(0, 0, 0)]
+
+
+# ---- files
+
+
+def save_on_the_way(job: tw.Job, path: str, rule: str, stop: int, loads: bool) -> list[Array]:
+    options = {"lr": 0.1} if rule == "Adam" else {}
+    kv = KeyValue(rule=rule, reduce="mean", bucket_bytes=BUCKET, **options)
+    rng = np.random.default_rng(job.rank)
+    drawn = [[rng.standard_normal(VALUES[key].shape).astype(VALUES[key].dtype) for key in KEYS] for _ in range(6)]
+    kv.init(KEYS, list(VALUES.values()))
+    if loads:
+        kv.load(path)
+    for step in range(3 if loads else 0, stop):
+        kv.push(KEYS, drawn[step])
+        if step == 2 and not loads:
+            kv.pull(KEYS).wait()
+            kv.barrier()
+            if job.rank == 1:
+                kv.save(path)
+            kv.barrier()
+    values: list[Array] = kv.pull(KEYS).wait()
+    return values
+
+
+@pytest.mark.parametrize("rule", ["sum", "Adam"])
+def test_a_file_continues_on_another_number_of_servers(rule: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.npz")
+    whole, _ = run_job(save_on_the_way, path, rule, 6, False, servers=1).ok()
+    resumed, _ = run_job(save_on_the_way, path, rule, 6, True, servers=3, device="tcp").ok()
+    for mine, theirs in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def load_what_does_not_fit(job: tw.Job, folder: str) -> list[str]:
+    kv = KeyValue(rule="SGD", lr=0.1)
+    kv.init("a", np.zeros(3, "f4"))
+    good, other = f"{folder}/good.npz", f"{folder}/other.npz"
+    if job.rank == 0:
+        kv.save(good)
+        Path(f"{folder}/damaged.npz").write_bytes(Path(good).read_bytes()[:-40])
+        np.savez(f"{folder}/strange.npz", a=np.zeros(3))
+    wrong = KeyValue(rule="sum")
+    wrong.init(["a", "b"], [np.zeros(3, "f4"), np.zeros(3, "f4")])
+    if job.rank == 0:
+        wrong.save(other)
+    said = []
+    for path in (other, f"{folder}/damaged.npz", f"{folder}/strange.npz", f"{folder}/missing.npz"):
+        with pytest.raises(errors.ArgumentError) as error:
+            kv.load(path)
+        said.append(str(error.value).replace(folder, ""))
+    with pytest.raises(errors.ArgumentError) as error:
+        wrong.load(good)
+    said.append(str(error.value).replace(folder, ""))
+    with pytest.raises(errors.ArgumentError, match="cannot write"):
+        kv.save(f"{folder}/no/folder.npz")
+    kv.push("a", np.ones(3, "f4"))
+    np.testing.assert_allclose(kv.pull("a").wait(), -0.2)
+    return said
+
+
+def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    said, other = run_job(load_what_does_not_fit, str(tmp_path)).ok()
+    assert said == other
+    assert said[0] == "/other.npz is of the rule 'sum', and the keys have 'SGD'"
+    assert "damaged.npz was not written by KeyValue.save(), or is damaged" in said[1]
+    assert "strange.npz was not written by KeyValue.save(), or is damaged" in said[2]
+    assert said[3] == "cannot read /missing.npz: No such file or directory"
+    assert said[4] == "/good.npz is of the rule 'SGD', and the keys have 'sum'"
+
+
+# ---- refusals and failures
+
+
+def misuse(job: tw.Job) -> None:
+    def refused(match: str, call: Any, kind: type[Exception] = errors.ArgumentError) -> None:
+        with pytest.raises(kind, match=match):
+            call()
+
+    refused("mode must be", lambda: KeyValue(LocalSGD()))  # type: ignore[arg-type]
+    refused("damping", lambda: KeyValue(Async(damping=1.0)))
+    refused("reduce must be", lambda: KeyValue(reduce="max"))
+    refused("rule must be", lambda: KeyValue(rule=""))
+    refused("'sum' has no options", lambda: KeyValue(rule="sum", lr=1))
+    refused("the option lr must be", lambda: KeyValue(rule="SGD", lr=object()))
+    kv = KeyValue(rule="SGD", lr=1)
+    kv.init(["a", "b"], [np.zeros(3, "f4"), np.zeros(4, "f4")])
+    ones = np.ones(3, "f4")
+    refused("set the optimizer before", lambda: kv.set_optimizer("sum"))
+    refused("no numeric option 'momentum'", lambda: kv.set_options(momentum=1))
+    refused("lr must be a number", lambda: kv.set_options(lr="x"))  # type: ignore[arg-type]
+    refused("exists already", lambda: kv.init("a", ones))
+    refused("exists already", lambda: kv.init(["c", "c"], [ones, ones]))
+    refused("2 keys need a list", lambda: kv.init(["c", "d"], [ones]))
+    refused("bfloat16", lambda: kv.init("c", torch.zeros(3).bfloat16()), errors.Unsupported)
+    refused("a key is a string or an integer", lambda: kv.init([1.5], [ones]))  # type: ignore[list-item]
+    refused("there is no key 'c'", lambda: kv.push("c", ones))
+    refused("only once", lambda: kv.push(["a", "a"], [ones, ones]))
+    refused(r"must be float32\[3\], not float64\[3\]", lambda: kv.push("a", np.ones(3)))
+    refused(r"must be float32\[3\], not float32\[4\]", lambda: kv.push("a", np.ones(4, "f4")))
+    refused("has a shape and a dtype", lambda: kv.push("a", 3))
+    refused("there is no array for key", lambda: kv.push("a", []))
+    refused(r"must be float32\[4\]", lambda: kv.push(["a", "b"], [ones, ones]))
+    refused("out for key 'a' must be", lambda: kv.pull("a", np.ones(4, "f4")))
+    fixed = ones.copy()
+    fixed.flags.writeable = False
+    refused("read-only", lambda: kv.pull("a", fixed))
+    kv.push("a", ones)
+    np.testing.assert_array_equal(kv.pull("a").wait(), -np.ones(3) * job.num_workers)  # nothing of it was pushed
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    run_job(misuse).ok()
+
+
+def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:
+    kv = KeyValue(rule=rule, **options)
+    kv.init("a", np.zeros(3 + (job.rank if rule == "sum" else 0), "f4"))
+    kv.push("a", np.zeros(3, "f4")).wait()
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "said"),
+    [
+        ("nonsense", {}, "there is no rule 'nonsense' for keys"),
+        ("SGD", {"lr": 0.1, "speed": 3}, "the optimizer SGD has no option 'speed'"),
+        ("SGD", {"lr": -1}, "the optimizer SGD refuses its options: Invalid learning rate: -1"),
+        ("sum", {}, "worker 1 does not agree with worker 0"),
+    ],
+)
+def test_a_rule_that_servers_do_not_have_ends_the_job_in_one_line(
+    rule: str, options: dict[str, Any], said: str
+) -> None:
+    ended = run_job(begin, rule, options)
+    assert ended.cause is not None
+    assert said in f"{ended.cause}" + "".join(ended.errors)
+
+
+def die_in_a_round(job: tw.Job) -> str:
+    kv = KeyValue()
+    kv.init("a", np.zeros(3, "f4"))
+    kv.pull("a").wait()
+    kv.barrier()
+    if job.rank == 1:
+        os.kill(os.getpid(), 9)
+    with pytest.raises(errors.JobEnded) as error:
+        kv.push("a", np.ones(3, "f4")).wait()
+    return str(error.value)
+
+
+def test_a_killed_worker_ends_the_wait_of_the_others() -> None:
+    ended = run_job(die_in_a_round)
+    assert "worker 1" in ended.results[0]
+
+
+def leave_early(job: tw.Job, mode: Sync | SSP) -> float:
+    """Worker 1 leaves with pushes and pulls that nobody has answered; worker 0 goes on."""
+    kv = KeyValue(mode, "sum")
+    kv.init(["a", "b"], [np.zeros(3, "f4"), np.zeros(2000, "f4")])
+    if job.rank == 1:
+        for _ in range(1 if isinstance(mode, Sync) else 3):
+            kv.push(["a", "b"], [np.ones(3, "f4"), np.ones(2000, "f4")])
+        kv.pull(["a", "b"])
+        return 0.0
+    for _ in range(2):
+        kv.push("a", np.ones(3, "f4"))
+        value = kv.pull("a").wait()
+    return float(value[0])
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("mode", [Sync(), SSP(staleness=0)])
+def test_a_worker_may_leave_without_waiting(mode: Sync | SSP, device: str) -> None:
+    value, _ = run_job(leave_early, mode, device=device).ok()
+    assert 2 <= value <= 5
+    assert value == 3 or not isinstance(mode, Sync)
