@@ -94,6 +94,13 @@ def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
 
 
+@pytest.mark.parametrize("device", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+def test_key_value_fits_the_line(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "1", "--device", device]
+    said = NAMES.sub("", run([*command, "--", *PYTHON, str(ROOT / "examples" / "key_value.py")], tmp_path))
+    assert said == "workers: 2, w: [ 2. -3.], b: [1.]\n"
+
+
 @pytest.mark.parametrize(("name", "device"), [("two_workers", "shm"), ("experts", "tcp")])
 @pytest.mark.slow
 @pytest.mark.usefixtures("allocator_built")

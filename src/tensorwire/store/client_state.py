@@ -25,7 +25,7 @@ from tensorwire.store.store_client import StoreClient
 # ---- saving
 
 
-class Client(Protocol):
+class StateClient(Protocol):
     """A worker's end of a store, as saving uses it."""
 
     member: Member
@@ -40,7 +40,7 @@ class Client(Protocol):
         """To each server."""
 
 
-def fetch_state(client: Client) -> Iterator[Item]:
+def fetch_state(client: StateClient) -> Iterator[Item]:
     """What the servers keep for the optimizer, server after server; each memory is valid until the next is asked for.
 
     Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
@@ -59,7 +59,7 @@ def fetch_state(client: Client) -> Iterator[Item]:
             receiver.close()
 
 
-def _publish(client: Client, ask: Ask) -> None:
+def _publish(client: StateClient, ask: Ask) -> None:
     """As the first ask whose number nobody has taken."""
     servers = [f"server {s}" for s in range(client.plan.servers)]
     encoded = msgspec.msgpack.encode(ask)

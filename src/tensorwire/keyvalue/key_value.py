@@ -5,11 +5,9 @@ It imports no framework. Its calls are those of MXNet's KVStore, whose order per
 
 from __future__ import annotations
 
-import importlib.metadata
-import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +15,10 @@ import numpy as np
 
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name, versions
+from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
-from tensorwire.observe import counters
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
@@ -28,7 +27,6 @@ from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
 
-Key = str | int
 _BARRIER_SECONDS = 600.0
 _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
 _WITHOUT_OPTIONS = ("assign", "mean", "sum")
@@ -37,14 +35,14 @@ _WITHOUT_OPTIONS = ("assign", "mean", "sum")
 class Handle:
     """A call of `KeyValue` that has begun."""
 
-    def __init__(self, store: KeyValue, pulls: Sequence[_Pull], pushes: Sequence[_Entry], single: bool) -> None:
+    def __init__(self, store: KeyValue, pulls: Sequence[KeyPull], pushes: Sequence[KeyEntry], single: bool) -> None:
         self._store, self._pulls, self._single = store, pulls, single
         self._pushes = pushes
 
     @property
     def done(self) -> bool:
         """Whether ``wait()`` would return at once."""
-        with self._store.lock:
+        with self._store._lock:
             return all(entry.applied for entry in self._pushes) and all(p.ready for p in self._pulls)
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -60,7 +58,7 @@ class Handle:
             WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
             JobEnded: The job ended; the message says why.
         """
-        with self._store.calling():
+        with self._store._calling():
             for entry in self._pushes:
                 entry.wait_for_push(timeout)
             for pull in self._pulls:
@@ -120,9 +118,9 @@ class KeyValue:
         if reduce not in ("sum", "mean"):
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
         self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
         self._worker.at_close(self._finish)
         self.set_optimizer(rule, **options)
@@ -132,7 +130,12 @@ class KeyValue:
     def set_optimizer(self, rule: str, **options: Any) -> None:
         """Sets the rule, and its options, of the keys that are initialized from now on. Call it on every worker.
 
-        Raises `ArgumentError` where there are keys already: their rule stays.
+        Args:
+            rule: As for the constructor.
+            **options: Options of the optimizer, such as ``lr``.
+
+        Raises:
+            ArgumentError: There are keys already, whose rule stays; or an argument is wrong.
         """
         if self._entries:
             raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
@@ -141,7 +144,7 @@ class KeyValue:
         if rule in _WITHOUT_OPTIONS and options:
             raise ArgumentError(f"the rule {rule!r} has no options, and there is {next(iter(options))!r}")
         self._rule = rule
-        self._group = {name: _plain(name, value) for name, value in options.items()}
+        self._group = {name: plain_option(name, value) for name, value in options.items()}
         self._numeric = [
             (0, name, -1) for name, value in self._group.items() if isinstance(value, float | int) and value is not True
         ]
@@ -152,6 +155,9 @@ class KeyValue:
         """Changes numeric options of the optimizer, such as ``lr``, for the pushes that follow.
 
         Every worker's pushes carry its own options; in a round of `Sync`, those of its first rank count.
+
+        Args:
+            **options: New values of options that the optimizer was given.
 
         Raises:
             ArgumentError: The optimizer was not given this option, or the value is not a number.
@@ -185,9 +191,9 @@ class KeyValue:
             WaitTimeout: Another worker did not come in time.
             JobEnded: The job ended; the message says why.
         """
-        made: dict[Key, _Entry] = {}
-        pairs = list(_pairs(keys, values))
-        for key, value in pairs:
+        made: dict[Key, KeyEntry] = {}
+        given = list(pairs(keys, values))
+        for key, value in given:
             if key in self._entries or key in made:
                 raise ArgumentError(f"key {key!r} exists already")
             if isinstance(key, bool) or not isinstance(key, (str, int)):
@@ -195,14 +201,23 @@ class KeyValue:
             spec = Spec.of(value)
             if spec.dtype not in _DTYPES:
                 raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")
-            made[key] = _Entry(key, spec)
+            made[key] = KeyEntry(key, spec)
         if made:
-            with self.calling():
-                self._place(list(made.values()), [value for _, value in pairs])
+            with self._calling():
+                self._place(list(made.values()), [value for _, value in given])
                 self._entries.update(made)
 
     def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
-        """`init`, and then `pull`."""
+        """`init`, and then `pull`.
+
+        Args:
+            keys: As for `init`.
+            values: As for `init`.
+            out: As for `pull`.
+
+        Returns:
+            That of the pull.
+        """
         self.init(keys, values)
         return self.pull(keys, out)
 
@@ -227,7 +242,7 @@ class KeyValue:
             JobEnded: The job ended; the message says why.
         """
         entries, arrays = self._given(keys, values)
-        with self.calling():
+        with self._calling():
             self._fill(entries, arrays)
             self._request(KeyOperation.PUSH, entries, priority)
             return Handle(self, (), entries, False)
@@ -251,16 +266,24 @@ class KeyValue:
         """
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
-        with self.calling():
+        with self._calling():
             return self._pull(KeyOperation.PULL, keys, entries, outs, priority, copy)
 
     def pushpull(
         self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
     ) -> Handle:
-        """`push`, and then `pull`, in one request. Arguments, result and errors are theirs."""
+        """`push`, and then `pull`, in one request. Result and errors are theirs.
+
+        Args:
+            keys: A key, or a list of keys.
+            values: As for `push`.
+            out: As for `pull`.
+            priority: As for `push`.
+            copy: As for `pull`.
+        """
         entries, arrays = self._given(keys, values)
         outs = self._outs(keys, entries, out)
-        with self.calling():
+        with self._calling():
             self._fill(entries, arrays)
             return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
 
@@ -269,27 +292,41 @@ class KeyValue:
 
         Returns when the servers have taken the push before. Ask again after every push.
 
+        Args:
+            key: The key.
+
+        Returns:
+            An array of the key's shape and dtype.
+
         Raises:
             ArgumentError: There is no such key.
             WaitTimeout: They did not take it in time, because another worker has not pushed the key.
             JobEnded: The job ended; the message says why.
         """
         (entry,) = self._named(key)
-        with self.calling():
+        with self._calling():
             entry.store.wait_for_slot(entry.tensor)
             return entry.slot
 
     # ---- all workers together
 
     def barrier(self) -> None:
-        """Returns when all workers have come. What they pushed before may still be on its way."""
-        with self.calling():
+        """Returns when all workers have come. What they pushed before may still be on its way.
+
+        Raises:
+            WaitTimeout: Another worker did not come in time.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._calling():
             self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the values of all keys, and what the rule keeps beside them, to a file in numpy's npz format.
 
         One worker may call it alone. Others should wait at a barrier meanwhile, if all keys are to be of one round.
+
+        Args:
+            path: The file, which is replaced as a whole.
 
         Raises:
             ArgumentError: The file cannot be written; an earlier one is as it was.
@@ -299,7 +336,7 @@ class KeyValue:
         """
         keys = list(self._entries)
         arrays = list(zip(map(SavedArray, keys), self.pull(keys).wait(), strict=True))
-        with self.calling():
+        with self._calling():
             for store in self._stores:
                 mine = {e.tensor: e for e in self._entries.values() if e.store is store}
                 for kept in fetch_arrays(store, {tensor: e.value for tensor, e in mine.items()}):
@@ -311,12 +348,15 @@ class KeyValue:
 
         The keys have to be there, with the shapes and dtypes of the file; the number of servers may be another one.
 
+        Args:
+            path: A file that `save` wrote.
+
         Raises:
             ArgumentError: The file cannot be read, is not of these keys, or is of another rule. Nothing was changed.
             WaitTimeout: Another worker or a server did not come in time.
             JobEnded: The job ended; the message says why.
         """
-        with self.calling():
+        with self._calling():
             for entry in self._entries.values():
                 entry.wait_for_push(None)
             arrays, wrong = self._read(path) if self.rank == 0 else ([], "")
@@ -364,9 +404,9 @@ class KeyValue:
     # ---- for handles
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def _calling(self) -> Iterator[None]:
         """Inside it, one thread, and errors say why the job ended."""
-        with self.lock:
+        with self._lock:
             try:
                 yield
             except TensorwireError as error:
@@ -374,11 +414,11 @@ class KeyValue:
 
     # ---- the rest
 
-    def _place(self, entries: Sequence[_Entry], values: Sequence[Any]) -> None:
+    def _place(self, entries: Sequence[KeyEntry], values: Sequence[Any]) -> None:
         """Gives keys a place on the servers: a store of their own."""
-        tensors = [ParameterSpec(_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
+        tensors = [ParameterSpec(plan_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
         spec = StoreSpec(
-            _versions(),
+            versions(),
             tensors,
             "assign" if self._rule == "mean" else self._rule,
             [self._group],
@@ -399,7 +439,7 @@ class KeyValue:
             store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
             store.announce(KeyOperation.READY, self._options)
 
-    def _named(self, keys: Key | Sequence[Key]) -> list[_Entry]:
+    def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         listed = [keys] if isinstance(keys, (str, int)) else list(keys)
         missing = [key for key in listed if key not in self._entries]
         if missing:
@@ -408,11 +448,11 @@ class KeyValue:
             raise ArgumentError("a call may name a key only once")
         return [self._entries[key] for key in listed]
 
-    def _given(self, keys: Key | Sequence[Key], values: Any) -> tuple[list[_Entry], list[list[Any]]]:
+    def _given(self, keys: Key | Sequence[Key], values: Any) -> tuple[list[KeyEntry], list[list[Any]]]:
         """The keys with the arrays of each, all of which fit."""
         entries = self._named(keys)
         found = []
-        for entry, (_, value) in zip(entries, _pairs(keys, values), strict=True):
+        for entry, (_, value) in zip(entries, pairs(keys, values), strict=True):
             several = list(value) if isinstance(value, (list, tuple)) else [value]
             if not several:
                 raise ArgumentError(f"there is no array for key {entry.key!r}")
@@ -421,24 +461,24 @@ class KeyValue:
             found.append(several)
         return entries, found
 
-    def _outs(self, keys: Key | Sequence[Key], entries: Sequence[_Entry], out: Any) -> list[Any]:
+    def _outs(self, keys: Key | Sequence[Key], entries: Sequence[KeyEntry], out: Any) -> list[Any]:
         if out is None:
             return [None] * len(entries)
         outs = []
-        for entry, (_, each) in zip(entries, _pairs(keys, out), strict=True):
+        for entry, (_, each) in zip(entries, pairs(keys, out), strict=True):
             entry.check(each, "out")
-            array = _array(each)
+            array = as_array(each)
             if not array.flags.writeable:
                 raise ArgumentError(f"out for key {entry.key!r} is read-only")
             outs.append(array)
         return outs
 
-    def _fill(self, entries: Sequence[_Entry], arrays: Sequence[Sequence[Any]]) -> None:
+    def _fill(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
         for entry, several in zip(entries, arrays, strict=True):
             entry.store.wait_for_slot(entry.tensor)
             entry.fill(several)
 
-    def _request(self, operation: KeyOperation, entries: Sequence[_Entry], priority: int) -> None:
+    def _request(self, operation: KeyOperation, entries: Sequence[KeyEntry], priority: int) -> None:
         for store in self._stores:
             mine = [e.tensor for e in entries if e.store is store]
             if mine:
@@ -448,7 +488,7 @@ class KeyValue:
         self,
         operation: KeyOperation,
         keys: Key | Sequence[Key],
-        entries: Sequence[_Entry],
+        entries: Sequence[KeyEntry],
         outs: Sequence[Any],
         priority: int,
         copy: bool,
@@ -457,7 +497,7 @@ class KeyValue:
             if entry.pulling is not None:
                 entry.pulling.finish(None)
         self._request(operation, entries, priority)
-        pulls = [_Pull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
+        pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
         for entry, pull in zip(entries, pulls, strict=True):
             entry.pulling = pull
         return Handle(self, pulls, (), isinstance(keys, (str, int)))
@@ -465,130 +505,3 @@ class KeyValue:
     def _finish(self) -> None:
         for store in self._stores:
             store.finish()
-
-
-class _Entry:
-    """A key."""
-
-    store: KeyClient
-    tensor: int
-
-    def __init__(self, key: Key, spec: Spec) -> None:
-        self.key, self.spec = key, spec
-        self.dtype = np.dtype(spec.dtype)
-        self.pulling: _Pull | None = None  # the last pull, until it is finished
-
-    def place(self, store: KeyClient, tensor: int) -> None:
-        """The key is on the servers."""
-        self.store, self.tensor = store, tensor
-        self.slot = self._over(store.slot(tensor))
-        self.value = self._over(store.value(tensor))
-        self.value.flags.writeable = False
-
-    def _over(self, memory: memoryview) -> np.ndarray[Any, Any]:
-        return np.frombuffer(memory, self.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
-
-    def check(self, array: Any, what: str) -> None:
-        """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""
-        if isinstance(array, np.ndarray) and array.shape == self.spec.shape and array.dtype == self.dtype:
-            return
-        found = Spec.of(array)
-        if (found.shape, found.dtype) != (self.spec.shape, self.spec.dtype):
-            raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")
-
-    def fill(self, arrays: Sequence[Any]) -> None:
-        """Puts the sum of arrays into the slot."""
-        first = arrays[0]
-        if not (isinstance(first, np.ndarray) and first.ctypes.data == self.slot.ctypes.data):
-            self.store.fill(self.tensor, first)
-        for array in arrays[1:]:
-            np.add(self.slot, _array(array), out=self.slot)
-
-    @property
-    def applied(self) -> bool:
-        """Whether its last push has been applied."""
-        return all(self.store.push_is_applied(bucket) for bucket in self.store.buckets[self.tensor])
-
-    def wait_for_push(self, timeout: float | None) -> None:
-        """Returns when its last push has been applied."""
-        for bucket in self.store.buckets[self.tensor]:
-            self.store.wait_for_push(bucket, timeout)
-
-    def asked(self) -> list[int]:
-        """How many answers about each of its buckets were asked for."""
-        return [self.store.asked[b.number] for b in self.store.buckets[self.tensor]]
-
-    def answered(self, asked: Sequence[int]) -> bool:
-        """Whether there have been so many."""
-        return self.store.answered(self.tensor, asked)
-
-    def wait(self, asked: Sequence[int], timeout: float | None) -> None:
-        """Returns when there have been so many."""
-        for bucket, number in zip(self.store.buckets[self.tensor], asked, strict=True):
-            self.store.wait_for(bucket, number, timeout)
-
-
-class _Pull:
-    """The pull of one key."""
-
-    def __init__(self, entry: _Entry, out: np.ndarray[Any, Any] | None, copy: bool) -> None:
-        self._entry, self._asked, self._copy = entry, entry.asked(), copy
-        self.result = out
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``finish`` would return at once."""
-        return self._entry.pulling is not self or self._entry.answered(self._asked)
-
-    def finish(self, timeout: float | None) -> None:
-        """Waits for the value, and takes it. Idempotent."""
-        entry = self._entry
-        if entry.pulling is not self:
-            return
-        entry.wait(self._asked, timeout)
-        entry.pulling = None
-        if not self._copy and self.result is None:
-            self.result = entry.value
-            return
-        if self.result is None:
-            self.result = np.empty(entry.spec.shape, entry.dtype)
-        np.copyto(self.result, entry.value)
-        counters.add(copies=1, copied_bytes=entry.value.nbytes)
-
-
-def _pairs(keys: Key | Sequence[Key], values: Any) -> Iterable[tuple[Key, Any]]:
-    """Each key with its value. Raises `ArgumentError` where there are more of the ones."""
-    if isinstance(keys, (str, int)):
-        return [(keys, values)]
-    if not isinstance(values, (list, tuple)) or len(values) != len(keys):
-        raise ArgumentError(f"{len(keys)} keys need a list of as many values")
-    return list(zip(keys, values, strict=True))
-
-
-def _array(value: Any) -> np.ndarray[Any, Any]:
-    """Any array on the CPU as numpy's. Raises `ArgumentError`."""
-    if isinstance(value, np.ndarray):
-        return value
-    makers: tuple[Callable[[Any], np.ndarray[Any, Any]], ...] = (np.from_dlpack, np.asarray)
-    for make in makers:
-        try:
-            return make(value)
-        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
-            continue
-    raise ArgumentError(f"this {type(value).__name__} is no array on the CPU that numpy can read")
-
-
-def _name(key: Key) -> str:
-    """What the plan calls a key; 1 and "1" are two keys."""
-    return key if isinstance(key, str) else f"[{key}]"
-
-
-def _plain(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, (bool, int, float, str, list, tuple)):
-        raise ArgumentError(f"the option {name} must be a number, a string or a list of these, not {value!r:.100}")
-    return value
-
-
-def _versions() -> str:
-    """As the servers' own, without importing torch."""
-    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {importlib.metadata.version('torch')}"

@@ -1,0 +1,5 @@
+"""The key-value client of the store, for programs without a framework. It imports none."""
+
+from tensorwire.keyvalue.key_value import Handle, KeyValue
+
+__all__ = ["Handle", "KeyValue"]

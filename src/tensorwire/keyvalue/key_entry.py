@@ -1,0 +1,104 @@
+"""A key, as its worker sees it: where it is, and what is under way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensorwire.edge.tensor import Spec
+from tensorwire.errors import ArgumentError
+from tensorwire.keyvalue.key_arguments import Key, as_array
+from tensorwire.observe import counters
+from tensorwire.store.key_client import KeyClient
+
+
+class KeyEntry:
+    """A key."""
+
+    store: KeyClient
+    tensor: int
+
+    def __init__(self, key: Key, spec: Spec) -> None:
+        self.key, self.spec = key, spec
+        self.dtype = np.dtype(spec.dtype)
+        self.pulling: KeyPull | None = None  # the last pull, until it is finished
+
+    def place(self, store: KeyClient, tensor: int) -> None:
+        """The key is on the servers."""
+        self.store, self.tensor = store, tensor
+        self.slot = self._over(store.slot(tensor))
+        self.value = self._over(store.value(tensor))
+        self.value.flags.writeable = False
+
+    def _over(self, memory: memoryview) -> np.ndarray[Any, Any]:
+        return np.frombuffer(memory, self.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
+
+    def check(self, array: Any, what: str) -> None:
+        """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""
+        if isinstance(array, np.ndarray) and array.shape == self.spec.shape and array.dtype == self.dtype:
+            return
+        found = Spec.of(array)
+        if (found.shape, found.dtype) != (self.spec.shape, self.spec.dtype):
+            raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")
+
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """Puts the sum of arrays into the slot."""
+        first = arrays[0]
+        if not (isinstance(first, np.ndarray) and first.ctypes.data == self.slot.ctypes.data):
+            self.store.fill(self.tensor, first)
+        for array in arrays[1:]:
+            np.add(self.slot, as_array(array), out=self.slot)
+
+    @property
+    def applied(self) -> bool:
+        """Whether its last push has been applied."""
+        return all(self.store.push_is_applied(bucket) for bucket in self.store.buckets[self.tensor])
+
+    def wait_for_push(self, timeout: float | None) -> None:
+        """Returns when its last push has been applied."""
+        for bucket in self.store.buckets[self.tensor]:
+            self.store.wait_for_push(bucket, timeout)
+
+    def asked(self) -> list[int]:
+        """How many answers about each of its buckets were asked for."""
+        return [self.store.asked[b.number] for b in self.store.buckets[self.tensor]]
+
+    def answered(self, asked: Sequence[int]) -> bool:
+        """Whether there have been so many."""
+        return self.store.answered(self.tensor, asked)
+
+    def wait(self, asked: Sequence[int], timeout: float | None) -> None:
+        """Returns when there have been so many."""
+        for bucket, number in zip(self.store.buckets[self.tensor], asked, strict=True):
+            self.store.wait_for(bucket, number, timeout)
+
+
+class KeyPull:
+    """The pull of one key."""
+
+    def __init__(self, entry: KeyEntry, out: np.ndarray[Any, Any] | None, copy: bool) -> None:
+        self._entry, self._asked, self._copy = entry, entry.asked(), copy
+        self.result = out
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``finish`` would return at once."""
+        return self._entry.pulling is not self or self._entry.answered(self._asked)
+
+    def finish(self, timeout: float | None) -> None:
+        """Waits for the value, and takes it. Idempotent."""
+        entry = self._entry
+        if entry.pulling is not self:
+            return
+        entry.wait(self._asked, timeout)
+        entry.pulling = None
+        if not self._copy and self.result is None:
+            self.result = entry.value
+            return
+        if self.result is None:
+            self.result = np.empty(entry.spec.shape, entry.dtype)
+        np.copyto(self.result, entry.value)
+        counters.add(copies=1, copied_bytes=entry.value.nbytes)
