@@ -407,7 +407,7 @@ def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:
         ("nonsense", {}, "there is no rule 'nonsense' for keys"),
         ("SGD", {"lr": 0.1, "speed": 3}, "the optimizer SGD has no option 'speed'"),
         ("SGD", {"lr": -1}, "the optimizer SGD refuses its options: Invalid learning rate: -1"),
-        ("sum", {}, "worker 1 does not agree with worker 0"),
+        ("sum", {}, "does not agree with worker"),  # which of the two is compared last is a matter of chance
     ],
 )
 def test_a_rule_that_servers_do_not_have_ends_the_job_in_one_line(
