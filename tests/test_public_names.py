@@ -39,7 +39,7 @@ LAYERS = [
 ]
 PUBLIC = {
     "tensorwire": {"Job", "__version__", "errors", "init", "worker"},
-    "tensorwire.torch": {"StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
+    "tensorwire.torch": {"StoreEmbedding", "StoreOptimizer", "clip_grad_norm_", "place", "unplace"},
     "tensorwire.store": {"EASGD", "SGD", "SSP", "Async", "DiLoCo", "Handle", "KeyValue", "LocalSGD", "Sync"},
     "tensorwire.device": {
         "Capabilities",

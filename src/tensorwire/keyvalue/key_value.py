@@ -6,17 +6,17 @@ It imports no framework. Its calls are those of MXNet's KVStore, whose order per
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from tensorwire.edge.tensor import Spec
-from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.keyvalue.handle import Handle
 from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name, versions
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
+from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
 from tensorwire.store.key_client import KeyClient, pack_options
@@ -32,44 +32,7 @@ _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
 _WITHOUT_OPTIONS = ("assign", "mean", "sum")
 
 
-class Handle:
-    """A call of `KeyValue` that has begun."""
-
-    def __init__(self, store: KeyValue, pulls: Sequence[KeyPull], pushes: Sequence[KeyEntry], single: bool) -> None:
-        self._store, self._pulls, self._single = store, pulls, single
-        self._pushes = pushes
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait()`` would return at once."""
-        with self._store._lock:
-            return all(entry.applied for entry in self._pushes) and all(p.ready for p in self._pulls)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Returns when the call is complete.
-
-        Args:
-            timeout: Seconds to wait for each answer. None: those of ``TENSORWIRE_TIMEOUT``.
-
-        Returns:
-            Of a pull: the value, or the list of values, of its keys. Of a push: None.
-
-        Raises:
-            WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
-            JobEnded: The job ended; the message says why.
-        """
-        with self._store._calling():
-            for entry in self._pushes:
-                entry.wait_for_push(timeout)
-            for pull in self._pulls:
-                pull.finish(timeout)
-        if not self._pulls:
-            return None
-        results = [pull.result for pull in self._pulls]
-        return results[0] if self._single else results
-
-
-class KeyValue:
+class KeyValue(RowKeys):
     """Arrays on the servers, by keys. Every worker makes one, in the same place of its program, and its keys.
 
     ::
@@ -111,6 +74,7 @@ class KeyValue:
         **options: Any,
     ) -> None:
         self._worker = current_worker()
+        super().__init__(self._worker)
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"mode must be tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
         if not isinstance(mode, Sync) and mode.damping:
@@ -120,7 +84,6 @@ class KeyValue:
         self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
         self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
-        self._lock = threading.RLock()
         self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
         self._worker.at_close(self._finish)
         self.set_optimizer(rule, **options)
@@ -137,7 +100,7 @@ class KeyValue:
         Raises:
             ArgumentError: There are keys already, whose rule stays; or an argument is wrong.
         """
-        if self._entries:
+        if self._entries or self._tables:
             raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
         if not isinstance(rule, str) or not rule:
             raise ArgumentError(f"rule must be the name of a rule, such as 'sum' or 'SGD', not {rule!r:.100}")
@@ -169,6 +132,8 @@ class KeyValue:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ArgumentError(f"{name} must be a number, not {value!r:.100}")
         self._group.update(options)
+        for table in self._tables.values():
+            table.set_options(**options)
         self._pack()
 
     def _pack(self) -> None:
@@ -194,18 +159,21 @@ class KeyValue:
         made: dict[Key, KeyEntry] = {}
         given = list(pairs(keys, values))
         for key, value in given:
-            if key in self._entries or key in made:
-                raise ArgumentError(f"key {key!r} exists already")
-            if isinstance(key, bool) or not isinstance(key, (str, int)):
-                raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
+            self._check_new(key, made)
             spec = Spec.of(value)
             if spec.dtype not in _DTYPES:
                 raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")
             made[key] = KeyEntry(key, spec)
         if made:
-            with self._calling():
+            with self._calls:
                 self._place(list(made.values()), [value for _, value in given])
                 self._entries.update(made)
+
+    def _check_new(self, key: Key, made: Collection[Key] = ()) -> None:
+        if key in self._entries or key in self._tables or key in made:
+            raise ArgumentError(f"key {key!r} exists already")
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
 
     def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
         """`init`, and then `pull`.
@@ -242,10 +210,10 @@ class KeyValue:
             JobEnded: The job ended; the message says why.
         """
         entries, arrays = self._given(keys, values)
-        with self._calling():
+        with self._calls:
             self._fill(entries, arrays)
             self._request(KeyOperation.PUSH, entries, priority)
-            return Handle(self, (), entries, False)
+            return Handle(self._calls, (), entries, False)
 
     def pull(self, keys: Key | Sequence[Key], out: Any = None, *, priority: int = 0, copy: bool = True) -> Handle:
         """Fetches the values of keys.
@@ -266,7 +234,7 @@ class KeyValue:
         """
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
-        with self._calling():
+        with self._calls:
             return self._pull(KeyOperation.PULL, keys, entries, outs, priority, copy)
 
     def pushpull(
@@ -283,7 +251,7 @@ class KeyValue:
         """
         entries, arrays = self._given(keys, values)
         outs = self._outs(keys, entries, out)
-        with self._calling():
+        with self._calls:
             self._fill(entries, arrays)
             return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
 
@@ -304,7 +272,7 @@ class KeyValue:
             JobEnded: The job ended; the message says why.
         """
         (entry,) = self._named(key)
-        with self._calling():
+        with self._calls:
             entry.store.wait_for_slot(entry.tensor)
             return entry.slot
 
@@ -317,7 +285,7 @@ class KeyValue:
             WaitTimeout: Another worker did not come in time.
             JobEnded: The job ended; the message says why.
         """
-        with self._calling():
+        with self._calls:
             self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -334,9 +302,11 @@ class KeyValue:
             WaitTimeout: The servers did not answer in time.
             JobEnded: The job ended; the message says why.
         """
+        if self._tables:
+            raise ArgumentError(f"save the rows of key {next(iter(self._tables))!r} by save_rows(): they need a folder")
         keys = list(self._entries)
         arrays = list(zip(map(SavedArray, keys), self.pull(keys).wait(), strict=True))
-        with self._calling():
+        with self._calls:
             for store in self._stores:
                 mine = {e.tensor: e for e in self._entries.values() if e.store is store}
                 for kept in fetch_arrays(store, {tensor: e.value for tensor, e in mine.items()}):
@@ -356,7 +326,7 @@ class KeyValue:
             WaitTimeout: Another worker or a server did not come in time.
             JobEnded: The job ended; the message says why.
         """
-        with self._calling():
+        with self._calls:
             for entry in self._entries.values():
                 entry.wait_for_push(None)
             arrays, wrong = self._read(path) if self.rank == 0 else ([], "")
@@ -400,17 +370,6 @@ class KeyValue:
             load_arrays(store, kept, self._options)
         for entry, _ in values:
             entry.wait_for_push(None)
-
-    # ---- for handles
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Inside it, one thread, and errors say why the job ended."""
-        with self._lock:
-            try:
-                yield
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
 
     # ---- the rest
 
@@ -500,7 +459,7 @@ class KeyValue:
         pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
         for entry, pull in zip(entries, pulls, strict=True):
             entry.pulling = pull
-        return Handle(self, pulls, (), isinstance(keys, (str, int)))
+        return Handle(self._calls, pulls, (), isinstance(keys, (str, int)))
 
     def _finish(self) -> None:
         for store in self._stores:

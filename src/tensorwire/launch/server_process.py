@@ -33,6 +33,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
 
     from tensorwire.store.consensus import Disagreement, Finished
     from tensorwire.store.key_server import KeyServer
+    from tensorwire.store.row_server import RowServer
     from tensorwire.store.server import StoreServer
     from tensorwire.store.server_state import answer_asks
 
@@ -40,7 +41,7 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
     try:
         torch.set_num_threads(server_threads(os.environ))
         welcome = member.client.welcome
-        serve = KeyServer if spec.keys else StoreServer
+        serve = RowServer if spec.table else KeyServer if spec.keys else StoreServer
         server = serve(member, name, spec, welcome.workers, welcome.servers)
         try:
             asks = _started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest)

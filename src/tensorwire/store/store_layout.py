@@ -10,6 +10,7 @@ from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
+from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
 from tensorwire.store.step_header import header_bytes
 
@@ -26,7 +27,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
     still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every
-    tensor is a key, whose rounds are its own.
+    tensor is a key, whose rounds are its own. ``table``: the only tensor is a table, of whose rows some travel.
     """
 
     versions: str
@@ -44,6 +45,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     together: bool = False
     mode_settings: dict[str, Any] = msgspec.field(default_factory=lambda: settings_of(Sync()))
     keys: bool = False
+    table: TableSpec | None = None
 
     @property
     def mode(self) -> Mode:

@@ -1,0 +1,93 @@
+"""What the calls of `KeyValue` return, and what keeps its threads apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tensorwire.errors import TensorwireError
+from tensorwire.launch.worker import Worker
+
+
+class BegunPush(Protocol):
+    """A push that has begun, of one key."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether servers have applied it."""
+
+    def wait_for_push(self, timeout: float | None) -> None:
+        """Returns when they have."""
+
+
+class BegunPull(Protocol):
+    """A pull that has begun, of one key. ``result``: the value, once it is finished."""
+
+    result: Any
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``finish`` would return at once."""
+
+    def finish(self, timeout: float | None) -> None:
+        """Waits for the value, and takes it. Idempotent."""
+
+
+class Calls:
+    """Inside it, one thread at a time, and errors say why the job ended."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.lock.release()
+        if isinstance(error, TensorwireError):
+            raise self._worker.member.explain(error) from None
+
+
+class Handle:
+    """A call of `KeyValue` that has begun."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        pulls: Sequence[BegunPull],
+        pushes: Sequence[BegunPush],
+        single: bool,
+    ) -> None:
+        self._calls, self._pulls, self._single = calls, pulls, single
+        self._pushes = pushes
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait()`` would return at once."""
+        with self._calls.lock:
+            return all(entry.applied for entry in self._pushes) and all(p.ready for p in self._pulls)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Returns when the call is complete.
+
+        Args:
+            timeout: Seconds to wait for each answer. None: those of ``TENSORWIRE_TIMEOUT``.
+
+        Returns:
+            Of a pull: the value, or the list of values, of its keys. Of a push: None.
+
+        Raises:
+            WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._calls:
+            for entry in self._pushes:
+                entry.wait_for_push(timeout)
+            for pull in self._pulls:
+                pull.finish(timeout)
+        if not self._pulls:
+            return None
+        results = [pull.result for pull in self._pulls]
+        return results[0] if self._single else results

@@ -1,0 +1,155 @@
+"""What a server does with the rows that are pushed to its part of a table: torch's own optimizers, row by row.
+
+An optimizer gets a sparse gradient, and changes the rows that it names and their state, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.store.row_layout import BLOCK, Array, TableSpec
+from tensorwire.store.state_transfer import NUMBER, Entry, Item
+from tensorwire.store.store_layout import StoreSpec
+
+ROW_OPTIMIZERS = ("Adagrad", "SGD", "SparseAdam")
+ROW_RULES = ("sum", "assign", *ROW_OPTIMIZERS)
+_MOVES_ALL = ("momentum", "weight_decay")  # options that change rows without a gradient
+
+
+def check_row_rule(rule: str, options: dict[str, Any]) -> None:
+    """Refuses what is no rule for rows. Raises `ArgumentError`."""
+    if rule not in ROW_RULES:
+        raise ArgumentError(f"there is no rule {rule!r} for rows; there are: {', '.join(ROW_RULES)}")
+    for name in _MOVES_ALL:
+        if rule in ROW_OPTIMIZERS and options.get(name):
+            raise ArgumentError(f"{rule} with {name}={options[name]!r} changes all rows in every step: leave {name} 0")
+
+
+def make_row_rule(spec: StoreSpec, first: int, values: Array) -> RowRule:
+    """The rule for ``values``, whose first row is number ``first`` of the table."""
+    kind = _OptimizerRows if spec.rule in ROW_OPTIMIZERS else RowRule
+    return kind(spec, first, values)
+
+
+def draw(table: TableSpec, values: Array, first: int) -> None:
+    """The first values of rows from ``first`` on. A row has the same ones on any number of servers."""
+    if table.initial == "zeros":
+        values[:] = 0
+        return
+    for at in range(0, len(values), BLOCK):
+        block, skipped = divmod(first + at, BLOCK)
+        part = values[at : at + BLOCK]
+        while len(part):
+            generator = np.random.default_rng((table.seed, block))
+            shape = (BLOCK, *values.shape[1:])
+            drawn = generator.standard_normal(shape) if table.initial == "normal" else generator.uniform(-1, 1, shape)
+            here = min(BLOCK - skipped, len(part))
+            part[:here] = drawn[skipped : skipped + here] * table.scale
+            part, block, skipped = part[here:], block + 1, 0
+
+
+class RowRule:
+    """The rules ``sum`` and ``assign``, which keep nothing beside the values."""
+
+    def __init__(self, spec: StoreSpec, first: int, values: Array) -> None:
+        self.spec, self.first, self.values = spec, first, values
+
+    def update(self, indices: Array, rows: Array, options: bytes) -> None:
+        """Changes the rows of these numbers, each of which comes once, in ascending order."""
+        if self.spec.rule == "sum":
+            self.values[indices] += rows
+        else:
+            self.values[indices] = rows
+
+    def state(self) -> Iterator[Item]:
+        """Nothing."""
+        return iter(())
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """As `Stateful`."""
+        for entry, _ in items:
+            raise ProtocolError(f"this rule keeps nothing, and worker 0 loads {entry}")
+
+
+class _OptimizerRows(RowRule):
+    """One of torch's optimizers that take sparse gradients."""
+
+    def __init__(self, spec: StoreSpec, first: int, values: Array) -> None:
+        super().__init__(spec, first, values)
+        import torch  # `sum` and `assign` do without
+
+        self._torch = torch
+        torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # its optimizers warn
+        self._parameter = torch.nn.Parameter(torch.from_numpy(values))
+        try:
+            cls: Any = getattr(torch.optim, spec.rule)
+            self._optimizer: torch.optim.Optimizer = cls([self._parameter], **self._options())
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"the optimizer {spec.rule} refuses its options: {error}") from None
+        self._in_force = b""
+
+    def _options(self) -> dict[str, Any]:
+        listed = self.spec.groups[0].items()
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in listed}
+
+    def update(self, indices: Array, rows: Array, options: bytes) -> None:
+        """As `RowRule`."""
+        torch = self._torch
+        if options != self._in_force:
+            self._set(options)
+        numbers = torch.from_numpy(indices.astype(np.int64)[None])
+        self._parameter.grad = torch.sparse_coo_tensor(
+            numbers, torch.from_numpy(rows), self._parameter.shape, is_coalesced=True
+        )
+        self._optimizer.step()
+
+    def _set(self, options: bytes) -> None:
+        """The numbers of an option block are in force from now on."""
+        self._in_force = options
+        group, given = self._optimizer.param_groups[0], self.spec.groups[0]
+        for (_, name, index), value in zip(
+            self.spec.numeric, struct.unpack(f"<{len(options) // 8}d", options), strict=True
+        ):
+            if index < 0:
+                group[name] = type(given[name])(value)
+            else:
+                group[name] = (*group[name][:index], value, *group[name][index + 1 :])
+
+    def state(self) -> Iterator[Item]:
+        """What the optimizer keeps, by its names: rows, and numbers such as a count of steps."""
+        for key, value in self._optimizer.state.get(self._parameter, {}).items():
+            if isinstance(value, self._torch.Tensor) and value.shape == self._parameter.shape:
+                whole = (self.spec.tensors[0].shape[0], *value.shape[1:])
+                width = math.prod(whole[1:])
+                start, elements = self.first * width, value.numel()
+                dtype = str(value.dtype).removeprefix("torch.")
+                data = value.numpy().reshape(-1).view(np.uint8).data
+                yield Entry(0, key, dtype, whole, True, start, start + elements), data
+            else:
+                number = np.array([float(value)])
+                yield Entry(0, key, "float64", (1,), False, 0, 1, NUMBER), number.view(np.uint8).data
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """As `Stateful`."""
+        torch = self._torch
+        state: dict[str, Any] = {}
+        width = math.prod(self.values.shape[1:])
+        for entry, data in items:
+            if not entry.rows:
+                number = float(np.frombuffer(data, np.float64)[0])
+                state[entry.key] = torch.tensor(number) if self.spec.rule == "Adagrad" else int(number)
+                continue
+            if entry.shape[1:] != self.values.shape[1:]:
+                raise ProtocolError(f"worker 0 loads {entry}, which is not of this table")
+            if entry.key not in state:
+                state[entry.key] = torch.zeros(self._parameter.shape, dtype=getattr(torch, entry.dtype))
+            start = entry.start - self.first * width
+            flat = state[entry.key].numpy().reshape(-1)
+            flat[start : start + entry.stop - entry.start] = np.frombuffer(data, entry.dtype)
+        self._optimizer.state[self._parameter] = state

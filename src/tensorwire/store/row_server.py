@@ -1,0 +1,304 @@
+"""A server of a table of rows: a thread per worker takes that worker's requests in their order.
+
+`Sync`: a push returns when all workers that have not finished have pushed, and the sum of what they pushed was applied.
+Other modes apply each push by itself. With `SSP`, a pull waits until the slowest worker has pushed often enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import msgspec
+import numpy as np
+
+from tensorwire.control import Member
+from tensorwire.device import RemoteRegion
+from tensorwire.edge import Consumer, Producer, Word
+from tensorwire.errors import PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.observe import counters
+from tensorwire.store.fates import Fates
+from tensorwire.store.modes import SSP, Sync
+from tensorwire.store.row_layout import (
+    DEPTH,
+    WORD,
+    WORKER_0,
+    Array,
+    RowOperation,
+    RowPlaces,
+    RowRequest,
+    divide,
+    merge,
+)
+from tensorwire.store.row_rules import draw, make_row_rule
+from tensorwire.store.rules import versions
+from tensorwire.store.server_state import take_state
+from tensorwire.store.shard import check_memory
+from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
+
+_PATIENCE = 60.0  # between looks at the job while workers compute
+_Rows = tuple[Array, Array]  # numbers and rows
+
+
+class RowServer:
+    """Serves its part of the table ``name`` to all workers until they finish."""
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
+        self.member, self.name, self.spec = member, name, spec
+        if spec.versions != versions():
+            raise PlanMismatch(
+                f"the workers run {spec.versions}, server {member.index} {versions()}: install one everywhere"
+            )
+        assert spec.table is not None
+        self.table = spec.table
+        tensor = spec.tensors[0]
+        first, end = divide(tensor.shape[0], servers)[member.index :][:2]
+        self.places = RowPlaces(self.table.most, tensor.shape[1:], tensor.dtype, 8 * len(spec.numeric))
+        kept = (end - first) * tensor.nbytes // max(1, tensor.shape[0])
+        check_memory(kept + 2 * workers * DEPTH * self.places.nbytes, f"server {member.index}")
+        self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
+        draw(self.table, self.values, first)
+        self.rule = make_row_rule(spec, first, self.values)
+        self._together = isinstance(spec.mode, Sync)
+        self._bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
+        self._links = [_Link(self, worker) for worker in range(workers)]
+        for link in self._links:
+            link.open()
+        self._changed = threading.Condition()  # guards all that follows, and the values
+        self._clocks = [0] * workers  # pushes so far
+        self._active = set(range(workers))
+        self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
+        self._version = 0
+        self._fates = Fates(name, member.index)
+        self._ready = False
+
+    def run(self) -> None:
+        """Returns when every worker has finished. Raises the first error of a worker's thread."""
+        ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        for link in self._links:
+            name = f"{self.name} worker {link.index}"
+            threading.Thread(target=self._attend, args=(link, ends), name=name, daemon=True).start()
+        for _ in self._links:
+            error = ends.get()
+            if error is not None:
+                raise error
+
+    def _attend(self, link: _Link, ends: SimpleQueue[BaseException | None]) -> None:
+        try:
+            for number in itertools.count(1):
+                request = link.next(number)
+                if request.operation is RowOperation.FINISH:
+                    self._leave(link.index)
+                    link.release(number)  # the last that it reads
+                    break
+                self._serve(link, request)
+                link.release(number)
+        except BaseException as error:
+            ends.put(error)
+        else:
+            ends.put(None)
+
+    def _serve(self, link: _Link, request: RowRequest) -> None:
+        operation = request.operation
+        if operation in WORKER_0:
+            self._set(link, request)
+            return
+        if not self._ready:
+            self._wait_until(lambda: self._ready)
+        if operation is RowOperation.PUSH:
+            rows = link.collect(request)
+            if rows is not None:
+                self._push(link.index, rows, request.options)
+            return
+        if self._bound is not None:
+            self._wait_until(lambda: self._in_bound(link.index))
+        with self._changed:
+            if operation is RowOperation.PULL:
+                link.answer(request.number, request.indices, self.values)
+            else:
+                link.answer_changes(request.number, self.values)
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        """Returns when ``holds()``, as long as the job lives."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(holds, _PATIENCE):
+                    return
+            self.member.check()
+
+    def _in_bound(self, worker: int) -> bool:
+        slowest = min((self._clocks[each] for each in self._active), default=0)
+        return worker not in self._active or self._clocks[worker] - slowest <= (self._bound or 0)
+
+    def _set(self, link: _Link, request: RowRequest) -> None:
+        """What worker 0 alone does, while others wait for it."""
+        if link.index:
+            raise ProtocolError(f"worker {link.index} sent {request.operation.name}, which is for worker 0")
+        with self._changed:
+            if request.operation is RowOperation.LOAD:
+                take_state(self.member, self.name, request.number, self.rule)
+            elif request.rows is not None:
+                self.values[request.indices] = request.rows
+                self._mark(request.indices)
+            else:
+                self._ready = True
+                self._changed.notify_all()
+
+    # ---- pushes
+
+    def _push(self, worker: int, rows: _Rows, options: bytes) -> None:
+        if not self._together:
+            with self._changed:
+                self._clocks[worker] += 1
+                self._apply({worker: (rows, options)})
+            return
+        with self._changed:
+            self._clocks[worker] += 1
+            self._here[worker] = rows, options
+            self._close_if_due()
+        self._wait_until(lambda: worker not in self._here)
+
+    def _close_if_due(self) -> None:
+        """Merges and applies, if all are there. The caller holds the lock."""
+        if self._here and len(self._here) >= len(self._active):
+            here, self._here = dict(sorted(self._here.items())), {}
+            self._apply(here)
+
+    def _apply(self, here: dict[int, tuple[_Rows, bytes]]) -> None:
+        """One update by the sum or the mean of contributions, in the order of workers. The caller holds the lock."""
+        given = [rows for rows, _ in here.values()]
+        indices, rows = given[0]
+        if len(given) > 1:
+            indices, rows = merge(np.concatenate([i for i, _ in given]), np.concatenate([r for _, r in given]))
+            if self.spec.reduce == "mean":
+                rows = rows / np.array(len(given), rows.dtype)
+        if indices.size:
+            self.rule.update(indices, rows, next(iter(here.values()))[1])
+            self._mark(indices)
+        self._version += 1
+        pushes = [(worker, self._clocks[worker]) for worker in here]
+        alike = len(pushes)
+        self._fates.closed(0, self._version, pushes, [1 / alike] * alike, [0] * alike, alone=not self._together)
+        self._changed.notify_all()
+
+    def _mark(self, indices: Array) -> None:
+        if self.table.followed:
+            for link in self._links:
+                link.changed[indices] = True
+
+    def _leave(self, worker: int) -> None:
+        """A worker has finished: no round waits for it, and what it pushed counts."""
+        with self._changed:
+            self._active.discard(worker)
+            self._close_if_due()
+            self._changed.notify_all()
+
+    # ---- the rest
+
+    def at_rest(self) -> contextlib.AbstractContextManager[object]:
+        """Inside it no round closes."""
+        return self._changed
+
+    def close(self) -> None:
+        """Frees the table's memory."""
+        self._fates.close()
+        for link in self._links:
+            link.close()
+
+
+class _Link:
+    """What this server shares with one worker."""
+
+    def __init__(self, server: RowServer, index: int) -> None:
+        self._server, self.index, self._places = server, index, server.places
+        self._channel = server.member.channel("worker", index)
+        device, nbytes = self._channel.device, server.places.nbytes
+        self._inbox = device.allocate(WORD + DEPTH * nbytes)
+        memory = memoryview(self._inbox)
+        places = [memory[WORD + n * nbytes : WORD + (n + 1) * nbytes] for n in range(DEPTH)]
+        self._requests = Consumer(Word(self._inbox, 0, self._channel), slots=places)
+        self._staging = None if device.capabilities.maps else device.allocate(nbytes)
+        self._answered = 0
+        self._parts: list[_Rows] = []  # of a contribution that takes several requests
+        rows = len(server.values) if server.table.followed else 0
+        self.changed = np.zeros(rows, np.bool_)  # since they were sent to this worker last
+        endpoint = msgspec.msgpack.encode(ServerEndpoint(self._inbox.remote("write").pack(), b""))
+        key = f"{server.name}/server {server.member.index}/worker {index}"
+        server.member.client.publish(key, endpoint, to=[f"worker {index}"])
+
+    def open(self) -> None:
+        """Makes the way back, once the worker has said where its memory is."""
+        server = self._server
+        key = f"{server.name}/worker {self.index}/server {server.member.index}"
+        found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
+        words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
+        self._requests.credit_to(self._channel, words.view(0, 8))
+        self._answers = Producer(
+            self._channel,
+            words.view(WORD, 8),
+            slots=[target.view(0, self._places.nbytes)],
+            source=[] if self._staging is None else [self._staging.view()],
+            label=f"worker {self.index}, rows",
+        )
+
+    def next(self, number: int) -> RowRequest:
+        """The request of that number. Waits as long as the job lives."""
+        while True:
+            try:
+                place = self._requests.receive(number, _PATIENCE)
+                break
+            except WaitTimeout:
+                self._server.member.check()
+        assert place is not None
+        request = self._places.unpack(place, len(self._server.values))
+        if request.number != number:
+            raise ProtocolError(f"worker {self.index} sent request {request.number} in place of {number}")
+        return request
+
+    def release(self, number: int) -> None:
+        """Tells the worker that requests up to this one are done."""
+        self._requests.release(number)
+
+    def collect(self, request: RowRequest) -> _Rows | None:
+        """A contribution, once all of its parts are there. A whole one is valid until its request is released."""
+        assert request.rows is not None
+        if request.more:  # its place is needed for the next part
+            self._parts.append((request.indices.copy(), request.rows.copy()))
+            counters.add(copies=1, copied_bytes=request.rows.nbytes)
+            return None
+        parts, self._parts = [*self._parts, (request.indices, request.rows)], []
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([i for i, _ in parts]), np.concatenate([r for _, r in parts])
+
+    def answer(self, number: int, indices: Array, values: Array, *, more: bool = False) -> None:
+        """Sends the rows of these numbers."""
+        self._answered += 1
+        place, count = self._answers.slot(self._answered), len(indices)
+        nbytes = self._places.pack(place, 0, number, self._no_options, count, more=more, full=True)
+        if more or self._server.table.followed:
+            self._places.indices(place, count)[:] = indices
+        rows = self._places.rows(place, count)
+        np.take(values, indices, axis=0, out=rows, mode="clip")
+        counters.add(copies=1, copied_bytes=rows.nbytes)
+        self._answers.send(self._answered, nbytes=nbytes)
+
+    def answer_changes(self, number: int, values: Array) -> None:
+        """Sends rows that have changed since they were sent last, as many as an answer takes."""
+        found: Sequence[int] | Array = np.flatnonzero(self.changed)
+        some = np.asarray(found[: self._places.most], np.uint32)
+        self.changed[some] = False
+        self.answer(number, some, values, more=len(found) > len(some))
+
+    @property
+    def _no_options(self) -> bytes:
+        return bytes(8 * len(self._server.spec.numeric))
+
+    def close(self) -> None:
+        """Frees its memory."""
+        self._inbox.close()
+        if self._staging is not None:
+            self._staging.close()
