@@ -53,6 +53,9 @@ def test_the_page_lists_the_public_names_of_each_module(module: str) -> None:
 def own_members(shown: type) -> set[str]:
     """The public names that a class adds to those of the classes it inherits from, as far as these are on the page."""
     names = set(vars(shown)) if is_native(shown) else members(shown)
+    for base in shown.__mro__[1:]:  # of a class that nobody sees, what it has is this one's
+        if base.__module__.startswith("tensorwire.keyvalue"):
+            names |= members(base)
     bases = [base for base in shown.__mro__[1:] if base in CLASSES.values()]
     theirs = {name for base in bases for name in {*vars(base), *described(base)}}
     return {name for name in names - theirs if not name.startswith("_")}
@@ -100,7 +103,7 @@ def test_parameters_have_a_table(path: str) -> None:
     shown = getattr(importlib.import_module(module_of(path)), path.rpartition(".")[2])
     functions = {shown: shown} if inspect.isfunction(shown) else {}
     if inspect.isclass(shown):
-        functions = {f: f for name in BLOCKS[path] if inspect.isfunction(f := vars(shown)[name])}
+        functions = {f: f for name in BLOCKS[path] if inspect.isfunction(f := inspect.getattr_static(shown, name))}
         if "__init__" in vars(shown) and path not in FACTORY_MADE and not is_dataclass(shown):
             functions[shown.__init__] = shown
     for function, documented in functions.items():

@@ -166,9 +166,8 @@ class StoreEmbedding(torch.nn.Module):
         """
         load_on_all(self._table, folder)
 
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"
+    def __repr__(self) -> str:
+        return f"StoreEmbedding({self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype})"
 
 
 class _Pusher:

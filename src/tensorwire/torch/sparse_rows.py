@@ -1,0 +1,145 @@
+"""A parameter with sparse gradients: every worker has all of it, and only rows travel.
+
+The table on the servers is the parameter; a worker asks which rows have changed, and copies them into its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
+from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.launch import Worker
+from tensorwire.store.client_state import fetch_state
+from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.row_layout import Array, TableSpec
+from tensorwire.store.row_rules import ROW_OPTIMIZERS
+from tensorwire.torch import options
+
+_NOT_SENT = ("foreach", "fused", "differentiable", "capturable", "params", "param_names", "name")
+
+
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of the parameters that embeddings among ``modules`` give sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(m.weight) for m in modules if isinstance(m, kinds) and m.sparse}
+
+
+class SparseRows:
+    """One such parameter. ``group``: the parameter group that it is in, whose options are read at each step.
+
+    Raises `Unsupported` for an optimizer or a mode that rows do not go with.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        param: torch.nn.Parameter,
+        group: Mapping[str, Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        mode: Sync | Async | SSP,
+        reduce: str,
+    ) -> None:
+        self._worker, self.name, self.param, self._group = worker, name, param, group
+        rule = optimizer_class.__name__
+        if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule, None) is not optimizer_class:
+            raise Unsupported(
+                f"parameter {name!r} has sparse gradients, which {rule} does not take: use "
+                f"{', '.join(ROW_OPTIMIZERS)}, or build its embedding with sparse=False"
+            )
+        if not isinstance(mode, Sync) and mode.damping:
+            raise Unsupported(f"parameter {name!r} has sparse gradients, for which there is no damping: pass damping=0")
+        kind = str(param.dtype).removeprefix("torch.")
+        self._table = Table(
+            worker,
+            name,
+            tuple(param.shape),
+            kind,
+            mode=mode,
+            rule=rule,
+            options=self._given(),
+            reduce=reduce,
+            settings=TableSpec(most_rows(tuple(param.shape), kind), followed=True),
+            values=param.detach().contiguous().numpy(),
+        )
+        self.written = False
+        self._version = -1
+        self.show()
+
+    def _given(self) -> dict[str, Any]:
+        """The optimizer's options as they are now."""
+        return {name: value for name, value in self._group.items() if name not in _NOT_SENT}
+
+    def gradient(self) -> tuple[Array, Array]:
+        """Numbers and rows of this worker's gradient. Raises `Unsupported` or `ArgumentError` for what is none."""
+        gradient = self.param.grad
+        if gradient is None:
+            return np.empty(0, np.int64), np.empty((0, *self.param.shape[1:]), self._table.dtype)
+        if gradient.layout != torch.sparse_coo:
+            raise Unsupported(
+                f"parameter {self.name!r} has a dense gradient, though its embedding has sparse=True: another module "
+                "shares it, so build the embedding with sparse=False"
+            )
+        if gradient.dtype != self.param.dtype or gradient.shape != self.param.shape:
+            raise ArgumentError(f"the gradient of {self.name!r} is {gradient.dtype} {list(gradient.shape)}")
+        whole = gradient.coalesce()
+        return self._table.given(whole.indices()[0].numpy(), whole.values().numpy())
+
+    def check(self) -> None:
+        """Raises `ParameterModified` for values that changed without the store."""
+        if self.param._version != self._version and not self.written:
+            raise ParameterModified(
+                f"parameter {self.name!r} was changed in place; its values live in the store and only step() changes "
+                "them: call optimizer.write_parameters() on every worker after an intended change"
+            )
+        changed = {n: v for n, v in self._given().items() if options.is_number(v) or options.is_numbers(v)}
+        self._table.set_options(**changed)
+
+    def push(self, gradient: tuple[Array, Array]) -> None:
+        """Sends rows to the servers; values that the user wrote go first."""
+        if self.written:
+            self.assign()
+        self._table.push(*gradient)
+
+    def assign(self) -> None:
+        """Worker 0's present values become the table's, and everybody's."""
+        self._table.wait()
+        self._table.meet("")
+        if self._worker.rank == 0:
+            self._table.assign(self.param.detach().contiguous().numpy())
+        self._table.meet("")
+        self.written = False
+        self.show()
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Takes over the rows that have changed, once what this worker pushed has been applied."""
+        for numbers, rows in self._table.changes():
+            self.param[torch.from_numpy(numbers)] = torch.from_numpy(rows)
+        self._version = self.param._version
+
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.name}: {self.param.shape[0]} rows of {math.prod(self.param.shape[1:])} elements, "
+            "of which those with gradients travel"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What the servers keep for the parameter, in torch's form. Raises `WaitTimeout` or `JobEnded`."""
+        found: dict[str, Any] = {}
+        for entry, data in fetch_state(self._table.client):
+            if not entry.rows:
+                number = float(np.frombuffer(data, np.float64)[0])
+                found[entry.key] = torch.tensor(number) if self._table.client.spec.rule == "Adagrad" else int(number)
+                continue
+            if entry.key not in found:
+                found[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            found[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
+        return found
