@@ -30,6 +30,7 @@ from tensorwire.torch.describe import describe
 from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
+from tensorwire.torch.local_state import KEY as STORE
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -459,7 +460,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
         Returns:
             ``{"state": ..., "param_groups": ...}`` with whole tensors, as the stock optimizer has them. For parameters
-            of 16 bits, state is in float32, and ``master`` is the parameter in float32.
+            of 16 bits, state is in float32, and ``master`` is the parameter in float32. In EASGD, LocalSGD and DiLoCo
+            these are this worker's own, and ``"store"`` holds what the servers have: ``parameters`` and ``state`` by
+            name, such as the outer optimizer's momentum, and this worker's ``steps`` and ``tokens``.
 
         Raises:
             ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
@@ -468,9 +471,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         with self._alone.calling("state_dict()"):
             self._check_between_steps()
-            if self._local is not None:
-                return super().state_dict()
             try:
+                if self._local is not None:
+                    return {**super().state_dict(), STORE: self._local.state()}
                 self.wait()
                 with self._saved.shown([part.share for part in self._parts]):
                     return self._saved.complete(super().state_dict())
@@ -483,7 +486,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         Options take effect at once, the state with the next ``step()``, before its update.
 
         Args:
-            state_dict: From ``state_dict()`` of this class or of the stock optimizer.
+            state_dict: From ``state_dict()`` of this class or of the stock optimizer. In EASGD, LocalSGD and DiLoCo an
+                entry ``"store"`` sets what the servers have, and each worker keeps the parameters that it has then.
 
         Raises:
             ArgumentError: The state has other parameters, sizes, types or keys; or gradients are being pushed. Nothing
@@ -492,15 +496,20 @@ class StoreOptimizer(torch.optim.Optimizer):
         with self._alone.calling("load_state_dict()"):
             self._check_between_steps()
             if self._local is not None:
-                super().load_state_dict(state_dict)
+                stored = state_dict.get(STORE)
+                if stored is not None:
+                    self._local.check(stored)
+                super().load_state_dict({k: v for k, v in state_dict.items() if k != STORE})
                 self._link_inner()
+                if stored is not None:
+                    self._local.load(stored)
                 return
             with self._saved.taken([part.share for part in self._parts]):
                 super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
-        return self._saved.copied(self.state_dict())
+        return self._saved.copied(super().state_dict() if self._local is not None else self.state_dict())
 
     def _check_between_steps(self) -> None:
         if os.getpid() != self._pid:
