@@ -404,7 +404,7 @@ def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rule", "options", "said"),
     [
-        ("nonsense", {}, "there is no rule 'nonsense' for keys"),
+        ("nonsense", {}, "there is no rule 'nonsense'; there are sum, mean, assign, ASGD"),
         ("SGD", {"lr": 0.1, "speed": 3}, "the optimizer SGD has no option 'speed'"),
         ("SGD", {"lr": -1}, "the optimizer SGD refuses its options: Invalid learning rate: -1"),
         ("sum", {}, "does not agree with worker"),  # which of the two is compared last is a matter of chance

@@ -310,7 +310,7 @@ def test_a_module_that_servers_do_not_have_is_one_line_before_step_1(folder: str
     ended, name = run_job(hidden, folder), name_in(folder)
     assert ended.cause is not None
     assert str(ended.cause) == (
-        f"server 0 stopped: cannot import the optimizer Lion from {name} (ModuleNotFoundError: No module named "
+        f"server 0 stopped: cannot import the rule Lion from {name} (ModuleNotFoundError: No module named "
         f"'{name}'): install that module on the servers' machines, or put it into the script's folder there"
     )
     assert not ended.cause.traceback

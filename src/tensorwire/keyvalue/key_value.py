@@ -24,12 +24,23 @@ from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
 from tensorwire.store.key_state import KeptArray, fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
+from tensorwire.store.rule_names import (
+    ASSIGN,
+    MEAN,
+    SUM,
+    WHOLE,
+    check_path,
+    folders_with,
+    hash_of,
+    is_foreign,
+    module_file,
+)
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
 
 _BARRIER_SECONDS = 600.0
 _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
-_WITHOUT_OPTIONS = ("assign", "mean", "sum")
+_WITHOUT_OPTIONS = (ASSIGN, MEAN, SUM)
 
 
 class KeyValue(RowKeys):
@@ -51,7 +62,9 @@ class KeyValue(RowKeys):
             the worker's last push led to. `Async`: every push is applied by itself. `SSP`: as `Async`, and a pull waits
             while this worker's pushes of the key are more than ``staleness`` ahead of the slowest worker's.
         rule: What servers do with what is pushed: ``"assign"``: it becomes the value. ``"sum"``: it is added to the
-            value. Or the name of one of torch's optimizers, such as ``"SGD"``: it is a gradient.
+            value. ``"mean"``: the workers' mean becomes the value. Or it is a gradient, for one of torch's optimizers
+            by its name, such as ``"SGD"``, or for a class of optimizers or a function by its import path, such as
+            ``"package.module:function"``; servers import it, workers do not.
         reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
@@ -104,6 +117,8 @@ class KeyValue(RowKeys):
             raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
         if not isinstance(rule, str) or not rule:
             raise ArgumentError(f"rule must be the name of a rule, such as 'sum' or 'SGD', not {rule!r:.100}")
+        if is_foreign(rule):
+            check_path(rule)
         if rule in _WITHOUT_OPTIONS and options:
             raise ArgumentError(f"the rule {rule!r} has no options, and there is {next(iter(options))!r}")
         self._rule = rule
@@ -376,15 +391,21 @@ class KeyValue(RowKeys):
     def _place(self, entries: Sequence[KeyEntry], values: Sequence[Any]) -> None:
         """Gives keys a place on the servers: a store of their own."""
         tensors = [ParameterSpec(plan_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
+        foreign = is_foreign(self._rule)
+        module = self._rule.partition(":")[0]
+        file = module_file(module) if foreign else None
         spec = StoreSpec(
             versions(),
             tensors,
-            "assign" if self._rule == "mean" else self._rule,
+            ASSIGN if self._rule == MEAN else self._rule,
             [self._group],
             self._numeric,
             self._bucket_bytes,
-            False,
-            "mean" if self._rule == "mean" else self._reduce,
+            foreign or self._rule in WHOLE,
+            "mean" if self._rule == MEAN else self._reduce,
+            arguments=self._group if foreign else {},
+            source="" if file is None else hash_of([file]),
+            folders=folders_with([module_file(module.partition(".")[0])]) if foreign else [],
             mode_settings=settings_of(self._mode),
             keys=True,
         )

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from tensorwire.errors import ArgumentError, ProtocolError
-from tensorwire.store.rules import ELEMENTWISE, WHOLE, Push, make_rule, optimizer_class
+from tensorwire.store.rule_names import ASSIGN, ELEMENTWISE, SUM, WHOLE, is_foreign, no_rule
+from tensorwire.store.rules import Push, make_rule, optimizer_class
 from tensorwire.store.server_state import Stateful
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.store_layout import StoreSpec
 
-ASSIGN, SUM = "assign", "sum"
 Array = np.ndarray[Any, Any]
 
 
@@ -107,16 +107,15 @@ class _Assign(_ArrayRule):
 
 
 class _StoreRule:
-    """A rule of the store, such as torch's optimizers."""
+    """A rule of the store: torch's optimizers, and what import paths name."""
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview) -> None:
-        if rule_classes := [name for name in (*ELEMENTWISE, *WHOLE) if name == spec.rule]:
+        if spec.rule in ELEMENTWISE + WHOLE:
             known = inspect.signature(optimizer_class(spec)).parameters
             if strange := [name for name in spec.groups[0] if name not in known]:
-                raise ArgumentError(f"the optimizer {rule_classes[0]} has no option {strange[0]!r}")
-        else:
-            names = ", ".join((SUM, ASSIGN, *ELEMENTWISE, *WHOLE))
-            raise ArgumentError(f"there is no rule {spec.rule!r} for keys; there are: {names}")
+                raise ArgumentError(f"the optimizer {spec.rule} has no option {strange[0]!r}")
+        elif not is_foreign(spec.rule):
+            raise no_rule(spec.rule)
         try:
             self._rule = make_rule(spec, plan, server, values)
         except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,15 @@ from tensorwire.store.state_transfer import MASTER, NUMBER, Entry, Item
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """One piece of a tensor, and what ``optimizer`` updates for it: flat, or (``whole``) in the tensor's shape."""
+    """One piece of a tensor, and what is updated for it: flat, or (``whole``) in the tensor's shape.
+
+    ``kept``: where an optimizer keeps its state, by what it updates.
+    """
 
     piece: Piece
     spec: ParameterSpec
     master: torch.nn.Parameter
-    optimizer: torch.optim.Optimizer
+    kept: MutableMapping[torch.Tensor, Any]
     whole: bool
 
     @property
@@ -44,7 +47,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def entries(held: Iterable[OptimizerPiece]) -> Iterator[Item]:
     """All state, value by value. What a tensor has once comes with its first piece."""
     for h in held:
-        values = dict(h.optimizer.state.get(h.master, {}))
+        values = dict(h.kept.get(h.master, {}))
         if h.is_rounded and not torch.equal(h.rounded(h.master).float(), h.master):
             values[MASTER] = h.master
         for key, value in values.items():
@@ -130,6 +133,6 @@ def _hold(held: OptimizerPiece, values: dict[str, Any]) -> None:
         master = master.view(held.master.shape)
         same = held.rounded(master) == held.rounded(held.master)
         held.master.copy_(torch.where(same, master, held.master))
-    held.optimizer.state.pop(held.master, None)
+    held.kept.pop(held.master, None)
     if values:
-        held.optimizer.state[held.master] = values
+        held.kept[held.master] = values

@@ -17,20 +17,14 @@ import torch
 
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.sizes import round_up
-from tensorwire.store.foreign import import_path, is_foreign, load_class
+from tensorwire.store.foreign import import_path, is_elementwise, load_rule
+from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.rule_names import ELASTIC, ELEMENTWISE, KEEP, MEAN, SUM, WHOLE, is_foreign
 from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
 from tensorwire.store.state_transfer import GROUP, Item
 from tensorwire.store.store_layout import StoreSpec
 
-# Update each element from its own history alone: a cut tensor gives the same bits (tested one by one).
-ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# Look at a tensor as a whole: never cut.
-WHOLE = ("Adafactor", "Muon")
-KEEP = "none"  # the rule that changes nothing
-SUM = "sum"  # adds what is pushed to the parameters
-MEAN = "mean"  # the parameters become the mean of what is pushed
-ELASTIC = "elastic"  # the parameters move towards what is pushed, by a share of the difference
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
 
@@ -58,13 +52,19 @@ def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
 
 def is_whole(rule: str) -> bool:
     """Whether the rule needs whole tensors."""
-    return rule in WHOLE or is_foreign(rule)
+    return rule in WHOLE or looks_at_all(rule)
+
+
+def looks_at_all(rule: str) -> bool:
+    """Whether one optimizer has to have all tensors: nothing is known of how it goes about them."""
+    return is_foreign(rule) and not is_elementwise(rule)
 
 
 def optimizer_class(spec: StoreSpec) -> type[torch.optim.Optimizer]:
     """The class that a server applies. Raises `Unsupported` or `PlanMismatch`."""
     if is_foreign(spec.rule):
-        return load_class(spec.rule, spec.folders, spec.source)
+        loaded = load_rule(spec.rule, spec.folders, spec.source)
+        return loaded if isinstance(loaded, type) else FunctionOptimizer
     found: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
     return found
 
@@ -168,7 +168,7 @@ class Keep(Rule):
 
 
 class Pieces(Rule):
-    """A rule without state: it changes the pieces of a bucket by what ``reduce`` found, and that is all."""
+    """A rule that changes the pieces of a bucket by what ``reduce`` found, and keeps nothing but their masters."""
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
         super().__init__(spec, plan, server, parameters)
@@ -195,6 +195,12 @@ class Pieces(Rule):
     def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
         """Changes a piece in place."""
         raise NotImplementedError
+
+    def state(self) -> Iterator[Item]:
+        return entries(h for bucket in self._buckets for h in bucket.held())
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        load_entries([h for bucket in self._buckets for h in bucket.held()], items)
 
 
 class Sum(Pieces):
@@ -259,7 +265,8 @@ class OptimizerRule(Rule):
         cls = optimizer_class(self.spec)
         groups = [{**self.spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
         if is_foreign(self.spec.rule):
-            return cls(groups, **{k: _tuples(v) for k, v in self.spec.arguments.items()})
+            arguments = {"function": self.spec.rule} if cls is FunctionOptimizer else {}
+            return cls(groups, **{**arguments, **{k: _tuples(v) for k, v in self.spec.arguments.items()}})
         # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
         known = inspect.signature(cls).parameters
         return cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
@@ -489,9 +496,10 @@ class _BucketRule:
 
     def held(self) -> Iterator[OptimizerPiece]:
         """The pieces that are updated here."""
+        kept = {} if self.optimizer is None else self.optimizer.state
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
-            if master is not None and self.optimizer is not None:
-                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, self.optimizer, self._whole)
+            if master is not None:
+                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, kept, self._whole)
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

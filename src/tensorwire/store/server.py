@@ -6,8 +6,9 @@ import contextlib
 
 from tensorwire.control import Member
 from tensorwire.store.lockstep import Lockstep
-from tensorwire.store.modes import Sync
+from tensorwire.store.modes import Local, Sync
 from tensorwire.store.own_clocks import OwnClocks
+from tensorwire.store.server_state import Stateful, WithValues
 from tensorwire.store.shard import Shard
 from tensorwire.store.store_layout import StoreSpec
 
@@ -17,7 +18,9 @@ class StoreServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.shard = Shard(member, name, spec, workers, servers)
-        self.rule = self.shard.rule
+        self.rule: Stateful = self.shard.rule
+        if isinstance(spec.mode, Local):
+            self.rule = WithValues(self.rule, self.shard.plan, self.shard.index, memoryview(self.shard.parameters))
         self._rounds = Lockstep(self.shard) if isinstance(spec.mode, Sync) else OwnClocks(self.shard)
 
     def run(self) -> None:

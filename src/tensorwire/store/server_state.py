@@ -13,7 +13,8 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
-from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
+from tensorwire.store.sharding import StorePlan
+from tensorwire.store.state_transfer import VALUE, Ask, Entry, Item, StateReceiver, StateSender, ask_key, load_key
 
 AtRest = Callable[[], AbstractContextManager[object]]
 _LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
@@ -27,6 +28,24 @@ class Stateful(Protocol):
 
     def load_state(self, items: Iterable[Item]) -> None:
         """Replaces it. Raises `ProtocolError`."""
+
+
+class WithValues:
+    """A rule whose parameters are saved with its state: for modes in which workers have others."""
+
+    def __init__(self, rule: Stateful, plan: StorePlan, server: int, parameters: memoryview) -> None:
+        self._rule, self._plan, self._server, self._parameters = rule, plan, server, parameters
+        self.load_state = rule.load_state
+
+    def state(self) -> Iterator[Item]:
+        """The parameters, and what the rule keeps beside them."""
+        for bucket in self._plan.buckets[self._server]:
+            for piece in bucket.pieces:
+                spec = self._plan.tensors[piece.tensor]
+                entry = Entry(piece.tensor, "", spec.dtype, spec.shape, True, piece.start, piece.stop, VALUE)
+                start = bucket.shard + piece.offset
+                yield entry, self._parameters[start : start + entry.nbytes]
+        yield from self._rule.state()
 
 
 def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest) -> None:

@@ -35,8 +35,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Elements ``start`` to ``stop`` of what an optimizer keeps under ``key`` for tensor ``tensor`` of the plan.
 
     ``shape`` is that of the whole value. ``rows``: it has an element for each of the tensor's, and is cut with it.
-    ``kind``: empty for a tensor, `NUMBER`, `GROUP` (a number of the tensor's parameter group), or the type of a value
-    that cannot be sent.
+    ``kind``: empty for a tensor, `NUMBER`, `GROUP` (a number of the tensor's parameter group), `VALUE` (the parameter
+    itself), or the type of a value that cannot be sent.
     """
 
     tensor: int
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return (self.stop - self.start) * DTYPES[self.dtype]
 
 
-NUMBER, GROUP = "number", "group"
+NUMBER, GROUP, VALUE = "number", "group", "value"
 MASTER = "master"  # the key of the float32 values that a half-precision parameter is rounded from
 Item = tuple[Entry, memoryview]  # the memory holds these elements and nothing else
 _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in the part

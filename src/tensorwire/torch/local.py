@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.client_state import load_state
 from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD, settings_of
-from tensorwire.store.rules import ELASTIC, MEAN, tensor_over, versions
+from tensorwire.store.rule_names import ELASTIC, MEAN
+from tensorwire.store.rules import tensor_over, versions
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
-from tensorwire.torch import options
+from tensorwire.torch import local_state, options
 
 _log = logging.getLogger("tensorwire")
 
@@ -66,6 +69,7 @@ class LocalTraining:
         self.steps = 0
         self._tokens = [0.0] * len(self._fragments)
         self.written = False
+        self._loaded: dict[str, Any] | None = None  # what the next step is to begin from
         self.assign()
 
     def _spec(self, named: Sequence[tuple[str, torch.nn.Parameter]], bucket_bytes: int) -> StoreSpec:
@@ -117,6 +121,8 @@ class LocalTraining:
     def step(self, skip: bool = False) -> None:
         """A step of this worker's own optimizer, and the exchanges that are due after it."""
         try:
+            if self._loaded is not None:
+                self._give(self._loaded)
             if self.written:
                 self.complete()
                 self.assign()
@@ -212,24 +218,57 @@ class LocalTraining:
     @torch.no_grad()
     def assign(self) -> None:
         """Worker 0's present values become the store's, and everybody's."""
-        client = self.client
         try:
-            client.begin(StepOperation.ASSIGN, self._options)
-            for bucket in client.order if self._worker.rank == 0 else ():
-                client.slot(bucket)
-                for piece, slot in zip(bucket.pieces, self._slots[bucket.number], strict=True):
-                    slot.copy_(self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop])
-                client.push(bucket)
-            client.wait()
+            self._set(self.params)
         except TensorwireError as error:
             raise self._worker.member.explain(error) from None
         self.written = False
-        for bucket in client.order:
+        for bucket in self.client.order:
             self._take(bucket, torch.Tensor.copy_)
+
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        """Worker 0's ``values``, by parameter, become the store's."""
+        client = self.client
+        client.begin(StepOperation.ASSIGN, self._options)
+        for bucket in client.order if self._worker.rank == 0 else ():
+            client.slot(bucket)
+            for piece, slot in zip(bucket.pieces, self._slots[bucket.number], strict=True):
+                slot.copy_(values[piece.tensor].detach().reshape(-1)[piece.start : piece.stop])
+            client.push(bucket)
+        client.wait()
 
     def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
         """The user set values, which the next step makes everybody's."""
         self.written = True
+
+    # ---- the store's state
+
+    def state(self) -> dict[str, Any]:
+        """What the servers have, and how far this worker is. Raises `WaitTimeout`, `PeerLost` or `JobEnded`."""
+        mine = {"steps": self.steps, "tokens": list(self._tokens)}
+        if self._loaded is not None:
+            return {**self._loaded, **mine}
+        values, state = local_state.fetch(self.client)
+        return {"parameters": values, "state": state, **mine}
+
+    def check(self, found: Any) -> None:
+        """Raises `ArgumentError` for what `state` has not returned for such parameters."""
+        local_state.check(self.client.plan, found, len(self._fragments))
+
+    def load(self, found: dict[str, Any]) -> None:
+        """The next step begins from what `check` has found good."""
+        self.steps, self._tokens, self._loaded = found["steps"], list(found["tokens"]), found
+
+    def _give(self, found: dict[str, Any]) -> None:
+        """The servers have this, as worker 0 has it, and every worker goes on with the parameters that it has."""
+        for exchange in self._on_the_way:  # of the time before: it is not mixed
+            for bucket in self._fragments[exchange.fragment]:
+                self.client.wait_for(bucket, exchange.round)
+        self._on_the_way.clear()
+        plan = self.client.plan
+        self._set([found["parameters"][t.name] for t in plan.tensors])
+        load_state(self.client, self._options, partial(local_state.items, plan, found["state"]))
+        self.written, self._loaded = False, None
 
     def finish(self) -> None:
         """This worker is done. What is on its way is taken into its parameters."""

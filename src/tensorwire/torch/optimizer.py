@@ -16,9 +16,10 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.foreign import folders_of, is_foreign, source_of
+from tensorwire.store.foreign import folders_of, source_of
+from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync
-from tensorwire.store.rules import rule_name
+from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.step_header import LEFT_OUT
 from tensorwire.torch import nonfinite
@@ -29,6 +30,7 @@ from tensorwire.torch.describe import describe
 from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
+from tensorwire.torch.local_state import KEY as STORE
 from tensorwire.torch.options import check_groups
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
@@ -55,7 +57,11 @@ class StoreOptimizer(torch.optim.Optimizer):
             Parameters are dense tensors on the CPU that share no memory, of any shape; complex and float8 dtypes are
             refused.
         optimizer: A class of optimizers, whose options are ``options``; or an optimizer of these parameters, whose
-            class, groups, options and state are taken over.
+            class, groups, options and state are taken over. Or a function ``(parameter, gradient, state, options)``
+            that changes ``parameter`` in place, and may keep tensors and numbers in the dictionary ``state``. Either
+            may be given by its import path, ``"package.module:name"``, and an optimizer of torch by its name. Or a
+            word: ``"sum"``: the gradient is added to the parameter; ``"assign"``: it takes the parameter's place;
+            ``"mean"``: the mean of the workers' does.
         overlap: Push gradients while backward runs, and fetch new values while the next forward runs; ``wait()``
             fetches them at once. Gradients must then stay as backward leaves them: accumulate inside ``no_sync()``, and
             clip by ``max_grad_norm``.
@@ -71,8 +77,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             ``EASGD()``, ``LocalSGD()`` or ``DiLoCo()``. In other modes than Sync, each worker uses its own options,
             ``reduce`` means nothing, and the workers may take different numbers of steps. In the last three, the class
             updates the parameters in this worker, and the store is for the exchanges with others.
-        **options: Options of the class, such as ``lr``. ``step()`` reads them again from ``param_groups``; worker 0's
-            count.
+        **options: Options of the class or the function, such as ``lr``. ``step()`` reads them again from
+            ``param_groups``; worker 0's count.
 
     Attributes:
         grad_norm (float | None): The norm of the last step's reduced gradient before clipping. None before the first
@@ -81,8 +87,8 @@ class StoreOptimizer(torch.optim.Optimizer):
     Raises:
         ArgumentError: ``init()`` has not been called; names are missing or used twice; parameters are not on the CPU,
             have no memory, or share some; an option is wrong. Nothing was changed.
-        Unsupported: The optimizer is one that servers cannot apply or import, or the store does not hold this dtype or
-            layout.
+        Unsupported: The optimizer or function is one that servers cannot apply or import, or the store does not hold
+            this dtype or layout.
         PlanMismatch: Models or options of the workers differ; on other workers as the cause of `JobEnded`.
         JobEnded: The job ended; the message says why.
         WaitTimeout: Another worker did not construct its optimizer in time.
@@ -91,7 +97,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         named_parameters: Params | torch.nn.Module | torch.optim.Optimizer,
-        optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+        optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | Callable[..., Any] | str | None = None,
         *,
         overlap: bool = False,
         max_grad_norm: float | None = None,
@@ -105,6 +111,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._alone = Alone()
         if reduce not in ("mean", "sum"):
             raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r}")
+        if optimizer == MEAN and reduce != "mean":
+            raise ArgumentError("the rule 'mean' takes the workers' mean: use 'assign' with reduce='sum'")
         largest_norm(max_grad_norm)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
         given = named_parameters if self._model is None else self._model.named_parameters()
@@ -394,7 +402,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return describe(
-            self._class.__name__,
+            self._settings.rule if self._class is FunctionOptimizer else self._class.__name__,
             self.param_groups,
             [part.client.plan for part in self._stores],
             self._worker.member.routes,
@@ -452,7 +460,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
         Returns:
             ``{"state": ..., "param_groups": ...}`` with whole tensors, as the stock optimizer has them. For parameters
-            of 16 bits, state is in float32, and ``master`` is the parameter in float32.
+            of 16 bits, state is in float32, and ``master`` is the parameter in float32. In EASGD, LocalSGD and DiLoCo
+            these are this worker's own, and ``"store"`` holds what the servers have: ``parameters`` and ``state`` by
+            name, such as the outer optimizer's momentum, and this worker's ``steps`` and ``tokens``.
 
         Raises:
             ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
@@ -461,9 +471,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         """
         with self._alone.calling("state_dict()"):
             self._check_between_steps()
-            if self._local is not None:
-                return super().state_dict()
             try:
+                if self._local is not None:
+                    return {**super().state_dict(), STORE: self._local.state()}
                 self.wait()
                 with self._saved.shown([part.share for part in self._parts]):
                     return self._saved.complete(super().state_dict())
@@ -476,7 +486,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         Options take effect at once, the state with the next ``step()``, before its update.
 
         Args:
-            state_dict: From ``state_dict()`` of this class or of the stock optimizer.
+            state_dict: From ``state_dict()`` of this class or of the stock optimizer. In EASGD, LocalSGD and DiLoCo an
+                entry ``"store"`` sets what the servers have, and each worker keeps the parameters that it has then.
 
         Raises:
             ArgumentError: The state has other parameters, sizes, types or keys; or gradients are being pushed. Nothing
@@ -485,15 +496,20 @@ class StoreOptimizer(torch.optim.Optimizer):
         with self._alone.calling("load_state_dict()"):
             self._check_between_steps()
             if self._local is not None:
-                super().load_state_dict(state_dict)
+                stored = state_dict.get(STORE)
+                if stored is not None:
+                    self._local.check(stored)
+                super().load_state_dict({k: v for k, v in state_dict.items() if k != STORE})
                 self._link_inner()
+                if stored is not None:
+                    self._local.load(stored)
                 return
             with self._saved.taken([part.share for part in self._parts]):
                 super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
-        return self._saved.copied(self.state_dict())
+        return self._saved.copied(super().state_dict() if self._local is not None else self.state_dict())
 
     def _check_between_steps(self) -> None:
         if os.getpid() != self._pid:
@@ -503,10 +519,10 @@ class StoreOptimizer(torch.optim.Optimizer):
 
 
 def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mode: Mode) -> StoreSettings:
-    rule, cls = rule_name(origin.optimizer_class), origin.optimizer_class
+    rule = origin.rule
     if not is_foreign(rule):
         return StoreSettings(rule, bucket_bytes, reduce, overlap, mode=mode)
-    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(cls), folders_of(cls), mode)
+    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(rule), folders_of(rule), mode)
 
 
 def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.rules import IMPLEMENTATION, WHOLE
+from tensorwire.store.rule_names import WHOLE
+from tensorwire.store.rules import IMPLEMENTATION
 
 # Group entries that are not options of the optimizer.
 NOT_OPTIONS = ("params", "param_names")

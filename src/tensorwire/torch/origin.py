@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.foreign import is_foreign
+from tensorwire.store.foreign import Imported, import_path, imported
+from tensorwire.store.function_rules import NAMED, FunctionOptimizer
+from tensorwire.store.rule_names import ASSIGN, ELEMENTWISE, MEAN, WHOLE, is_foreign, no_rule
 from tensorwire.store.rules import IMPLEMENTATION, rule_name, with_implementation
 from tensorwire.torch import options as options_
 from tensorwire.torch.arguments import Named, named_groups
@@ -18,12 +21,13 @@ from tensorwire.torch.arguments import Named, named_groups
 
 @dataclass(frozen=True)
 class Origin:
-    """The class, groups of (name, parameter) pairs, the class's defaults.
+    """The rule, the class that stands for it here, groups of (name, parameter) pairs, the class's defaults.
 
     ``state``: a ``state_dict`` to begin from. ``arguments``: what the constructor takes of a class that is not on the
     list of torch's own.
     """
 
+    rule: str
     optimizer_class: type[torch.optim.Optimizer]
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -32,7 +36,9 @@ class Origin:
 
 
 def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origin:
-    """Reads the arguments of `StoreOptimizer`: (parameters, class), (parameters, optimizer) or (optimizer).
+    """Reads the arguments of `StoreOptimizer`: (parameters, rule), (parameters, optimizer) or (optimizer).
+
+    A rule is a class, a function, or the name of one.
 
     Raises `ArgumentError` or `Unsupported`.
     """
@@ -42,15 +48,44 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origi
         return _of_instance(given, None, options)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, given, options)
+    if isinstance(optimizer, str) and optimizer not in NAMED:
+        optimizer = _named(optimizer)
+    if isinstance(optimizer, (str, FunctionType)):
+        return _of_function(optimizer, named_groups(given), dict(options))
     rule, groups = rule_name(optimizer), named_groups(given)
     if is_foreign(rule):
-        return _of_foreign(optimizer, groups, dict(options))
-    return Origin(optimizer, groups, options_.defaults(optimizer, with_implementation(optimizer, dict(options))))
+        return _of_foreign(rule, optimizer, groups, dict(options))
+    return Origin(rule, optimizer, groups, options_.defaults(optimizer, with_implementation(optimizer, dict(options))))
+
+
+def _named(name: str) -> Imported:
+    """One of torch's optimizers, or what an import path leads to. Raises `ArgumentError` or `Unsupported`."""
+    if is_foreign(name):
+        return imported(name)
+    if name not in ELEMENTWISE + WHOLE:
+        raise no_rule(name)
+    found: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    return found
+
+
+def _of_function(function: str | FunctionType, groups: list[dict[str, Any]], options: dict[str, Any]) -> Origin:
+    """A function, which takes any options; or ``"sum"`` and its like, which take none."""
+    taken = [key for group in (options, *groups) for key in group if key not in ("params", "param_names")]
+    if isinstance(function, str):
+        if taken:
+            raise ArgumentError(f"the rule {function!r} has no options, and there is {taken[0]!r}")
+        rule, path = function, NAMED[function]
+    else:
+        if "function" in taken:
+            raise ArgumentError("the option 'function' names the rule: call yours otherwise")
+        rule = path = import_path(function)
+    found = _of_foreign(rule, FunctionOptimizer, groups, {"function": path, **options})
+    return found if is_foreign(rule) else replace(found, rule=MEAN if rule == ASSIGN else rule)
 
 
 def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[str, Any]) -> Origin:
     kind = type(instance).__name__
-    rule_name(type(instance))
+    rule = rule_name(type(instance))
     if options:
         raise ArgumentError(f"option {next(iter(options))!r} belongs to the {kind} that is given: set it there")
     if hasattr(instance.step, "_wrapped_by_lr_sched"):
@@ -58,7 +93,7 @@ def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[s
     if instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks:
         raise ArgumentError(f"the {kind} has step hooks: register them on the StoreOptimizer instead")
     names = None if given is None else _names(given)
-    foreign = is_foreign(rule_name(type(instance)))
+    foreign = is_foreign(rule)
     arguments = arguments_of(instance) if foreign else {}
     chosen = {} if foreign else _implementation(instance)
     groups = [
@@ -66,10 +101,12 @@ def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[s
         for g in instance.param_groups
     ]
     state = instance.state_dict() if any(instance.state.values()) else None
-    return Origin(type(instance), named_groups(groups), {**instance.defaults, **chosen}, state, arguments)
+    return Origin(rule, type(instance), named_groups(groups), {**instance.defaults, **chosen}, state, arguments)
 
 
-def _of_foreign(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Origin:
+def _of_foreign(
+    rule: str, cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> Origin:
     """Its groups are what its own constructor makes of them."""
     for key, value in options.items():
         options_.plain_value(key, value)
@@ -80,7 +117,7 @@ def _of_foreign(cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], 
         raise ArgumentError(f"{cls.__name__}: {type(error).__name__}: {error}") from None
     names = {id(p): name for group in groups for name, p in group["params"]}
     named = [{**g, "params": _pairs(cls.__name__, g, names)} for g in made.param_groups]
-    return Origin(cls, named, dict(made.defaults), None, options)
+    return Origin(rule, cls, named, dict(made.defaults), None, options)
 
 
 def arguments_of(instance: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from tensorwire.launch.join_store import join_store
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
-from tensorwire.store.foreign import is_foreign
 from tensorwire.store.modes import Mode, Sync, settings_of
-from tensorwire.store.rules import is_whole, tensor_over, versions
+from tensorwire.store.rules import is_whole, looks_at_all, tensor_over, versions
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import StepOperation
@@ -102,7 +101,7 @@ class Part:
             settings.arguments,
             settings.source,
             settings.folders,
-            is_foreign(settings.rule),
+            looks_at_all(settings.rule),
             settings_of(settings.mode),
         )
         return join_store(worker, spec)

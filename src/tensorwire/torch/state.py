@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 
 from tensorwire.errors import Unsupported
 from tensorwire.store.client_state import fetch_state
-from tensorwire.store.foreign import is_foreign
+from tensorwire.store.foreign import is_elementwise
+from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.rule_state import number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
+from tensorwire.store.sharding import ParameterSpec
 from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
 from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.foreign_state import ForeignChecker
@@ -136,7 +138,7 @@ class SavedState:
     def items(self, share: Share, server: int) -> Iterator[Item]:
         """What ``server`` is to keep of the state that waits. What a tensor has once is sent once."""
         plan = share.client.plan
-        rows = [self._rows(fixed, group) for fixed, group in zip(share.fixed, share.groups, strict=True)]
+        rows = self._rows(share)
         if not plan.buckets[server]:
             return
         for g, group in enumerate(share.groups):
@@ -146,7 +148,7 @@ class SavedState:
         sent: set[tuple[int, str]] = set()
         for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
             for key, value in self._optimizer.state.get(share.params[piece.tensor], {}).items():
-                cut = key in rows[plan.tensors[piece.tensor].group]
+                cut = rows(plan.tensors[piece.tensor], key, value)
                 if not cut and (piece.tensor, key) in sent:
                     continue
                 sent.add((piece.tensor, key))
@@ -158,12 +160,17 @@ class SavedState:
                 entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
                 yield entry, tensor_bytes(value.reshape(-1)[start:stop])
 
-    def _rows(self, *options: Options) -> set[str]:
-        """The keys of values that are cut with their parameter."""
+    def _rows(self, share: Share) -> Callable[[ParameterSpec, str, Any], bool]:
+        """Whether a value that is kept for a tensor under a key is cut with it."""
         if is_whole(self._rule):
-            return set()
-        kept = [layouts(self._class, o, (2,), torch.float32)[0] for o in options]
-        return {MASTER, *(key for found in kept for key, layout in found.items() if layout.rows)}
+            return lambda *_: False
+        if is_elementwise(self._rule):
+            return lambda spec, _, value: isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape
+        rows = []
+        for options in zip(share.fixed, share.groups, strict=True):
+            kept = [layouts(self._class, o, (2,), torch.float32)[0] for o in options]
+            rows.append({MASTER, *(key for found in kept for key, layout in found.items() if layout.rows)})
+        return lambda spec, key, _: key in rows[spec.group]
 
     def loaded(self) -> None:
         """The servers have the state that waited."""
