@@ -247,8 +247,9 @@ def refused(job: tw.Job) -> list[str]:
     attempt(errors.Unsupported, lambda: opt(net.named_parameters(), torch.optim.SGD, lr=torch.tensor(0.1)))
     attempt(errors.ArgumentError, lambda: opt([], torch.optim.SGD, lr=0.1))
     attempt(errors.ArgumentError, lambda: opt([("a", net[0].bias), ("a", net[2].bias)], torch.optim.SGD, lr=0.1))
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    embedding = torch.nn.Embedding(10, 4)
     optimizer = opt(embedding.named_parameters(), torch.optim.SGD, lr=0.1)
+    embedding.sparse = True
     embedding(torch.tensor([1, 2])).sum().backward()
     attempt(errors.Unsupported, optimizer.step)
     optimizer.zero_grad()

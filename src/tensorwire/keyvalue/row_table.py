@@ -175,6 +175,11 @@ class Table:
         with self.calls:
             yield from self.client.changes(self._options)
 
+    def idle(self) -> None:
+        """This worker takes no part in rounds until all workers are idle. Raises `WaitTimeout` or `JobEnded`."""
+        with self.calls:
+            self.client.wait_applied(self.client.announce(RowOperation.IDLE, self._options))
+
     def meet(self, value: str) -> str:
         """Returns worker 0's ``value`` when all workers have come. Raises `WaitTimeout` or `JobEnded`."""
         with self.calls:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +132,27 @@ def _load(table: Table, folder: str | os.PathLike[str]) -> None:
     client = table.client
     for block in _blocks(table):
         client.assign(block, np.ascontiguousarray(values[block[0] : block[-1] + 1]), table.options)
-    numbers = client.announce(RowOperation.LOAD, table.options)
-    for server, (number, channel) in enumerate(zip(numbers, client.channels, strict=True)):
+    if index.numbers or arrays:
+        send_state(table, index.numbers, arrays)
+
+
+def send_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> None:
+    """Worker 0: what the rule keeps becomes this. Raises `WaitTimeout` or `JobEnded`."""
+    client = table.client
+    requests = client.announce(RowOperation.LOAD, table.options)
+    for server, (number, channel) in enumerate(zip(requests, client.channels, strict=True)):
         try:
             endpoint = client.member.client.lookup(load_key(client.name, number, server), client.timeout)
         except WaitTimeout:
             raise WaitTimeout(f"server {server} did not begin to load rows within {client.timeout:g} s") from None
         with StateSender(channel, endpoint) as sender:
-            sender.send(_items(table, index, arrays, server))
-    client.wait_applied(numbers)
+            sender.send(_items(table, numbers, arrays, server))
+    client.wait_applied(requests)
 
 
-def _items(table: Table, index: _TableIndex, arrays: dict[str, Array], server: int) -> Iterator[Item]:
+def _items(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array], server: int) -> Iterator[Item]:
     """A server's share: its rows, block by block, and all numbers."""
-    for name, number in index.numbers.items():
+    for name, number in numbers.items():
         yield Entry(0, name, "float64", (1,), False, 0, 1, NUMBER), np.array([number]).view(np.uint8).data
     first, end = table.client.starts[server : server + 2]
     for name, array in arrays.items():

@@ -32,7 +32,8 @@ class TableSpec(msgspec.Struct, frozen=True):
     """What a `StoreSpec` says of a table beyond its shape.
 
     ``most``: rows of one request or answer. ``initial``: how servers make the first values: ``zeros``, ``normal`` or
-    ``uniform``, with the deviation or the bound ``scale``, from ``seed``. ``followed``: workers ask what has changed.
+    ``uniform``, with the deviation or the bound ``scale``, from ``seed``. ``followed``: every worker has the whole table,
+    and asks what has changed.
     """
 
     most: int
@@ -52,6 +53,7 @@ class RowOperation(IntEnum):
     READY = 5  # worker 0: all values are there, others may begin
     LOAD = 6  # worker 0: its state becomes the rule's
     FINISH = 7  # this worker is done
+    IDLE = 8  # this worker takes no part in rounds until all are idle
 
 
 WORKER_0 = (RowOperation.ASSIGN, RowOperation.READY, RowOperation.LOAD)  # what it alone may ask

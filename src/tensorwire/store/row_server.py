@@ -70,6 +70,7 @@ class RowServer:
         self._changed = threading.Condition()  # guards all that follows, and the values
         self._clocks = [0] * workers  # pushes so far
         self._active = set(range(workers))
+        self._resting: set[int] = set()  # who is idle
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
         self._fates = Fates(name, member.index)
@@ -108,6 +109,9 @@ class RowServer:
             return
         if not self._ready:
             self._wait_until(lambda: self._ready)
+        if operation is RowOperation.IDLE:
+            self._rest(link.index)
+            return
         if operation is RowOperation.PUSH:
             rows = link.collect(request)
             if rows is not None:
@@ -173,8 +177,9 @@ class RowServer:
         indices, rows = given[0]
         if len(given) > 1:
             indices, rows = merge(np.concatenate([i for i, _ in given]), np.concatenate([r for _, r in given]))
-            if self.spec.reduce == "mean":
-                rows = rows / np.array(len(given), rows.dtype)
+        if self._together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
+            divisor = len(self._links) if self.table.followed else len(given)
+            rows = rows if divisor == 1 else rows / np.array(divisor, rows.dtype)
         if indices.size:
             self.rule.update(indices, rows, next(iter(here.values()))[1])
             self._mark(indices)
@@ -188,6 +193,15 @@ class RowServer:
         if self.table.followed:
             for link in self._links:
                 link.changed[indices] = True
+
+    def _rest(self, worker: int) -> None:
+        """No round waits for a worker until all rest; then rounds wait for all again."""
+        with self._changed:
+            self._active.discard(worker)
+            self._resting.add(worker)
+            self._close_if_due()
+            if not self._active:
+                self._active, self._resting = self._resting, set()
 
     def _leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it, and what it pushed counts."""

@@ -19,6 +19,7 @@ from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.foreign import import_path, is_elementwise, load_rule
 from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.store.rule_names import ELASTIC, ELEMENTWISE, KEEP, MEAN, SUM, WHOLE, is_foreign
 from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
@@ -43,9 +44,7 @@ def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
     name = optimizer.__name__
     if issubclass(optimizer, torch.optim.LBFGS):
         raise Unsupported(f"{name} evaluates the model several times a step; a server cannot")
-    if issubclass(optimizer, torch.optim.SparseAdam):
-        raise Unsupported(f"{name} is for sparse gradients, which the store does not hold")
-    if getattr(torch.optim, name, None) is optimizer and name in ELEMENTWISE + WHOLE:
+    if getattr(torch.optim, name, None) is optimizer and name in (*ELEMENTWISE, *WHOLE, *ROW_OPTIMIZERS):
         return name
     return import_path(optimizer)
 

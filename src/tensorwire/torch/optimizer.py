@@ -31,10 +31,11 @@ from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
 from tensorwire.torch.local_state import KEY as STORE
-from tensorwire.torch.options import check_groups
+from tensorwire.torch.options import check_groups, plain
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, StoreSettings
+from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.state import SavedState
 
 _SYNC = Sync()
@@ -125,6 +126,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         _ = self._clip
         self._parts: list[Part] = []
+        self._rows: list[SparseRows] = []
         self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
         super().__init__(origin.groups, origin.defaults)
         if origin.state is not None:
@@ -168,13 +170,33 @@ class StoreOptimizer(torch.optim.Optimizer):
     def _add_part(self, groups: list[dict[str, Any]], modules: list[torch.nn.Module]) -> None:
         if not is_foreign(self._settings.rule):
             check_groups(self._class, groups)
-        part = Part(self._worker, groups, self._settings)
+        sparse = sparse_parameters(modules)
+        self._add_rows(groups, sparse, modules)
+        if not any(id(p) not in sparse for group in groups for p in group["params"]):
+            return
+        check_dense(self._class)
+        part = Part(self._worker, groups, self._settings, sparse)
         self._parts.append(part)
         having = owners(part.params, modules)
         for handle in watch_loading(part.params, having, part.note_written):
             self._worker.at_close(handle.remove)
         if self._overlap is not None:
             self._overlap.watch(part, having)
+
+    def _add_rows(self, groups: list[dict[str, Any]], sparse: set[int], modules: list[torch.nn.Module]) -> None:
+        """What has sparse gradients: of these parameters rows travel."""
+        named = [(g, n, p) for g in groups for n, p in zip(g["param_names"], g["params"], strict=True)]
+        for group, name, p in named:
+            if id(p) not in sparse:
+                continue
+            if self._clip:
+                raise Unsupported(f"parameter {name!r} has sparse gradients: use no max_grad_norm, error_if_nonfinite")
+            mode = self._settings.mode
+            assert not isinstance(mode, Local)
+            rows = SparseRows(self._worker, name, p, group, self._class, mode, self._settings.reduce)
+            self._rows.append(rows)
+            for handle in watch_loading([p], owners([p], modules), rows.note_written):
+                self._worker.at_close(handle.remove)
 
     @property
     def _clip(self) -> float:
@@ -208,7 +230,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             ParameterModified: A parameter was changed in place or moved since the last step.
             GradientModified: With ``overlap``, a gradient changed after it had been pushed.
             NonFiniteGradient: With ``error_if_nonfinite``, the gradients' norm is NaN or inf; nothing was changed.
-            Unsupported: A gradient is sparse; or a closure or a GradScaler was used with ``overlap``.
+            Unsupported: A gradient is sparse and no embedding with ``sparse=True`` has its parameter; or a closure or a
+                GradScaler was used with ``overlap``.
             ArgumentError: A gradient or an option does not fit; or another thread is in a method of this optimizer.
             WaitTimeout: Another worker did not take its step in time.
             JobEnded: The job ended; the message says why.
@@ -247,7 +270,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def _pull(self, start: float) -> None:
         """Waits for the version that comes of what was pushed since ``start``, or leaves that to the next forward."""
-        pushed, step = clock(), self._parts[0].client.step
+        pushed, step = clock(), self._parts[0].client.step if self._parts else 0
         spans.add("compute", step, self._left, start)
         spans.add("push", step, start, pushed)
         left_out = False
@@ -260,6 +283,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                 part.wait()
             else:
                 self._overlap.postpone(part)
+        for rows in self._rows:
+            rows.show()
         if left_out:
             for part in self._parts:
                 part.arrive(range(len(part.params)))
@@ -293,12 +318,17 @@ class StoreOptimizer(torch.optim.Optimizer):
         if not any(part.is_open for part in self._parts):
             self._check()
         gradients = [[part.gradient(i) for i in range(len(part.params))] for part in self._parts]
+        rows = [each.gradient() for each in self._rows]
+        if self._rows and hasattr(self, "found_inf"):
+            raise Unsupported("sparse gradients go without a GradScaler: use bfloat16, which needs no scaling")
         for part in self._parts:
             if part.written:
                 part.assign()
         if self._saved.pending:
             for part in self._parts:
                 part.load_state(partial(self._saved.items, part.share))
+            for each in self._rows:
+                each.load_state(self.state.get(each.param, {}))
             self._saved.loaded()
         for part, mine in zip(self._parts, gradients, strict=True):
             if skip:
@@ -309,6 +339,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             else:
                 part.open_round(self._clip)
             part.push(part.unsent(), mine)
+        for each, found in zip(self._rows, rows, strict=True):
+            each.push(found)
 
     def _open(self) -> bool:
         """Begins the rounds of a step from inside of backward; False if that has to wait for ``step()``."""
@@ -325,6 +357,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             part.options()
             part.check_parameters()
+        for rows in self._rows:
+            rows.check()
 
     def _agree_on_norm(self) -> bool:
         """Returns whether this step is left out, because the norm is NaN or inf."""
@@ -393,6 +427,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                 self._local.written = True
             for part in self._parts:
                 part.note_written(part.params)
+            for rows in self._rows:
+                rows.note_written(rows.params)
 
     # ---- the rest of torch's interface
 
@@ -414,8 +450,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
 
     @property
-    def _stores(self) -> Sequence[Part | LocalTraining]:
-        return self._parts if self._local is None else [self._local]
+    def _stores(self) -> Sequence[Part | LocalTraining | SparseRows]:
+        return [*self._parts, *self._rows] if self._local is None else [self._local]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. Call it on every worker, between two steps.
@@ -476,6 +512,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                     return {**super().state_dict(), STORE: self._local.state()}
                 self.wait()
                 with self._saved.shown([part.share for part in self._parts]):
+                    if not self._saved.pending:
+                        self.state.update((rows.param, kept) for rows in self._rows if (kept := rows.state()))
                     return self._saved.complete(super().state_dict())
             except TensorwireError as error:
                 raise self._worker.member.explain(error) from None
@@ -504,7 +542,8 @@ class StoreOptimizer(torch.optim.Optimizer):
                 if stored is not None:
                     self._local.load(stored)
                 return
-            with self._saved.taken([part.share for part in self._parts]):
+            fixed = [fixed for part in self._parts for fixed in part.share.fixed] or plain(self.param_groups)
+            with self._saved.taken(fixed):
                 super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,27 @@ class StoreSettings:
 
 
 class Part:
-    """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step."""
+    """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step.
 
-    def __init__(self, worker: Worker, groups: Sequence[dict[str, Any]], settings: StoreSettings) -> None:
+    ``without``: the ids of parameters in them that are no part of it.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        groups: Sequence[dict[str, Any]],
+        settings: StoreSettings,
+        without: Collection[int] = (),
+    ) -> None:
         self._worker, self.groups, self._settings = worker, list(groups), settings
-        self.names: list[str] = [name for group in groups for name in group["param_names"]]
-        self.params: list[torch.nn.Parameter] = [p for group in groups for p in group["params"]]
+        self._named = [
+            (name, p, g)
+            for g, group in enumerate(groups)
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+            if id(p) not in without
+        ]
+        self.names: list[str] = [name for name, _, _ in self._named]
+        self.params: list[torch.nn.Parameter] = [p for _, p, _ in self._named]
         self._fixed = options.plain(groups)
         self._numeric = options.numeric(self._fixed)
         self.options()  # what cannot travel is refused before anything is agreed on
@@ -83,11 +98,7 @@ class Part:
 
     def _connect(self) -> StoreClient:
         settings, worker = self._settings, self._worker
-        tensors = [
-            _spec(name, p, g)
-            for g, group in enumerate(self.groups)
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-        ]
+        tensors = [_spec(name, p, g) for name, p, g in self._named]
         spec = StoreSpec(
             versions(),
             tensors,
@@ -172,7 +183,10 @@ class Part:
         if g is None:
             return None
         if g.layout == torch.sparse_coo:
-            raise Unsupported(f"parameter {name!r} has a sparse gradient: build its embedding with sparse=False")
+            raise Unsupported(
+                f"parameter {name!r} has a sparse gradient, and belongs to no embedding that was there with "
+                "sparse=True when the optimizer was made: build it with sparse=False"
+            )
         check_tensor(f"the gradient of {name!r}", g)
         if g.shape != p.shape or g.dtype != p.dtype or g.device.type != "cpu":
             raise ArgumentError(

@@ -14,9 +14,11 @@ import torch
 
 from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
 from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.keyvalue.table_files import send_state
 from tensorwire.launch import Worker
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, TableSpec
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.torch import options
@@ -28,6 +30,15 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
     """The ids of the parameters that embeddings among ``modules`` give sparse gradients."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {id(m.weight) for m in modules if isinstance(m, kinds) and m.sparse}
+
+
+def check_dense(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuses the optimizer that takes sparse gradients alone. Raises `Unsupported`."""
+    if issubclass(optimizer_class, torch.optim.SparseAdam):
+        raise Unsupported(
+            "SparseAdam is for sparse gradients: give it the parameters of embeddings with sparse=True alone, and the "
+            "others to a StoreOptimizer of their own"
+        )
 
 
 class SparseRows:
@@ -47,6 +58,7 @@ class SparseRows:
         reduce: str,
     ) -> None:
         self._worker, self.name, self.param, self._group = worker, name, param, group
+        self.params = [param]
         rule = optimizer_class.__name__
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule, None) is not optimizer_class:
             raise Unsupported(
@@ -70,6 +82,8 @@ class SparseRows:
         )
         self.written = False
         self._version = -1
+        if isinstance(mode, Sync):
+            worker.uneven_stores.append(self)
         self.show()
 
     def _given(self) -> dict[str, Any]:
@@ -98,8 +112,12 @@ class SparseRows:
                 f"parameter {self.name!r} was changed in place; its values live in the store and only step() changes "
                 "them: call optimizer.write_parameters() on every worker after an intended change"
             )
-        changed = {n: v for n, v in self._given().items() if options.is_number(v) or options.is_numbers(v)}
-        self._table.set_options(**changed)
+        numbers = {n: v for n, v in self._given().items() if options.is_number(v) or options.is_numbers(v)}
+        self._table.set_options(**{n: v for n, v in numbers.items() if not isinstance(v, bool)})
+
+    def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """The user changed it; the next step begins with an ``assign``."""
+        self.written = True
 
     def push(self, gradient: tuple[Array, Array]) -> None:
         """Sends rows to the servers; values that the user wrote go first."""
@@ -124,6 +142,27 @@ class SparseRows:
             self.param[torch.from_numpy(numbers)] = torch.from_numpy(rows)
         self._version = self.param._version
 
+    # ---- uneven numbers of steps
+
+    def check_pausing(self) -> None:
+        """Nothing of it is under way between two steps."""
+
+    def idle(self) -> None:
+        """This worker's loop has ended; others may go on."""
+        self._table.idle()
+
+    def rejoin(self) -> None:
+        """Waits until the loops of all have ended, and shows what came of them."""
+        self._table.meet("")
+        self.show()
+
+    # ---- the optimizer's state
+
+    @property
+    def client(self) -> RowClient:
+        """The worker's end of its table."""
+        return self._table.client
+
     def summary(self) -> str:
         """One line for people."""
         return (
@@ -143,3 +182,13 @@ class SparseRows:
                 found[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             found[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
         return found
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The state that worker 0 has becomes what the servers keep."""
+        self._table.wait()
+        self._table.meet("")
+        if self._worker.rank == 0 and state:
+            whole = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == self.param.shape}
+            arrays = {key: value.detach().contiguous().numpy() for key, value in whole.items()}
+            send_state(self._table, {k: float(v) for k, v in state.items() if k not in whole}, arrays)
+        self._table.meet("")

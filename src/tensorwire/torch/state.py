@@ -102,13 +102,14 @@ class SavedState:
         self._checker(groups, plain(groups)).checked(state_dict)
 
     @contextlib.contextmanager
-    def taken(self, shares: Sequence[Share]) -> Iterator[None]:
-        """Inside it the stock ``load_state_dict`` checks first, and keeps the state as it is in float32.
+    def taken(self, fixed: Sequence[Options]) -> Iterator[None]:
+        """Inside it the stock ``load_state_dict`` checks first, against groups with the options ``fixed``.
 
-        It refuses by `ArgumentError`, before anything has changed. The dictionaries of ``param_groups`` stay the same.
+        It keeps the state as it is in float32, and refuses by `ArgumentError`, before anything has changed. The
+        dictionaries of ``param_groups`` stay the same.
         """
         optimizer, groups = self._optimizer, list(self._optimizer.param_groups)
-        checker = self._checker(groups, [fixed for share in shares for fixed in share.fixed])
+        checker = self._checker(groups, fixed)
         found: dict[torch.Tensor, Values] = {}
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
