@@ -32,7 +32,7 @@ class TableSpec(msgspec.Struct, frozen=True):
     """What a `StoreSpec` says of a table beyond its shape.
 
     ``most``: rows of one request or answer. ``initial``: how servers make the first values: ``zeros``, ``normal`` or
-    ``uniform``, with the deviation or the bound ``scale``, from ``seed``. ``followed``: every worker has the whole table,
+    ``uniform``, with the deviation or the bound ``scale``, from ``seed``. ``followed``: every worker has all rows,
     and asks what has changed.
     """
 
