@@ -396,6 +396,7 @@ def test_tokens_that_nobody_counted_are_asked_for() -> None:
         (EASGD, {"every": 3, "delay": 3}, "delay must be less than every=3, not 3"),
         (LocalSGD, {"every": 2.0}, "every must be a whole number of steps, 1 or more, not 2.0"),
         (DiLoCo, {"every": 4, "fragments": 5}, "fragments must be at most every=4, not 5"),
+        (DiLoCo, {"every": 4, "delay": 5}, "delay must be less than every=4, not 5"),
         (DiLoCo, {"fragments": 0}, "fragments must be a whole number of fragments, 1 or more, not 0"),
         (DiLoCo, {"alpha": -0.1}, "alpha must be a number of at least 0, not -0.1"),
         (DiLoCo, {"quorum": 0}, "quorum must be a whole number of workers, 1 or more, not 0"),

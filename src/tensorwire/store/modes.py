@@ -59,15 +59,20 @@ class Async:
     Args:
         damping: The learning rate of a push is ``lr / (1 + damping * staleness)``. 0: it does not depend on the
             staleness.
+        max_staleness: A push whose staleness is above it is discarded, bucket by bucket; its worker gets the present
+            version all the same. None: all are applied.
 
     Raises:
-        ArgumentError: ``damping`` is negative or not a number.
+        ArgumentError: An argument is out of its range.
     """
 
     damping: float = 0.0
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("damping", self.damping)
+        if self.max_staleness is not None:
+            _check_steps("max_staleness", self.max_staleness, 0, what="pushes")
 
 
 @dataclass(frozen=True)

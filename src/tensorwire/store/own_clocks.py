@@ -50,6 +50,7 @@ class OwnClocks:
         self.values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in buckets]
         self.workers = WorkerClocks(shard.member, len(shard.workers))
         self.bound = mode.staleness if isinstance(mode, SSP) else None
+        self._most = mode.max_staleness if isinstance(mode, Async) else None
         self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
         self._open: list[list[_Contribution]] = [[] for _ in buckets]  # the contributions to each bucket's round
@@ -126,10 +127,22 @@ class OwnClocks:
         start = clock()
         here = sorted(self._open[bucket], key=lambda c: c.push.worker)
         self._open[bucket] = []
-        self._merge([bucket], here)
+        if not self._is_too_stale([bucket], here[0]):
+            self._merge([bucket], here)
         for c in here:
             c.rounds.answer_if_due(bucket, c.step)
         spans.add("update", here[0].step, start, clock())
+
+    def _is_too_stale(self, buckets: Sequence[int], contribution: _Contribution) -> bool:
+        """Whether a push knows too little of the others'; then it is discarded. The caller holds the buckets' locks."""
+        if self._most is None:
+            return False
+        staleness = self.versions[buckets[0]] - contribution.rounds.based[buckets[0]]
+        if staleness <= self._most:
+            return False
+        for bucket in buckets:
+            self.shard.fates.discarded(bucket, [contribution.push.worker], contribution.step, "too stale", staleness)
+        return True
 
     def _merge(self, buckets: Sequence[int], here: Sequence[_Contribution]) -> None:
         rule, bucket = self.rule, buckets[0]
@@ -153,7 +166,9 @@ class OwnClocks:
 
     def merge_together(self, contribution: _Contribution) -> None:
         """For a rule that takes all buckets at once: one worker's pushes to all of them. The caller holds all locks."""
-        self._merge(range(len(self.versions)), [contribution])
+        buckets = range(len(self.versions))
+        if not self._is_too_stale(buckets, contribution):
+            self._merge(buckets, [contribution])
 
     def _options(self, head: StepHeader, staleness: int) -> tuple[float, ...]:
         """A worker's options, the learning rate damped by the staleness of its push."""
