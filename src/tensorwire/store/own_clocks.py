@@ -19,6 +19,7 @@ from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
+from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.rules import Push, tensor_over
 from tensorwire.store.server_state import take_state
@@ -57,8 +58,8 @@ class OwnClocks:
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = shard.plan.fragments(count)
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
-        grace = mode.grace if isinstance(mode, DiLoCo) else 0.0
-        self._deadlines = Deadlines(grace, self._close_late) if grace else None
+        self._grace = grace_of(mode)
+        self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
@@ -98,6 +99,8 @@ class OwnClocks:
     def contribute(self, bucket: int, contribution: _Contribution) -> None:
         """Adds to the open round of a bucket, and closes it if that is due. The caller holds the bucket's lock."""
         self._open[bucket].append(contribution)
+        if self._grace is not None:
+            self._grace.contributed(bucket, contribution.push.worker)
         self._close_if_due(bucket)
 
     def leave(self, worker: int) -> None:
@@ -111,10 +114,11 @@ class OwnClocks:
         here, workers = len(self._open[bucket]), self.workers.active
         if not here or here < quorum_of(self.mode, workers):
             return
-        if self._deadlines is None or here >= workers:
+        if self._grace is None or self._deadlines is None or here >= workers:
             self._close(bucket)
         else:
-            self._deadlines.set(bucket, self.versions[bucket])
+            at = self._grace.deadline(bucket, [c.push.worker for c in self._open[bucket]])
+            self._deadlines.set(at, bucket, self.versions[bucket])
 
     def _close_late(self, bucket: int, version: int) -> None:
         """The time for joining the round after ``version`` is over."""
@@ -131,7 +135,10 @@ class OwnClocks:
             self._merge([bucket], here)
         for c in here:
             c.rounds.answer_if_due(bucket, c.step)
-        spans.add("update", here[0].step, start, clock())
+        end = clock()
+        spans.add("update", here[0].step, start, end)
+        if self._grace is not None:
+            self._grace.updated(bucket, end - start)
 
     def _is_too_stale(self, buckets: Sequence[int], contribution: _Contribution) -> bool:
         """Whether a push knows too little of the others'; then it is discarded. The caller holds the buckets' locks."""
