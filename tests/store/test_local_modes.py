@@ -33,6 +33,7 @@ MODES = [
     DiLoCo(every=6, fragments=3, delay=1, alpha=0.5),
     DiLoCo(every=4, fragments=2, quorum=1, grace=0.02),
     DiLoCo(every=3, quorum=1, delay=2, weight="tokens"),
+    DiLoCo(every=4, fragments=2, quorum=1, delay=2, grace="auto"),
 ]
 Values = dict[str, torch.Tensor]
 
@@ -396,11 +397,14 @@ def test_tokens_that_nobody_counted_are_asked_for() -> None:
         (EASGD, {"every": 3, "delay": 3}, "delay must be less than every=3, not 3"),
         (LocalSGD, {"every": 2.0}, "every must be a whole number of steps, 1 or more, not 2.0"),
         (DiLoCo, {"every": 4, "fragments": 5}, "fragments must be at most every=4, not 5"),
+        (DiLoCo, {"every": 4, "delay": 5}, "delay must be less than every=4, not 5"),
         (DiLoCo, {"fragments": 0}, "fragments must be a whole number of fragments, 1 or more, not 0"),
         (DiLoCo, {"alpha": -0.1}, "alpha must be a number of at least 0, not -0.1"),
         (DiLoCo, {"quorum": 0}, "quorum must be a whole number of workers, 1 or more, not 0"),
         (DiLoCo, {"grace": 1.0}, "grace needs a quorum: without one a server waits for all workers"),
         (DiLoCo, {"quorum": 1, "grace": float("nan")}, "grace must be a number of at least 0, not nan"),
+        (DiLoCo, {"quorum": 1, "grace": "soon"}, "grace must be a number of at least 0, not 'soon'"),
+        (DiLoCo, {"grace": "auto"}, "grace needs a quorum: without one a server waits for all workers"),
         (DiLoCo, {"weight": "size"}, "weight must be 'mean' or 'tokens', not 'size'"),
         (DiLoCo, {"outer": 0.7}, "outer must be tw.store.SGD(...), not 0.7"),
         (SGD, {"lr": -1}, "the outer lr must be a number of at least 0, not -1"),

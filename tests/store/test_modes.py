@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tensorwire.store import SSP, Async, Sync
+from tensorwire.store import SSP, Async, DiLoCo, Sync
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Mode
 from tensorwire.store.sharding import StorePlan
@@ -173,6 +174,39 @@ def test_four_workers_and_one_that_comes_alone(mode: Mode, tmp_path: Path) -> No
     replay(fates, ended.ok(), mode, "AdamW", ADAM)
 
 
+def push_late(job: tw.Job, folder: str, rule: str, most: int) -> list[float]:
+    """Worker 1 computes on the first version, and pushes when worker 0 has taken two steps and three steps."""
+    log_into(folder)
+    p = torch.nn.Parameter(torch.zeros(2000))
+    store = tw.torch.StoreOptimizer([("p", p)], rule, lr=1.0, mode=Async(max_staleness=most), bucket_bytes=4096)
+    seen = []
+    for step in range(2):
+        p.grad = torch.full((2000,), 1.0 if job.rank == 0 else 100.0)
+        for _ in range(2 - step) if job.rank == 0 else ():
+            store.step()
+        job.barrier()
+        if job.rank == 1:
+            store.step()
+        seen.append(float(p[-1].detach()))
+        job.barrier()
+    return seen
+
+
+@pytest.mark.parametrize(("rule", "sign"), [("SGD", -1), ("tensorwire.store.function_rules:add", 1)])
+def test_what_is_too_stale_is_discarded(rule: str, sign: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    _, late = run_job(push_late, folder, rule, 1, prepare=partial(log_into, folder)).ok()
+    assert late == [sign * 2.0, sign * 103.0]  # of 2 other pushes it knew nothing, then of one
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    fates = [f for f in lines if isinstance(f, Fate) and f.worker == 1]
+    assert {(f.fate, f.reason, f.staleness, f.version) for f in fates} == {
+        ("discarded", "too stale", 2, 0),
+        ("applied", "", 1, 4),
+    }
+    assert [t.reasons for t in totals(lines)] == [(), ("too stale",)]
+
+
 # ---- values and state that users set
 
 
@@ -239,6 +273,45 @@ def test_values_that_only_one_worker_sets_end_the_job() -> None:
     assert "all workers have to do together" in str(ended.cause)
 
 
+# ---- workers that are absent for a while
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def go_on_while_one_is_stopped(job: tw.Job, folder: str, mode: Mode) -> bool:
+    """Worker 0 takes steps while the system lets worker 1 do nothing."""
+    log_into(folder)
+    params = named(0)
+    store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, mode=mode)
+    other = job.broadcast(os.getpid(), 1)
+    was_stopped = True
+    for step in range(6):
+        if job.rank == 1 and step == 1:
+            os.kill(other, signal.SIGSTOP)
+        while job.rank == 0 and step == 1 and not is_stopped(other):
+            os.sched_yield()
+        for p in params.values():
+            p.grad = torch.ones_like(p)
+        store.step()
+        if job.rank == 0 and step == 4:
+            was_stopped = is_stopped(other)
+            os.kill(other, signal.SIGCONT)
+    store.wait()
+    return was_stopped
+
+
+@pytest.mark.parametrize("mode", [Async(), DiLoCo(every=2, quorum=1, grace=0.01)], ids=repr)
+def test_others_go_on_while_a_worker_is_stopped(mode: Mode, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_job(go_on_while_one_is_stopped, folder, mode, prepare=partial(log_into, folder)).ok() == [True, True]
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    rounds = 6 if isinstance(mode, Async) else 3
+    assert [t.applied + t.merged for t in totals(lines)] == [rounds, rounds]
+
+
 # ---- what is refused
 
 
@@ -262,7 +335,7 @@ def test_what_a_mode_does_not_go_with_is_refused() -> None:
     kind, overlap, norm, nonfinite = run_job(refused, workers=1).ok()[0]
     assert kind == "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'"
     assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
-    assert "Async(damping=0.0) does not take" in norm
+    assert "Async(damping=0.0, max_staleness=None) does not take" in norm
     assert "SSP(staleness=3, damping=0.0) does not take" in nonfinite
 
 
@@ -270,6 +343,12 @@ def test_what_a_mode_does_not_go_with_is_refused() -> None:
 def test_a_staleness_that_is_no_number_of_steps_is_refused(staleness: Any) -> None:
     with pytest.raises(errors.ArgumentError, match="staleness must be a whole number of steps, 0 or more"):
         SSP(staleness=staleness)
+
+
+@pytest.mark.parametrize("most", [-1, 1.5, True, "2"])
+def test_a_largest_staleness_that_is_no_number_of_pushes_is_refused(most: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match="max_staleness must be a whole number of pushes, 0 or more"):
+        Async(max_staleness=most)
 
 
 @pytest.mark.parametrize("damping", [-1, float("nan"), float("inf"), "1", None, True])
@@ -287,5 +366,5 @@ def differ(job: tw.Job) -> None:
 def test_workers_with_different_modes_are_told_so() -> None:
     ended = run_job(differ)
     assert ended.cause is not None
-    assert "Async(damping=0.0)" in str(ended.cause)
+    assert "Async(damping=0.0, max_staleness=None)" in str(ended.cause)
     assert "Sync()" in str(ended.cause)

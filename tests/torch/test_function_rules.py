@@ -52,6 +52,17 @@ class Signs(torch.optim.Optimizer):
                 self.state[p]["mean"] = p.grad.clone()
                 p.sub_(group["lr"] * p.grad.sign())
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups."""
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr, k=0))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.sub_(group["lr"] / group["k"] * p.grad)
+
 def short(parameter, gradient):
     parameter.sub_(gradient)
 
@@ -337,12 +348,16 @@ def keyed(job: tw.Job, folder: str, mode: Sync | Async, name: str) -> list[Any]:
             if job.rank == 0:
                 kv.save(f"{folder}/keys.npz")
             kv.barrier()
+            kv.push("a", np.ones(2000, "f4")).wait()  # which loading undoes
+            kv.barrier()
             kv.load(f"{folder}/keys.npz")
     values: list[Any] = kv.pull(["a", "b"]).wait()
     return values
 
 
-@pytest.mark.parametrize(("mode", "name"), [(Sync(), "momentum"), (Async(), "momentum"), (Sync(), "Signs")])
+@pytest.mark.parametrize(
+    ("mode", "name"), [(Sync(), "momentum"), (Async(), "momentum"), (Sync(), "Signs"), (Sync(), "Counting")]
+)
 def test_keys_take_the_import_path_of_a_function_or_a_class(folder: str, mode: Sync | Async, name: str) -> None:
     workers = 2 if isinstance(mode, Sync) else 1
     found = run_job(keyed, folder, mode, name, workers=workers, servers=2).ok()
@@ -355,7 +370,9 @@ def test_keys_take_the_import_path_of_a_function_or_a_class(folder: str, mode: S
             pushes = [torch.arange(2000.0) * (step + rank) if at == 0 else torch.ones(3) for rank in range(workers)]
             value.grad = sum(pushes[1:], pushes[0]) / workers
             if isinstance(rule, type):
-                rule([value], lr=lr).step()
+                optimizer = state.setdefault("optimizer", rule([value]))
+                optimizer.param_groups[0]["lr"] = lr
+                optimizer.step()
             else:
                 with torch.no_grad():
                     rule(value, value.grad, state, {"lr": lr, "betas": (0.3, 0.5)})

@@ -59,6 +59,8 @@ def test_the_command(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     good = CliRunner().invoke(audit, [str(tmp_path)], standalone_mode=False)
     assert (good.return_value, good.output.splitlines()[-1]) == (0, "every push has one fate")
+    file = CliRunner().invoke(audit, [str(next(tmp_path.iterdir()))], standalone_mode=False)
+    assert file.output == good.output
     write(tmp_path, GOOD[1:])
     bad = CliRunner().invoke(audit, [str(tmp_path)], standalone_mode=False)
     assert bad.return_value == 1

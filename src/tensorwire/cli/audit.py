@@ -8,12 +8,13 @@ from tensorwire.tables import print_table
 
 
 @click.command(short_help="Check that every push of gradients has exactly one fate.")
-@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
-def audit(folders: tuple[str, ...]) -> int:
+@click.argument("paths", nargs=-1, required=True, metavar="FOLDER|FILE...")
+def audit(paths: tuple[str, ...]) -> int:
     """Check that every push of gradients has exactly one fate.
 
-    FOLDER is what tensorwire run --fates wrote (of several machines: one of each). What the workers sent is compared
-    with what the servers did with it. The exit status is 1 if it does not add up.
+    FOLDER is what tensorwire run --fates wrote (of several machines: one of each), also while the job runs. FILE is one
+    of its files, or several put together. What the workers sent is compared with what the servers did with it. The exit
+    status is 1 if it does not add up.
 
     \b
     applied    led to a new version by itself
@@ -22,7 +23,7 @@ def audit(folders: tuple[str, ...]) -> int:
     """
     from tensorwire.trace.push_fates import problems, read_fates, totals
 
-    lines = read_fates(folders)
+    lines = read_fates(paths)
     head = ("store", "worker", "produced", "applied", "merged", "discarded", "why")
     rows = [
         (

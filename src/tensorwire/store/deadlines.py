@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
 
 class Deadlines:
-    """Calls ``close(bucket, version)`` in a thread, ``seconds`` after it was set. All have the same time to wait."""
+    """Calls ``close(bucket, version)`` in a thread, at the time that was set."""
 
-    def __init__(self, seconds: float, close: Callable[[int, int], None]) -> None:
-        self._seconds, self._close = seconds, close
-        self._waiting: deque[tuple[float, int, int]] = deque()
+    def __init__(self, close: Callable[[int, int], None]) -> None:
+        self._close = close
+        self._waiting: list[tuple[float, int, int]] = []  # a heap
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -22,10 +22,10 @@ class Deadlines:
         """Starts the thread. What ``close`` raises is put into ``ends``."""
         threading.Thread(target=self._run, args=(ends,), name=name, daemon=True).start()
 
-    def set(self, bucket: int, version: int) -> None:
-        """From now on the round of a bucket after ``version`` has that long; set again, it is called again, later."""
+    def set(self, at: float, bucket: int, version: int) -> None:
+        """The round of a bucket after ``version`` closes at that time of the monotonic clock; the earliest counts."""
         with self._changed:
-            self._waiting.append((time.monotonic() + self._seconds, bucket, version))
+            heapq.heappush(self._waiting, (at, bucket, version))
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -52,6 +52,6 @@ class Deadlines:
                 if left > 0:
                     self._changed.wait(left)
                     continue
-                self._waiting.popleft()
+                heapq.heappop(self._waiting)
                 return bucket, version
         return None

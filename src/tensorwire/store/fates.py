@@ -151,13 +151,12 @@ class Fates:
         pushes, alike = [(worker, step) for worker in workers], len(workers)
         self.closed(bucket, version, pushes, [weight] * alike, [0] * alike, alone=False)
 
-    def discarded(self, bucket: int, workers: list[int], step: int, reason: str) -> None:
+    def discarded(self, bucket: int, workers: list[int], step: int, reason: str, staleness: int = 0) -> None:
         """The pushes of ``workers`` in their round ``step`` change nothing."""
         counters.add(discarded=len(workers))
         if self._log.wanted:
-            self._log.add(
-                *(Fate(self._store, self._server, bucket, w, step, "discarded", reason=reason) for w in workers)
-            )
+            line = Fate(self._store, self._server, bucket, 0, step, "discarded", staleness=staleness, reason=reason)
+            self._log.add(*(msgspec.structs.replace(line, worker=worker) for worker in workers))
 
     def close(self) -> None:
         """Writes what is left."""

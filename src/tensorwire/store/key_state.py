@@ -12,7 +12,7 @@ from tensorwire.errors import Unsupported, WaitTimeout
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.key_client import KeyClient
 from tensorwire.store.key_layout import KeyOperation
-from tensorwire.store.state_transfer import MASTER, NUMBER, Entry, Item, StateSender, load_key
+from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item, StateSender, load_key
 
 Array = np.ndarray[Any, Any]
 
@@ -35,12 +35,12 @@ def fetch_arrays(client: KeyClient, values: Mapping[int, Array]) -> list[KeptArr
 
     Raises `Unsupported` for what is no number and no array, `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    found: dict[tuple[int, str], KeptArray] = {}
+    found: dict[tuple[int, str, str], KeptArray] = {}
     for entry, data in fetch_state(client):
-        if entry.kind not in ("", NUMBER):
+        if entry.kind not in ("", NUMBER, GROUP):
             name = client.plan.tensors[entry.tensor].name
             raise Unsupported(f"the rule keeps {entry.key!r} of {name!r} as a {entry.kind}, which cannot be saved")
-        place = entry.tensor, entry.key
+        place = entry.tensor, entry.key, entry.kind
         if place not in found:
             # Only the pieces of a master that say more than the value does are sent.
             array = (
@@ -71,13 +71,13 @@ def _items(client: KeyClient, server: int, kept: Sequence[KeptArray]) -> Iterato
     by_tensor: dict[int, list[KeptArray]] = {}
     for each in kept:
         by_tensor.setdefault(each.tensor, []).append(each)
-    whole: set[tuple[int, str]] = set()
+    whole: set[tuple[int, str, str]] = set()
     for piece in (piece for bucket in client.plan.buckets[server] for piece in bucket.pieces):
         for each in by_tensor.get(piece.tensor, []):
             start, stop = (piece.start, piece.stop) if each.rows else (0, math.prod(each.array.shape))
-            if not each.rows and (each.tensor, each.name) in whole:
+            if not each.rows and (each.tensor, each.name, each.kind) in whole:
                 continue
-            whole.add((each.tensor, each.name))
+            whole.add((each.tensor, each.name, each.kind))
             dtype, shape = each.array.dtype.name, each.array.shape
             entry = Entry(each.tensor, each.name, dtype, shape, each.rows, start, stop, each.kind)
             yield entry, np.ascontiguousarray(each.array.reshape(-1)[start:stop]).view(np.uint8).data

@@ -59,15 +59,20 @@ class Async:
     Args:
         damping: The learning rate of a push is ``lr / (1 + damping * staleness)``. 0: it does not depend on the
             staleness.
+        max_staleness: A push whose staleness is above it is discarded, bucket by bucket; its worker gets the present
+            version all the same. None: all are applied.
 
     Raises:
-        ArgumentError: ``damping`` is negative or not a number.
+        ArgumentError: An argument is out of its range.
     """
 
     damping: float = 0.0
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("damping", self.damping)
+        if self.max_staleness is not None:
+            _check_steps("max_staleness", self.max_staleness, 0, what="pushes")
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,9 @@ class DiLoCo:
       spread evenly over the ``every`` steps. With ``delay``, a worker goes on while a fragment is on its way, and after
       that many steps mixes the new version ``v`` into its own values: ``x = alpha * x + (1 - alpha) * v``.
     - With ``quorum``, a server does not wait for all workers: it updates when that many have sent a fragment and
-      ``grace`` seconds have passed since. What comes later counts in the next update.
+      ``grace`` seconds have passed since. What comes later counts in the next update. With ``grace="auto"`` it waits
+      for as long as this costs those who have sent nothing: until the first of them, ``delay`` of its steps after it
+      sent, needs the answer. The server knows their pace from the time between what they sent.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; fragments, delay and alpha: Streaming DiLoCo, arXiv 2501.18512;
     quorum, grace and weights: Decoupled DiLoCo, arXiv 2604.21428.
@@ -196,7 +203,8 @@ class DiLoCo:
         delay: Steps between sending a fragment and mixing its new version, less than ``every``.
         alpha: The share of its own values that a worker keeps, from 0 (the default) to 1.
         quorum: The least number of workers of an update. None: all that have not finished.
-        grace: Seconds for which a server waits for more workers than the quorum.
+        grace: Seconds for which a server waits for more workers than the quorum; or ``"auto"``, which with ``delay=0``
+            is no time.
         weight: ``"mean"``: all workers count the same. ``"tokens"``: by what they have told ``optimizer.count(tokens)``
             since their last exchange of the fragment.
 
@@ -210,7 +218,7 @@ class DiLoCo:
     delay: int = 0
     alpha: float = 0.0
     quorum: int | None = None
-    grace: float = 0.0
+    grace: float | str = 0.0
     weight: str = "mean"
 
     def __post_init__(self) -> None:
@@ -218,7 +226,8 @@ class DiLoCo:
         _check_steps("fragments", self.fragments, 1, what="fragments")
         _check_delay(self.delay, self.every)
         _check_share("alpha", self.alpha)
-        _check_number("grace", self.grace)
+        if self.grace != "auto":
+            _check_number("grace", self.grace)
         if not isinstance(self.outer, SGD):
             raise ArgumentError(f"outer must be tw.store.SGD(...), not {self.outer!r:.100}")
         if self.fragments > self.every:

@@ -19,6 +19,7 @@ from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
+from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.rules import Push, tensor_over
 from tensorwire.store.server_state import take_state
@@ -50,14 +51,15 @@ class OwnClocks:
         self.values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in buckets]
         self.workers = WorkerClocks(shard.member, len(shard.workers))
         self.bound = mode.staleness if isinstance(mode, SSP) else None
+        self._most = mode.max_staleness if isinstance(mode, Async) else None
         self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
         self._open: list[list[_Contribution]] = [[] for _ in buckets]  # the contributions to each bucket's round
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = shard.plan.fragments(count)
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
-        grace = mode.grace if isinstance(mode, DiLoCo) else 0.0
-        self._deadlines = Deadlines(grace, self._close_late) if grace else None
+        self._grace = grace_of(mode)
+        self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
@@ -97,6 +99,8 @@ class OwnClocks:
     def contribute(self, bucket: int, contribution: _Contribution) -> None:
         """Adds to the open round of a bucket, and closes it if that is due. The caller holds the bucket's lock."""
         self._open[bucket].append(contribution)
+        if self._grace is not None:
+            self._grace.contributed(bucket, contribution.push.worker)
         self._close_if_due(bucket)
 
     def leave(self, worker: int) -> None:
@@ -110,10 +114,11 @@ class OwnClocks:
         here, workers = len(self._open[bucket]), self.workers.active
         if not here or here < quorum_of(self.mode, workers):
             return
-        if self._deadlines is None or here >= workers:
+        if self._grace is None or self._deadlines is None or here >= workers:
             self._close(bucket)
         else:
-            self._deadlines.set(bucket, self.versions[bucket])
+            at = self._grace.deadline(bucket, [c.push.worker for c in self._open[bucket]])
+            self._deadlines.set(at, bucket, self.versions[bucket])
 
     def _close_late(self, bucket: int, version: int) -> None:
         """The time for joining the round after ``version`` is over."""
@@ -126,10 +131,25 @@ class OwnClocks:
         start = clock()
         here = sorted(self._open[bucket], key=lambda c: c.push.worker)
         self._open[bucket] = []
-        self._merge([bucket], here)
+        if not self._is_too_stale([bucket], here[0]):
+            self._merge([bucket], here)
         for c in here:
             c.rounds.answer_if_due(bucket, c.step)
-        spans.add("update", here[0].step, start, clock())
+        end = clock()
+        spans.add("update", here[0].step, start, end)
+        if self._grace is not None:
+            self._grace.updated(bucket, end - start)
+
+    def _is_too_stale(self, buckets: Sequence[int], contribution: _Contribution) -> bool:
+        """Whether a push knows too little of the others'; then it is discarded. The caller holds the buckets' locks."""
+        if self._most is None:
+            return False
+        staleness = self.versions[buckets[0]] - contribution.rounds.based[buckets[0]]
+        if staleness <= self._most:
+            return False
+        for bucket in buckets:
+            self.shard.fates.discarded(bucket, [contribution.push.worker], contribution.step, "too stale", staleness)
+        return True
 
     def _merge(self, buckets: Sequence[int], here: Sequence[_Contribution]) -> None:
         rule, bucket = self.rule, buckets[0]
@@ -153,7 +173,9 @@ class OwnClocks:
 
     def merge_together(self, contribution: _Contribution) -> None:
         """For a rule that takes all buckets at once: one worker's pushes to all of them. The caller holds all locks."""
-        self._merge(range(len(self.versions)), [contribution])
+        buckets = range(len(self.versions))
+        if not self._is_too_stale(buckets, contribution):
+            self._merge(buckets, [contribution])
 
     def _options(self, head: StepHeader, staleness: int) -> tuple[float, ...]:
         """A worker's options, the learning rate damped by the staleness of its push."""

@@ -311,14 +311,15 @@ class OptimizerRule(Rule):
 
     def state(self) -> Iterator[Item]:
         yield from entries(h for bucket in self._buckets for h in bucket.held())
-        if self.together:
+        if self.together or (self.spec.keys and is_foreign(self.spec.rule)):
             yield from self._numbers()
 
     def _numbers(self) -> Iterator[Item]:
         """What a foreign optimizer keeps in its groups: some count their steps there."""
         for numbers, optimizer in self._optimizers:
+            mine = [i for bucket in self._buckets if bucket.optimizer is optimizer for i in bucket.tensors]
             for number, group in zip(numbers, optimizer.param_groups, strict=False):
-                first = next(i for i, t in enumerate(self.plan.tensors) if t.group == number)
+                first = min(i for i in mine if self.plan.tensors[i].group == number)
                 for key, value in group.items():
                     if isinstance(value, (bool, int, float)):
                         yield number_item(first, key, value, GROUP)
@@ -326,18 +327,17 @@ class OptimizerRule(Rule):
     def load_state(self, items: Iterable[Item]) -> None:
         found: list[tuple[int, str, bool | int | float]] = []
         load_entries([h for bucket in self._buckets for h in bucket.held()], self._apart(items, found))
-        for numbers, optimizer in self._optimizers:
-            groups = dict(zip(numbers, optimizer.param_groups, strict=False))
-            for group, key, value in found:
-                if group in groups:
-                    groups[group][key] = value
+        for tensor, key, value in found:
+            for bucket in (b for b in self._buckets if tensor in b.tensors and b.optimizer is not None):
+                numbers, optimizer = self._optimizers[bucket.number]
+                optimizer.param_groups[numbers.index(self.plan.tensors[tensor].group)][key] = value
         self._options = [()] * len(self._optimizers)  # all that the workers say counts anew
 
     def _apart(self, items: Iterable[Item], found: list[tuple[int, str, bool | int | float]]) -> Iterator[Item]:
         """Takes the numbers of groups out of ``items``."""
         for entry, data in items:
             if entry.kind == GROUP:
-                found.append((self.plan.tensors[entry.tensor].group, entry.key, number_of(entry, data)))
+                found.append((entry.tensor, entry.key, number_of(entry, data)))
             else:
                 yield entry, data
 
@@ -360,6 +360,11 @@ class _BucketRule:
                 self.by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
         self.optimizer: torch.optim.Optimizer | None = None  # of its pieces; None where none is updated
         self.number = 0  # of that optimizer among the rule's
+
+    @property
+    def tensors(self) -> set[int]:
+        """Those that it has pieces of."""
+        return {piece.tensor for piece in self._bucket.pieces}
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -28,16 +28,16 @@ class WorkerFates:
     reasons: tuple[str, ...]
 
 
-def read_fates(folders: Sequence[str | Path]) -> list[Line]:
-    """All lines of the files in ``folders``; a last line that a killed process left torn is not one.
+def read_fates(paths: Sequence[str | Path]) -> list[Line]:
+    """All lines of the files, and of those in the folders; a last line that a killed process left torn is not one.
 
     Raises `ArgumentError` for files that hold something else, and for none.
     """
     lines: list[Line] = []
-    for folder in folders:
-        files = sorted(Path(folder).glob("*.jsonl"))
+    for given in map(Path, paths):
+        files = [given] if given.is_file() else sorted(given.glob("*.jsonl"))
         if not files:
-            raise ArgumentError(f"{folder} holds no fates: was --fates or TENSORWIRE_FATES set to it?")
+            raise ArgumentError(f"{given} holds no fates: was --fates or TENSORWIRE_FATES set to it?")
         for path in files:
             lines += _read(path)
     return lines
