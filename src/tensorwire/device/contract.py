@@ -251,11 +251,7 @@ class Channel(ABC):
         return None
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager in which operations may be held back, to be given to the NIC together.
-
-        It makes many small operations cheaper on verbs; other devices ignore it. A wait for one of them inside the
-        block returns as it does outside.
-        """
+        """Returns a context manager in which verbs hands many small operations to the NIC together."""
         return contextlib.nullcontext()
 
     @property
@@ -477,10 +473,13 @@ class Device(ABC):
         memory.bind(self.liveness, None)
 
     def why_lost(self, channel: Channel | None = None) -> str:
-        """Returns the sentence that a `PeerLost` says.
+        """Explains a loss.
 
         Args:
             channel: The channel of this device to which it belongs; None: the device itself.
+
+        Returns:
+            The sentence of the `PeerLost`.
         """
         if channel is not None and channel.liveness.closed:
             return f"{self.name}: {channel.liveness.reason}"

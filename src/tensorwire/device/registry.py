@@ -25,15 +25,22 @@ BUILT_IN_FOR_JOBS = tuple(name for name, kind in BUILT_IN.items() if kind.capabi
 
 
 def device_names() -> list[str]:
-    """Returns the names that `find_device` knows: Tensorwire's own first, then those of installed packages."""
+    """Lists the devices that `find_device` knows.
+
+    Returns:
+        Their names: Tensorwire's own first, then those of installed packages.
+    """
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - {*BUILT_IN, AUTO})]
 
 
 def find_device(name: str) -> type[Device]:
-    """Returns the class of a device.
+    """Finds the class of a device.
 
     Args:
         name: One of `device_names`.
+
+    Returns:
+        The class.
 
     Raises:
         ArgumentError: There is no such device, two packages have one of that name, or the package's code cannot be

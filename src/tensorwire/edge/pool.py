@@ -138,7 +138,14 @@ class Pool:
     def lease(self, nbytes: int) -> Lease:
         """Takes a block of ``nbytes`` or more.
 
+        Args:
+            nbytes: The least size in bytes.
+
+        Returns:
+            The lease; its block is free again once it is released and nothing refers to its memory.
+
         Raises:
+            ArgumentError: The size is negative.
             OutOfMemory: There would be more than the limit, or the machine has no more. Nothing has changed then.
         """
         if nbytes < 0:
@@ -182,11 +189,19 @@ class Pool:
             self._close_idle(self._leases)
 
     def keep(self, borrower: Borrower) -> None:
-        """Keeps who lends leases to a peer as long as the pool, and asks it what came back before the pool grows."""
+        """Keeps a lender of leases as long as the pool, and asks it what came back before the pool grows.
+
+        Args:
+            borrower: What lends leases to a peer.
+        """
         self._borrowers.append(borrower)
 
     def forget(self, borrower: Borrower) -> None:
-        """Asks it no more."""
+        """Undoes ``keep``.
+
+        Args:
+            borrower: What was kept.
+        """
         self._borrowers = [one for one in self._borrowers if one is not borrower]
 
     def _collect(self) -> None:

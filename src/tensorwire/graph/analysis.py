@@ -21,19 +21,27 @@ NUMBER = 8  # bytes of a number that is not a tensor
 
 @dataclass(frozen=True)
 class Analysis:
-    """The plan, and what else an executor needs: by name, where operators run and where values are."""
+    """What an executor needs.
+
+    Attributes:
+        plan: The plan.
+        crossing: By name, where operators run and where values are.
+    """
 
     plan: Plan
     crossing: Crossings
 
 
 def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -> Analysis:
-    """Runs all passes.
+    """Plans what runs where, what crosses, and where that lies.
 
     Args:
         graph: What all workers run together.
         default: The worker of what nothing binds.
-        copies: Nothing is born in registered memory, and nothing lent; all is copied there, to compare with.
+        copies: Copies all tensors into registered memory instead of allocating or lending them there, for comparisons.
+
+    Returns:
+        The plan, and what crosses.
 
     Raises:
         ArgumentError: A value is needed that no worker has, or is read on a worker after it was changed in place on
