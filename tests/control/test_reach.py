@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tensorwire.control.locality import Locality, locality, why_not_shm
-from tensorwire.control.reach import TOLD, Card, Endpoint, connect, endpoint, expected
+from tensorwire.control.reach import NAMED, Card, Endpoint, connect, endpoint, expected
 from tensorwire.device import Device, LoopbackDevice, Region, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 from tensorwire.testing import FaultyDevice
@@ -181,7 +181,7 @@ def test_both_sides_take_the_same(devices: dict[str, Device], rdma: Device, card
 def test_verbs_alone_is_used_on_one_machine_too(rdma: Device, card: Card, word: Region) -> None:
     there = Card(HERE, {"verbs": far(card, word).devices["verbs"]})
     channel, route = connect({"verbs": rdma}, HERE, there)
-    assert (channel.device, route.device, route.why) == (rdma, "verbs", TOLD)
+    assert (channel.device, route.device, route.why) == (rdma, "verbs", NAMED)
 
 
 def test_users_are_numbers_of_one_namespace() -> None:

@@ -46,7 +46,7 @@ class Client:
         self.name = member_name(role, index)
         self.cause: Cause | None = None
         self.ended = threading.Event()
-        self.lost = False  # the job ended here because the coordinator fell silent: nobody else can tell people
+        self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
@@ -129,8 +129,8 @@ class Client:
             timeout: Seconds to wait for the others.
 
         Raises:
-            PlanMismatch: The calls differ. The message says who called what.
-            WaitTimeout: Not all came in time. The message names those who came.
+            PlanMismatch: The calls differ. The message names members and calls.
+            WaitTimeout: Not all came in time. The message names those that came.
             JobEnded: The job ended meanwhile.
         """
         request = frames.Gather(next(self._ids), name, call, value, parties, _seconds(timeout))
@@ -251,10 +251,10 @@ class Client:
         raise PeerLost(f"the other side of a connection fell silent for {lost_after:g} s")
 
     def _report(self) -> None:
-        """Tells the coordinator now and then what this process has done, because it asked for that."""
+        """Reports to the coordinator now and then what this process has done, because it asked for that."""
         while not (self._quiet.wait(self.welcome.stats) or self.ended.is_set()):
             if self._heartbeat.send(frames.encode(_stats()), self.welcome.lost_after):
-                return  # who listens says how the connection ended
+                return  # the listening thread reports how the connection ended
 
     def _settle(self, answer: frames.Answer) -> None:
         with self._lock:

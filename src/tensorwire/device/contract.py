@@ -1,7 +1,7 @@
 """The device contract. A new device is one file that implements it and passes the conformance suite.
 
 Order on a channel: write -> write, write -> signal, write -> read. A completed write means that the source may be
-reused and that the bytes are in the target's memory; only a signal tells the target.
+reused and that the bytes are in the target's memory; only a signal informs the target.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Channel(ABC):
         A channel or device that this process closes is no loss.
 
         Args:
-            call: Takes one sentence that says who was lost and why.
+            call: Takes one sentence, which names the peer and the cause.
         """
         self.device._call_when_lost(self, call)
 

@@ -18,7 +18,7 @@ from tensorwire.device.verbs import VerbsDevice
 from tensorwire.errors import ArgumentError
 
 GROUP = "tensorwire.devices"
-AUTO = "auto"  # what a job is told instead of a name, to let each pair of processes take the best
+AUTO = "auto"  # instead of a name: each pair of processes takes the best device
 BUILT_IN: dict[str, type[Device]] = {kind.name: kind for kind in (LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice)}
 # Those that a job can use.
 BUILT_IN_FOR_JOBS = tuple(name for name, kind in BUILT_IN.items() if kind.capabilities.other_processes)

@@ -97,7 +97,7 @@ class Lease:
 
     @property
     def hold(self) -> Hold:
-        """What keeps the memory, for those who read it. Raises `ArgumentError` after ``release()``."""
+        """What keeps the memory, for its readers. Raises `ArgumentError` after ``release()``."""
         if self._hold is None:
             raise ArgumentError("this lease was released: take another one")
         return self._hold

@@ -74,7 +74,7 @@ class Producer:
     """The sending end of one edge to one consumer.
 
     Where the channel maps the consumer's memory, ``slot()`` hands out the consumer's slot itself, and what is born
-    there is sent by signal alone; elsewhere it hands out a part of ``source``, which ``send`` writes across.
+    there is sent by signal alone. Otherwise it hands out a part of ``source``, which ``send`` writes across.
 
     Args:
         channel: To the consumer.

@@ -48,7 +48,7 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
             another.
     """
     aliases = Aliases(graph)  # which values share memory
-    runs = assign(graph, default, aliases)  # who runs which operator
+    runs = assign(graph, default, aliases)  # which worker runs which operator
     crossing = crossings(graph, runs, aliases)  # what crosses, from whom to whom
     birth = births(graph, crossing, aliases)  # the operator that can make it in registered memory
     if copies:
@@ -58,7 +58,7 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     slots = layout(graph, crossing, birth, aliases, sizes)  # where it lies in the outbox of its worker
     edges = [replace(edge, slot=slots.at.get(edge.name)) for edge in edges]
     described, outbox = _with_headers(edges, slots.nbytes)
-    given = callers(graph, crossing, aliases)  # what a user gets, who may change it: copied when it is received
+    given = callers(graph, crossing, aliases)  # what a user gets, and may change: copied when it is received
     received = ((name, worker) for name, (_, targets) in crossing.sent.items() for worker in targets)
     copied = frozenset((name, worker) for name, worker in received if (aliases.root(name).name, worker) in given)
     return Analysis(_plan(graph, crossing, described, outbox, copied), crossing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 
-INPUT = "input"  # of the caller; every process passes one, and only who reads it needs the right values
+INPUT = "input"  # of the caller; every process passes one, and only workers that read it need the right values
 PARAMETER = "parameter"  # or a buffer: it stays where it is from call to call
 SAVED = "saved"  # by the forward graph for its backward graph
 GIVEN = (INPUT, PARAMETER, SAVED)  # what is there before the graph runs

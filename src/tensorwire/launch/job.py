@@ -82,7 +82,7 @@ class Job:
             timeout: Seconds to wait for the others.
 
         Raises:
-            WaitTimeout: Not all workers came in time; the message names those who came. You may call it again.
+            WaitTimeout: Not all workers came in time; the message names those that came. You may call it again.
             PlanMismatch: Another worker called something else, such as `broadcast`.
             JobEnded: The job ended; the message says why.
             ArgumentError: Another thread of this worker is in such a call.
@@ -143,7 +143,7 @@ class Job:
     def report(
         self, *, step: int | None = None, total: int | None = None, samples: int | None = None, **values: Any
     ) -> None:
-        """Tells people how the training goes: in the table of ``tensorwire run``, the metrics and TensorBoard.
+        """Reports how the training goes: in the table of ``tensorwire run``, the metrics and TensorBoard.
 
         It takes microseconds and waits for nothing: a thread passes the latest values on once a second where somebody
         looks at them, and writes all of them to TensorBoard's file where there is one. Each worker reports for itself.
