@@ -28,6 +28,7 @@ from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WorkerFinished
 from tensorwire.observe import counters, spans
 from tensorwire.observe.scalars import scalars
 from tensorwire.observe.spans import Clock
+from tensorwire.sizes import size_text
 
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
@@ -91,8 +92,8 @@ class Client:
         parts = max(1, -(-len(value) // frames.PART_BYTES))
         if parts > frames.MOST_PARTS:
             raise ProtocolError(
-                f"{key!r} is {len(value) / 2**20:.0f} MiB; the address book takes "
-                f"{frames.MOST_PARTS * frames.PART_BYTES / 2**20:.0f} MiB: a model of this many tensors is too large"
+                f"{key!r} is {size_text(len(value))}; the address book takes "
+                f"{size_text(frames.MOST_PARTS * frames.PART_BYTES)}: a model of this many tensors is too large"
             )
         for part in range(parts):
             piece = value[part * frames.PART_BYTES : (part + 1) * frames.PART_BYTES]

@@ -18,6 +18,7 @@ from tensorwire._native import Hold
 from tensorwire.device import Device, Region
 from tensorwire.device.region import Access
 from tensorwire.errors import ArgumentError, OutOfMemory
+from tensorwire.sizes import round_up
 
 ALIGNMENT = 64
 SLAB = 1 << 20  # bytes
@@ -28,7 +29,7 @@ _SHARED = SLAB // 4  # the largest block that shares a slab
 def block_nbytes(nbytes: int) -> int:
     """Bytes of the block for a lease: at most a quarter more than was asked for, rounded up to 64."""
     step = max(ALIGNMENT, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 3))
-    return -(-max(nbytes, 1) // step) * step
+    return round_up(max(nbytes, 1), step)
 
 
 @dataclass(eq=False, slots=True)
