@@ -1,47 +1,24 @@
-"""What ``train`` and ``graph`` tell besides their figures: where a step's time went, how big tensors are, a chart."""
+"""What ``train`` and ``graph`` print besides their figures: the parts of a step, the sizes of tensors, a chart."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from tensorwire.bench.models import MODELS, Model
 from tensorwire.bench.records import Record, time_text
-from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.extras import how_to_install
-from tensorwire.observe.files import check_file, save_file
+from tensorwire.charts.figure import OUTLINE, PART_NAMES, PART_STYLES, save_picture
 from tensorwire.sizes import size_text
+from tensorwire.tables import print_table
 
 MIB = 2**20
-FORMATS = (".png", ".svg", ".pdf")
-# Hatches tell the parts apart where colours do not; of these, each is lighter than the one before, for grey print.
-PARTS = {
-    "compute": ("#1F4E79", ""),
-    "update": ("#CC79A7", "\\\\\\"),
-    "exposed": ("#F0C040", "///"),
-    "idle": ("#F0F0F0", "..."),
-}
-_HIDDEN = ("#999999", "xxx")
+PARTS = ("compute", "update", "exposed", "idle")  # they add up to a step
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; without frames where there is no terminal."""
-    console = Console()
-    if console.is_terminal:
-        table = Table(*head, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        return
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    print(f"\n{title}")
-    for row in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """A table, with its title above."""
+    print()
+    print_table(head, rows, left=range(len(head)), title=title)
 
 
 def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -105,29 +82,15 @@ def size_rows(models: Sequence[Model] = tuple(MODELS.values())) -> list[tuple[st
 # ---- the chart
 
 
-def check_chart(path: str) -> None:
-    """Raises `ArgumentError` or `Unsupported` now for a chart that could not be drawn after minutes."""
-    if Path(path).suffix not in FORMATS:
-        raise ArgumentError(f"--report {path}: the name must end in one of {', '.join(FORMATS)}")
-    check_file(path, option="--report")
-    _matplotlib()
-
-
-def _matplotlib() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Unsupported(f"--report draws with matplotlib: {how_to_install('plot')}") from None
-    return Figure
-
-
 def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
-    """One bar a record: the parts of its step on top of each other, hidden communication beside.
+    """One bar per record: the parts of its step on top of each other, hidden communication beside.
 
-    Ways that keep no trace are drawn reserve: their step is known, not its parts. Raises `ArgumentError` for a file
-    that cannot be written.
+    A contender without a trace has an empty bar, because only its step is known. Raises `ArgumentError` for a file that
+    cannot be written.
     """
-    figure = _matplotlib()(figsize=(10, 1.6 + 0.42 * len(records) + 0.3 * len(machine)), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.6 + 0.42 * len(records) + 0.3 * len(machine)), layout="constrained")
     axes = figure.add_subplot()
     places: list[float] = []
     at, before = 0.0, ""
@@ -146,28 +109,23 @@ def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
         axes.spines[side].set_visible(False)
     _legend(figure, records)
     figure.supxlabel("\n".join(machine), fontsize=6)
-    picture = io.BytesIO()
-    figure.savefig(picture, format=Path(path).suffix.removeprefix("."), dpi=150)
-    save_file(path, picture.getvalue(), option="--report")
+    save_picture(figure, path, option="--report")
 
 
 def _bar(axes: Any, at: float, record: Record) -> None:
     details = record.details or {}
     end = 0.0
     if "compute" not in details:
-        axes.barh(at, record.seconds * 1e3, height=0.6, facecolor="white", edgecolor="black", linewidth=0.8)
+        axes.barh(at, record.seconds * 1e3, height=0.6, facecolor="white", **OUTLINE)
         end = record.seconds * 1e3
-    for name, (colour, hatch) in PARTS.items() if "compute" in details else ():
+    for name in PARTS if "compute" in details else ():
         width = details[name] * 1e3
         if not width:
             continue
-        style = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-        axes.barh(at, width, left=end, height=0.6, **style)
+        axes.barh(at, width, left=end, height=0.6, **PART_STYLES[name], **OUTLINE)
         end += width
     if details.get("hidden"):
-        colour, hatch = _HIDDEN
-        style = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-        axes.barh(at + 0.4, details["hidden"] * 1e3, height=0.2, **style)
+        axes.barh(at + 0.4, details["hidden"] * 1e3, height=0.2, **PART_STYLES["hidden"], **OUTLINE)
     axes.text(end, at, f" {time_text(record.seconds)}", va="center", fontsize=8)
 
 
@@ -176,9 +134,8 @@ def _legend(figure: Any, records: Sequence[Record]) -> None:
     from matplotlib.patches import Patch
 
     details = [record.details or {} for record in records]
-    names = {"exposed": "exposed communication", "hidden": "hidden communication (beside)"}
-    styles = {**PARTS, "hidden": _HIDDEN}
-    named = [(names.get(part, part), *style) for part, style in styles.items() if any(one.get(part) for one in details)]
-    named += [("not divided", "white", "")] if any("compute" not in one for one in details) else []
-    patches = [Patch(facecolor=c, hatch=h, edgecolor="black", linewidth=0.5, label=n) for n, c, h in named]
+    drawn = [part for part in (*PARTS, "hidden") if any(one.get(part) for one in details)]
+    patches = [Patch(**PART_STYLES[part], **OUTLINE, label=PART_NAMES.get(part, part)) for part in drawn]
+    if any("compute" not in one for one in details):
+        patches.append(Patch(facecolor="white", **OUTLINE, label="not divided"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8, frameon=False)

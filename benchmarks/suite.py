@@ -13,6 +13,7 @@ from tensorwire.bench.limits import Limits
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.suite import report_on
+from tensorwire.charts.figure import check_picture
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def store(options: Options) -> None:
 def train(options: Options) -> None:
     """``python -m benchmarks train``."""
     if options.report:
-        report.check_chart(options.report)
+        check_picture(options.report, option="--report")
     records, described = report_on(options, _train, shared=True)
     print_table = report.markdown if options.markdown else report.show
     print_table(report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records))
@@ -63,7 +64,7 @@ def train(options: Options) -> None:
 def graph(options: Options) -> None:
     """``python -m benchmarks graph``."""
     if options.report:
-        report.check_chart(options.report)
+        check_picture(options.report, option="--report")
     cuts: list[graphs.CutNote] = []
     records, described = report_on(options, partial(_graph, cuts), shared=True)
     print_table = report.markdown if options.markdown else report.show

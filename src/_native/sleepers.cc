@@ -79,7 +79,7 @@ void Sleepers::left() {
     wake_all();
 }
 
-// Whether the resting thread is to hear of events.
+// Whether the resting thread is woken by events.
 void Sleepers::watch(bool on) {
     epoll_event e{};
     if (on) e.events = EPOLLIN;

@@ -18,7 +18,7 @@
     │   ├── ProtocolError               a malformed, oversized or unexpected frame
     │   │   └── AlreadyPublished        the address book has an entry of that name
     │   └── PlanMismatch                processes of one job do not agree on what is transferred
-    ├── JobEnded                        the job ended; says who ended it and why
+    ├── JobEnded                        the job ended; names the process and the cause
     │   └── WorkerFinished              a worker was done while this one went on with another step
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
@@ -119,7 +119,7 @@ class PlanMismatch(ControlError):
 
 
 class JobEnded(TensorwireError):
-    """The job ended. The message says who ended it and why."""
+    """The job ended. The message names the process and the cause."""
 
 
 class WorkerFinished(JobEnded):

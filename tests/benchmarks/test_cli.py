@@ -16,7 +16,7 @@ MISTAKES = [
     (["graph", "--modes", ","], "no mode: one or more of zerocopy, copy, rpc"),
     (["graph", "--workers", "1"], "1 is not in the range 2<=x<=8"),
     (["graph", "--device", "verbs"], "'verbs' is not one of shm, tcp"),
-    (["graph", "--report", "steps.txt"], "--report steps.txt: the name must end in one of .png, .svg, .pdf"),
+    (["graph", "--report", "steps.txt"], "--report steps.txt: the name of a picture must end with .png, .svg, .pdf"),
     (["train", "--report", "/nowhere/steps.png"], "--report /nowhere/steps.png: there is no folder /nowhere"),
     (["train", "--link", "10gbit"], "--link measures tcp: give --device tcp"),
     (["train", "--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import report, sleeping_layers, training
+from benchmarks import sleeping_layers, training
 from benchmarks.sleeping_layers import SLEEPING
 from benchmarks.workers import Setup, Variant
 from tensorwire.bench import models
@@ -19,6 +19,7 @@ from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.models import MODELS
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.show import Notes
+from tensorwire.charts.figure import check_picture
 from tensorwire.errors import Unsupported
 from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, peers
@@ -161,9 +162,9 @@ def test_verdicts() -> None:
 
 
 def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(Unsupported, match=r"pip install '\.\[plot\]'"):
-        report.check_chart(str(tmp_path / "steps.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unsupported, match=r"--report needs matplotlib: run pip install '\.\[plot\]'"):
+        check_picture(str(tmp_path / "steps.png"), option="--report")
 
 
 def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_the_compiler_is_the_one_that_builds_use(tmp_path: Path, variable: dict[
     assert found.value.startswith(f"{tmp_path / name} ")
 
 
-def test_gpus_are_counted_by_model_and_told_to_be_unused(tmp_path: Path) -> None:
+def test_gpus_are_counted_by_model_and_reported_as_unused(tmp_path: Path) -> None:
     nvidia, amd = tmp_path / "nvidia", tmp_path / "amd"
     assert software.gpus(nvidia, amd).value == "none seen"
     for slot in ("0000:01:00.0", "0000:02:00.0"):

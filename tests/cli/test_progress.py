@@ -118,7 +118,7 @@ def test_a_line_for_each_step_that_lasts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert said.read() == ""
 
 
-def test_who_is_quick_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_command_prints_no_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tensorwire.progress.PATIENCE", 1e6)
     with pytest.raises(ZeroDivisionError), progress("a division"):
         _ = 1 / 0

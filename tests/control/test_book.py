@@ -156,7 +156,7 @@ def test_different_plans_end_the_job_and_show_the_lines_that_differ(pair: Pair) 
     assert "b [4]" not in told
 
 
-def test_different_plans_of_huge_models_are_told_in_short(pair: Pair) -> None:
+def test_the_difference_of_huge_plans_is_cut_short(pair: Pair) -> None:
     lines = [f"layer.{i}.weight {'é' * 50} [{i}]" for i in range(20_000)]
     told = mismatch(pair, "\n".join(lines), "\n".join(["x" * 100_000, *reversed(lines)]))
     assert len(told) < 10_000
@@ -173,7 +173,7 @@ def test_values_are_gathered_in_the_order_of_the_members(pair: Pair) -> None:
         assert every([gather(second, value=b"second"), gather(first, value=b"first")]) == [[b"first", b"second"]] * 2
 
 
-def test_different_calls_are_told_to_all(jobs: Jobs) -> None:
+def test_all_members_learn_of_different_calls(jobs: Jobs) -> None:
     coordinator = jobs.coordinator(workers=3)
     members = [jobs.client(coordinator, "worker", index) for index in range(3)]
     calls = ["sum", "barrier", "sum"]

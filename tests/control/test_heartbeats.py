@@ -89,7 +89,7 @@ def test_nobody_outlives_the_coordinator(jobs: Jobs, sandbox: Sandbox, number: i
             one.barrier("b", 1)
 
 
-def test_a_member_is_told_of_the_end_once(jobs: Jobs) -> None:
+def test_a_member_receives_the_end_once(jobs: Jobs) -> None:
     coordinator = jobs.coordinator()
     member = jobs.client(coordinator)
     causes: list[object] = []

@@ -60,7 +60,7 @@ def test_the_first_frame_is_a_join(jobs: Jobs) -> None:
     assert not coordinator.ended.is_set()
 
 
-def test_who_comes_after_the_end_is_told_why_it_ended(jobs: Jobs) -> None:
+def test_joining_after_the_end_raises_its_cause(jobs: Jobs) -> None:
     coordinator = jobs.coordinator()
     coordinator.end(Cause("worker 1", "ran out of data"))
     with pytest.raises(JobEnded, match="worker 1 ran out of data"):
@@ -176,7 +176,7 @@ def test_a_better_account_replaces_a_second_hand_one(jobs: Jobs) -> None:
     assert str(second.cause) == "worker 0 was killed by SIGSEGV"
 
 
-def test_a_failure_of_any_size_is_told(jobs: Jobs) -> None:
+def test_a_failure_of_any_size_is_reported(jobs: Jobs) -> None:
     coordinator = jobs.coordinator()
     first, second = jobs.client(coordinator), jobs.client(coordinator, "worker", 1)
     first.fail(Cause("worker 0", "raised OSError: \udcff" + "x" * 3_000_000, "t\n" * 3_000_000))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tensorwire.control.locality import Locality, locality, why_not_shm
-from tensorwire.control.reach import TOLD, Card, Endpoint, connect, endpoint, expected
+from tensorwire.control.reach import NAMED, Card, Endpoint, connect, endpoint, expected
 from tensorwire.device import Device, LoopbackDevice, Region, ShmDevice, TcpDevice
 from tensorwire.errors import ArgumentError, PeerLost, WaitTimeout
 from tensorwire.testing import FaultyDevice
@@ -59,7 +59,7 @@ def test_memory_that_can_be_mapped_is(devices: dict[str, Device], card: Card) ->
 
 
 @pytest.mark.parametrize("why", OTHERS)
-def test_elsewhere_is_reached_by_tcp(devices: dict[str, Device], card: Card, why: str) -> None:
+def test_other_machines_are_reached_by_tcp(devices: dict[str, Device], card: Card, why: str) -> None:
     there = msgspec.structs.replace(card, where=OTHERS[why])
     channel, route = connect(devices, HERE, there)
     assert (channel.device.name, route.device) == ("tcp", "tcp")
@@ -86,7 +86,7 @@ def test_what_cannot_be_mapped_after_all_is_reached_by_tcp(devices: dict[str, De
     assert not shm._channels, "a channel that was not used is open"
 
 
-def test_one_device_is_what_both_were_told(devices: dict[str, Device], card: Card) -> None:
+def test_a_named_device_is_used_by_both(devices: dict[str, Device], card: Card) -> None:
     told = replaced(card, "shm", None)
     _, route = connect({"tcp": devices["tcp"]}, HERE, told)
     assert route.device == "tcp"
@@ -181,7 +181,7 @@ def test_both_sides_take_the_same(devices: dict[str, Device], rdma: Device, card
 def test_verbs_alone_is_used_on_one_machine_too(rdma: Device, card: Card, word: Region) -> None:
     there = Card(HERE, {"verbs": far(card, word).devices["verbs"]})
     channel, route = connect({"verbs": rdma}, HERE, there)
-    assert (channel.device, route.device, route.why) == (rdma, "verbs", TOLD)
+    assert (channel.device, route.device, route.why) == (rdma, "verbs", NAMED)
 
 
 def test_users_are_numbers_of_one_namespace() -> None:

@@ -73,7 +73,7 @@ def test_processes_of_one_machine_share_a_clock(jobs: Jobs) -> None:
     assert (found.offset, found.error) == (0.0, 0.0)
 
 
-def test_another_machines_clock_is_told_by_the_fastest_trip(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_trip_measures_another_machines_clock(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the coordinator claims to be elsewhere, and its clock to be 1000 seconds ahead."""
     client = jobs.client(jobs.coordinator())
     monkeypatch.setattr("tensorwire.control.coordinator.pack_time", lambda: elsewhere(time.monotonic() + 1000))

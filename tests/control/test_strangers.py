@@ -141,7 +141,7 @@ def test_strangers_end_with_the_coordinator(jobs: Jobs) -> None:
         Client(coordinator.address, SECRET, "worker", 0)
 
 
-def test_a_port_of_another_service_is_told_apart() -> None:
+def test_another_service_at_the_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def service() -> None:

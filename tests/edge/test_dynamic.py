@@ -203,7 +203,7 @@ def test_slabs_come_and_go(pair: Pair) -> None:
         (40 + 8, b"verbs\0\0\0", "points to no memory of"),
     ],
 )
-def test_headers_that_lead_elsewhere(pair: Pair, field: int, value: bytes, why: str) -> None:
+def test_headers_with_another_target_are_refused(pair: Pair, field: int, value: bytes, why: str) -> None:
     """Another access, an offset, a length, or a device: refused, and the right one is received afterwards.
 
     In the first step, when the consumer has never seen the region, and in the second.

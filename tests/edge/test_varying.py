@@ -273,7 +273,7 @@ def test_memory_comes_back_in_any_order(pair: Pair, kind: str) -> None:
             assert set(held[number].memory) == {(number - 1000) % 251 if number > 1000 else number}
 
 
-def test_who_waits_in_vain_is_told_why(pair: Pair, kind: str) -> None:
+def test_a_wait_in_vain_raises_the_cause(pair: Pair, kind: str) -> None:
     producer, consumer, kept = send_until_full(pair, kind, 2)
     if only_mapped_waits(pair, kind):
         with pytest.raises(WaitTimeout, match=r"gave back nothing in time .* or does it keep what it received"):

@@ -67,7 +67,7 @@ def test_an_item_of_what_is_given() -> None:
     assert assign(s.graph())["left"] == "b"
 
 
-def test_a_write_runs_where_the_memory_is_whatever_was_said() -> None:
+def test_a_write_runs_where_the_memory_is_despite_a_placement() -> None:
     s = Sketch()
     s.parameter("buffer", on="b")
     s.op("new", on="a")

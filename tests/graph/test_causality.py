@@ -26,7 +26,7 @@ def test_who_received_nothing_knows_nothing() -> None:
     assert known(s, "z", "a") == {"a": "x", "b": ""}
 
 
-def test_what_is_received_tells_of_its_sender_up_to_there() -> None:
+def test_a_received_value_implies_its_senders_earlier_steps() -> None:
     s = Sketch()
     s.op("x", on="a")
     s.op("y", "x", on="b")
@@ -35,7 +35,7 @@ def test_what_is_received_tells_of_its_sender_up_to_there() -> None:
     assert known(s, "z", "a") == {"a": "x", "b": "y"}
 
 
-def test_it_tells_nothing_before_it_is_used() -> None:
+def test_a_value_implies_nothing_before_it_is_used() -> None:
     s = Sketch()
     s.op("x", on="a")
     s.op("y", "x", on="b")
@@ -53,7 +53,7 @@ def test_a_third_worker_passes_on_what_it_knows() -> None:
     assert known(s, "last", "a") == {"a": "x", "b": "y", "c": "z"}
 
 
-def test_what_is_given_tells_only_that_it_was_sent() -> None:
+def test_a_parameter_implies_only_that_it_was_sent() -> None:
     s = Sketch()
     s.parameter("w", on="b")
     s.op("early", on="b")

@@ -46,7 +46,7 @@ def test_gaps_are_not_copied() -> None:
     assert of(s)["a"].nbytes == 256
 
 
-def test_of_what_varies_the_most_is_told_if_it_is_known() -> None:
+def test_copies_of_a_bounded_tensor_have_its_bound() -> None:
     s = Sketch()
     s.add("bounded", "saved", shape=(Unknown("s0", 32), 8), kind="saved", present=("a",))
     s.add("any", "saved", shape=(Unknown("s1"), 8), kind="saved", present=("a",))

@@ -277,7 +277,7 @@ def test_what_all_workers_have_is_changed_on_all_that_read_it() -> None:
     assert found.sent == {"x": ("a", ("b",)), "y": ("b", ("a",))}
 
 
-def test_what_was_changed_elsewhere_cannot_be_read_by_its_old_name() -> None:
+def test_what_another_worker_changed_cannot_be_read_by_its_old_name() -> None:
     s = Sketch()
     s.op("x", on="a")
     s.write("relu", "x", on="a")

@@ -152,7 +152,7 @@ def disagrees(job: tw.Job, kind: str) -> str:
         ),
     ],
 )
-def test_workers_that_call_something_else_are_told_who_called_what(kind: str, first: str, second: str) -> None:
+def test_different_calls_name_workers_and_calls(kind: str, first: str, second: str) -> None:
     for told in run_job(disagrees, kind, servers=0).ok():
         assert (
             told
@@ -210,7 +210,7 @@ def two_threads(job: tw.Job) -> str:
     return "".join(errors)
 
 
-def test_a_second_thread_is_told_so() -> None:
+def test_a_second_thread_is_refused() -> None:
     told, _ = run_job(two_threads, servers=0).ok()
     assert told == (
         "job.all_reduce(op='sum') of int while another thread of this worker is in job.barrier(): make such calls from "

@@ -44,7 +44,7 @@ def test_two_nodes_work_in_any_order(sandbox: Sandbox, first: int) -> None:
     sandbox.nothing_left()
 
 
-def test_a_failure_is_told_on_both_nodes(sandbox: Sandbox) -> None:
+def test_both_nodes_report_a_failure(sandbox: Sandbox) -> None:
     results = finish(both(sandbox, "job.barrier()\nif job.rank: raise ValueError('x')\njob.barrier()"))
     for result in results:
         assert result.status == 1

@@ -84,7 +84,7 @@ def test_the_folder_as_an_argument_and_a_script_that_fails(sandbox: Sandbox) -> 
         ("", "file/events", "cannot write event files to"),
     ],
 )
-def test_what_cannot_be_written_is_said_at_once(sandbox: Sandbox, hide: str, folder: str, why: str) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_at_once(sandbox: Sandbox, hide: str, folder: str, why: str) -> None:
     if not hide:
         pytest.importorskip("tensorboard")
     (sandbox.folder / "file").touch()

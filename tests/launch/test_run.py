@@ -134,7 +134,7 @@ def test_a_script_may_go_on_after_the_job(sandbox: Sandbox) -> None:
     assert result.out.count("saved") == 2
 
 
-def test_an_exception_after_the_job_is_told_by_python(sandbox: Sandbox) -> None:
+def test_python_reports_an_exception_after_the_job(sandbox: Sandbox) -> None:
     result = sandbox.run(sandbox.script("job.close()\nif job.rank: raise ValueError('late')")).finish()
     assert result.status == 1
     assert result.err.count("ValueError: late") == 1
@@ -149,7 +149,7 @@ def test_verbs_where_there_is_no_rdma_is_refused_before_anything_starts(sandbox:
     sandbox.nothing_left()
 
 
-def test_an_interface_that_is_not_there_is_told_once_and_before_anything_starts(sandbox: Sandbox) -> None:
+def test_a_missing_interface_is_reported_once_before_anything_starts(sandbox: Sandbox) -> None:
     result = sandbox.run(sandbox.script("print('started')"), TENSORWIRE_IFACE="nosuch0").finish()
     assert (result.status, result.out) == (2, "")
     assert result.one_line() == "tensorwire: TENSORWIRE_IFACE: no interface 'nosuch0' with an IPv4 address here"

@@ -137,7 +137,7 @@ def test_the_guard_ignores_what_is_meant_for_the_launcher(sandbox: Sandbox, numb
     assert "Traceback" not in errors
 
 
-def test_a_killed_guard_is_told_and_the_job_goes_on(sandbox: Sandbox) -> None:
+def test_a_killed_guard_is_reported_and_the_job_continues(sandbox: Sandbox) -> None:
     body = "job.barrier(); print('ready', job.rank)\nwhile not os.path.exists(sys.argv[0] + '-on'): time.sleep(0.02)"
     script = sandbox.script(body)
     program = sandbox.run(script)

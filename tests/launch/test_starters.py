@@ -142,7 +142,7 @@ def test_a_setting_that_others_would_stumble_over_is_refused_first(sandbox: Sand
     sandbox.nothing_left()
 
 
-def test_an_exception_alone_is_told_by_python(sandbox: Sandbox) -> None:
+def test_python_reports_an_exception_of_a_worker_alone(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script("raise ValueError('x')")).finish()
     assert (result.status, result.err.count("Traceback"), result.err.splitlines()[-1]) == (1, 1, "ValueError: x")
     assert "tensorwire:" not in result.err

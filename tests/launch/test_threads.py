@@ -54,7 +54,7 @@ def place(workers: int, rank: int = 0, *, several: bool = False) -> Place:
         (place(8, several=True), {"SLURM_TASKS_PER_NODE": "1(x8)"}, 0),
     ],
 )
-def test_a_crowd_is_told_once(
+def test_too_many_threads_are_reported_once(
     where: Place, environment: dict[str, str], workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "tensorwire"):

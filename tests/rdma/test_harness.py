@@ -116,6 +116,6 @@ def test_where_it_cannot_work_it_skips_with_the_reason_but_not_in_ci(
     assert f"{word}: it needs root" in capsys.readouterr().err
 
 
-def test_a_refusal_of_apt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_apt_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Impossible, match="no-such-package-of-tensorwire"):
         host.apt("download", "no-such-package-of-tensorwire")

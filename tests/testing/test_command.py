@@ -61,7 +61,7 @@ def test_a_bad_device_fails(tmp_path: Path) -> None:
     "words",
     [(), ("mydevices:Missing",), ("nowhere:Mine",), ("mydevices",), ("mydevices:nothing",), ("-k", "order")],
 )
-def test_what_names_no_device_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_wrong_device_name_is_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = run(tmp_path, *words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

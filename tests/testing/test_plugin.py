@@ -92,7 +92,7 @@ def test_a_limit_of_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
     assert run(tmp_path, test, "--timeout", "50", **{VARIABLE: "3"})[0] == 0
 
 
-def test_a_limit_that_ran_out_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_limit_that_ran_out_is_reported_with_advice(tmp_path: Path) -> None:
     status, said = run(tmp_path, HANGS, "--timeout", "0.1")
     assert status == 1
     assert said.count(f"on a slow or busy machine set {VARIABLE}=4") == 1
@@ -111,7 +111,7 @@ def test_a_patience_that_is_none_is_refused_in_a_line(text: str) -> None:
         read_patience({VARIABLE: text})
 
 
-def test_pytest_is_told_of_a_patience_that_is_none(tmp_path: Path) -> None:
+def test_pytest_reports_a_wrong_patience(tmp_path: Path) -> None:
     status, said = run(tmp_path, SKIPS, **{VARIABLE: "slow"})
     assert status == pytest.ExitCode.USAGE_ERROR
     assert f"{VARIABLE}=slow: give a number" in said
@@ -135,7 +135,7 @@ def test_a_run_without_skipped_tests_says_nothing_of_them(tmp_path: Path) -> Non
     assert "because" not in run(tmp_path, "def test_it(): pass")[1]
 
 
-def test_a_test_that_fails_is_not_told_for_what_its_frames_hold(tmp_path: Path) -> None:
+def test_a_failed_test_is_not_blamed_for_what_its_frames_hold(tmp_path: Path) -> None:
     status, said = run(tmp_path, FAILS)
     assert status == 1
     assert said.splitlines()[-1].startswith("1 failed in "), said

@@ -49,7 +49,7 @@ def test_an_error_comes_out_as_it_is_and_stops_what_follows() -> None:
     assert not threads()
 
 
-def test_a_job_that_hangs_is_told() -> None:
+def test_a_job_that_hangs_is_reported() -> None:
     push_thread = PushThread()
     release = threading.Event()
     push_thread.submit(release.wait)

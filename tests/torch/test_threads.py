@@ -88,7 +88,7 @@ def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tenso
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_second_thread_is_told_and_the_first_goes_on(overlap: bool) -> None:
+def test_a_second_thread_is_refused_and_the_first_continues(overlap: bool) -> None:
     names = ["step", "wait", "state_dict", "write_parameters", "load_state_dict", "add_param_group"]
     names += ["no_sync", "backward"] if overlap else []
     for messages, ours, stock in run_job(one_in_step, overlap, workers=1).ok():

@@ -140,7 +140,7 @@ def finishes_early(job: tw.Job) -> str:
     return ""
 
 
-def test_without_it_the_others_are_told_who_finished_and_when() -> None:
+def test_without_it_the_error_names_the_worker_that_finished() -> None:
     ended = run_job(finishes_early)
     message = "worker 0 finished after step 2, worker 1 goes on with step 3: give every worker the same number of steps"
     assert str(ended.cause).startswith(message)
@@ -158,7 +158,7 @@ def alone_in_the_block(job: tw.Job) -> None:
         train(store, params, job.rank, 1)
 
 
-def test_a_worker_without_the_block_is_told() -> None:
+def test_a_worker_without_the_block_gets_an_error() -> None:
     ended = run_job(alone_in_the_block)
     assert "worker 0 finished, worker 1 waits for it at the end of `with job.uneven():`" in str(ended.cause)
     assert ended.errors[1].startswith("WorkerFinished")

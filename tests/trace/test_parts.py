@@ -25,7 +25,7 @@ def step(number: int, compute: float, push: float, wait: float, end: float) -> l
     return [Span("compute", number, compute, push), Span("push", number, push, wait), Span("wait", number, wait, end)]
 
 
-def test_every_cause_of_waiting_is_told_apart() -> None:
+def test_causes_of_waiting_are_distinguished() -> None:
     workers = {0: step(2, 0, 10, 11, 30), 1: step(2, 0, 20, 22, 30)}
     server = [("update", 2, 23.0, 25.0), ("update", 2, 26.0, 28.0)]
     first, second = parts_of_spans(workers, server)
@@ -104,7 +104,7 @@ def test_a_step_that_the_job_ended_in_is_left_out() -> None:
     assert (part.step, part.seconds) == (2, 8)
 
 
-def test_parts_are_told_with_their_times() -> None:
+def test_parts_are_printed_with_their_times() -> None:
     (found,) = steps_of_spans({0: step(2, 0, 1, 2, 10)}, [("update", 2, 3.0, 7.0)])
     assert (found.start, found.stop) == (0, 10)
     assert found.when == {

@@ -69,7 +69,7 @@ def _fates(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--no-prefix", is_flag=True, help="Processes keep this terminal: no names before lines, no table.")
 @click.option("--metrics", metavar="[HOST:]PORT", help="Serve OpenMetrics of all processes there; port 0: any.")
 @click.option("--trace", metavar="FILE", help="Write a trace of this machine's processes when the job has ended.")
-@click.option("--tensorboard", metavar="DIR", help="Write what job.report() is told to TensorBoard files in DIR.")
+@click.option("--tensorboard", metavar="DIR", help="Write what job.report() gets to TensorBoard files in DIR.")
 @click.option(
     "--fates", metavar="DIR", callback=_fates, help="Write what became of every push there, for tensorwire audit."
 )

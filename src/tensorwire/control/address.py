@@ -27,7 +27,7 @@ def split_address(address: str) -> tuple[str, int]:
 def await_name(host: str, patience: float) -> None:
     """Returns when ``host`` has an address, within ``patience`` seconds: in a cluster a process may be there before
     its name is. Raises `ArgumentError` (it cannot be a name) or `PeerLost`."""
-    end, told = time.monotonic() + patience, False
+    end, warned = time.monotonic() + patience, False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -38,11 +38,11 @@ def await_name(host: str, patience: float) -> None:
             why = error.strerror
         if time.monotonic() >= end:
             raise PeerLost(f"cannot find the coordinator's machine {host!r}: {why}")
-        if not told:  # people may have mistyped it
+        if not warned:  # people may have mistyped it
             _log.warning(
                 "cannot find the coordinator's machine %r yet (%s): waiting up to %g s for it", host, why, patience
             )
-            told = True
+            warned = True
         time.sleep(_ASK_AGAIN)
 
 

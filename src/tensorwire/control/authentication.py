@@ -13,7 +13,7 @@ from tensorwire.control.names import PURPOSE
 from tensorwire.device.handshake import MAGIC, NONCE, proof
 from tensorwire.errors import AuthenticationError, ProtocolError
 
-# How long a connection may take to say who it is, how long where more than half of the places are taken, and how many
+# How long a connection may take to identify itself, how long if more than half of the places are taken, and how many
 # may do so at a time. The oldest that has said nothing has to go first.
 GREETING_SECONDS = 10.0
 PRESSED_SECONDS = 2.0

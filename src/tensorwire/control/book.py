@@ -176,7 +176,7 @@ class Book:
                 self._check(meeting)
 
     def _check(self, meeting: _Meeting) -> None:
-        """Whether those who have not left are still enough."""
+        """Whether the members that have not left are still enough."""
         role = min(meeting.arrived, default="?").split()[0]
         missing = sorted(m for m in self._left if m.split()[0] == role and m not in meeting.arrived)
         if missing and self._sizes.get(role, meeting.parties) - len(missing) < meeting.parties:

@@ -28,6 +28,7 @@ from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WorkerFinished
 from tensorwire.observe import counters, spans
 from tensorwire.observe.scalars import scalars
 from tensorwire.observe.spans import Clock
+from tensorwire.sizes import size_text
 
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
@@ -46,7 +47,7 @@ class Client:
         self.name = member_name(role, index)
         self.cause: Cause | None = None
         self.ended = threading.Event()
-        self.lost = False  # the job ended here because the coordinator fell silent: nobody else can tell people
+        self.lost = False  # the job ended here because the coordinator fell silent: no other process reports it
         self._calls: list[Callable[[Cause | None], None]] = []
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[frames.Answer]] = {}
@@ -91,8 +92,8 @@ class Client:
         parts = max(1, -(-len(value) // frames.PART_BYTES))
         if parts > frames.MOST_PARTS:
             raise ProtocolError(
-                f"{key!r} is {len(value) / 2**20:.0f} MiB; the address book takes "
-                f"{frames.MOST_PARTS * frames.PART_BYTES / 2**20:.0f} MiB: a model of this many tensors is too large"
+                f"{key!r} is {size_text(len(value))}; the address book takes "
+                f"{size_text(frames.MOST_PARTS * frames.PART_BYTES)}: a model of this many tensors is too large"
             )
         for part in range(parts):
             piece = value[part * frames.PART_BYTES : (part + 1) * frames.PART_BYTES]
@@ -129,8 +130,8 @@ class Client:
             timeout: Seconds to wait for the others.
 
         Raises:
-            PlanMismatch: The calls differ. The message says who called what.
-            WaitTimeout: Not all came in time. The message names those who came.
+            PlanMismatch: The calls differ. The message names members and calls.
+            WaitTimeout: Not all came in time. The message names those that came.
             JobEnded: The job ended meanwhile.
         """
         request = frames.Gather(next(self._ids), name, call, value, parties, _seconds(timeout))
@@ -251,10 +252,10 @@ class Client:
         raise PeerLost(f"the other side of a connection fell silent for {lost_after:g} s")
 
     def _report(self) -> None:
-        """Tells the coordinator now and then what this process has done, because it asked for that."""
+        """Reports to the coordinator now and then what this process has done, because it asked for that."""
         while not (self._quiet.wait(self.welcome.stats) or self.ended.is_set()):
             if self._heartbeat.send(frames.encode(_stats()), self.welcome.lost_after):
-                return  # who listens says how the connection ended
+                return  # the listening thread reports how the connection ended
 
     def _settle(self, answer: frames.Answer) -> None:
         with self._lock:

@@ -122,7 +122,7 @@ class Coordinator:
         self._call(self._left, role, index, status)
 
     def stopped(self, role: str, index: int, seconds: float) -> None:
-        """A launcher's report that a process has been stopped for so long. Nothing, if it has joined: beats tell."""
+        """A launcher's report of how long a process has been stopped; once it has joined, heartbeats count instead."""
         self._call(self._stopped, role, index, seconds)
 
     def has_joined(self, name: str) -> bool:
@@ -288,7 +288,7 @@ class Coordinator:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self.beat)
-            stalled = self._stall.tick()  # while this process did not run, nobody could be heard
+            stalled = self._stall.tick()  # while this process did not run, it received nothing
             now = time.monotonic()
             for member in list(self._members.values()):
                 self._send(member.writer, frames.Beat())

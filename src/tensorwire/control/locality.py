@@ -42,7 +42,7 @@ def _user(process: Path) -> int:
 
 
 def why_not_shm(one: Locality, other: Locality) -> str | None:
-    """What keeps two processes from sharing memory, as far as one can tell without trying; None: nothing."""
+    """What keeps two processes from sharing memory, as far as is known without trying; None: nothing."""
     if one.boot != other.boot:
         return "the processes run on different machines"
     if one.network != other.network:

@@ -14,7 +14,7 @@ from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.errors import AuthenticationError, DeviceError, OutOfMemory, PeerLost
 
 PROBE_SECONDS = 2.0  # in which verbs has to connect, and then to write, to be taken
-TOLD = "the device that both sides were told to use"
+NAMED = "the device that both sides were told to use"
 NONE_ABSENT: Mapping[str, str] = MappingProxyType({})
 # From a device's name and what this side found about it ('': it works, else why not) to what counts for both sides.
 Agree = Callable[[str, str], str]
@@ -96,7 +96,7 @@ class Candidate:
         outlook: What is known in its favour before anything was tried, in words.
         proof: What showed that it works, in words.
         connect: Connects, and tries it.
-        why_not: What keeps two processes from using it, as far as one can tell without trying.
+        why_not: What keeps two processes from using it, as far as is known without trying.
         why_not_open: What keeps a process that listens on an interface from opening it at all.
         probed: Whether ``connect`` needs memory to try it on.
         agreed: Whether both ends decide together, and a process that cannot open it goes on without.
@@ -196,7 +196,7 @@ def connect(
     if not common:
         raise PeerLost(f"no device in common: {', '.join(devices)} here, {', '.join(card.devices)} there")
     if len(common) == 1:
-        return _as_told(common[0], devices[common[0]], here, card)
+        return _as_named(common[0], devices[common[0]], here, card)
     reasons: list[str] = []
     for candidate in candidates(here, card.where):
         name = candidate.device
@@ -208,7 +208,7 @@ def connect(
             obstacle = absent[name]
         elif name in card.absent:
             obstacle = f"{card.absent[name]} (at the other end)"
-        else:  # one end was told not to use it
+        else:  # the settings of one end exclude it
             continue
         reasons.append(f"not {name}: {obstacle}")
     raise PeerLost("; ".join(reasons))
@@ -218,11 +218,11 @@ def _in_words(reasons: Sequence[str], favour: str) -> str:
     return "; ".join(filter(None, (*reasons, favour)))
 
 
-def _as_told(name: str, device: Device, here: Locality, card: Card) -> tuple[Channel, Route]:
+def _as_named(name: str, device: Device, here: Locality, card: Card) -> tuple[Channel, Route]:
     candidate = CANDIDATES.get(name)
     if candidate is not None and (obstacle := candidate.why_not(here, card.where)) is not None:
         raise PeerLost(f"not {name}: {obstacle}")
-    return device.connect(card.devices[name].address), Route(name, TOLD)
+    return device.connect(card.devices[name].address), Route(name, NAMED)
 
 
 def _try(candidate: Candidate, device: Device, here: Locality, card: Card, agree: Agree) -> tuple[Channel | None, str]:

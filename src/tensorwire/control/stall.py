@@ -13,7 +13,7 @@ _AFTERMATH_SECONDS = 2.0
 class Stall:
     """Watches the event loop of a coordinator, which is to `tick` every ``beat`` seconds.
 
-    Members that hear nothing for ``lost_after`` seconds take the coordinator for gone and leave. When it goes on, it
+    Members that receive nothing for ``lost_after`` seconds take the coordinator for gone and leave. When it goes on, it
     sees them leave, one after the other, and must blame none of them.
     """
 

@@ -1,7 +1,7 @@
 """The device contract. A new device is one file that implements it and passes the conformance suite.
 
 Order on a channel: write -> write, write -> signal, write -> read. A completed write means that the source may be
-reused and that the bytes are in the target's memory; only a signal tells the target.
+reused and that the bytes are in the target's memory; only a signal informs the target.
 """
 
 from __future__ import annotations
@@ -251,11 +251,7 @@ class Channel(ABC):
         return None
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager in which operations may be held back, to be given to the NIC together.
-
-        It makes many small operations cheaper on verbs; other devices ignore it. A wait for one of them inside the
-        block returns as it does outside.
-        """
+        """Returns a context manager in which verbs hands many small operations to the NIC together."""
         return contextlib.nullcontext()
 
     @property
@@ -277,7 +273,7 @@ class Channel(ABC):
         A channel or device that this process closes is no loss.
 
         Args:
-            call: Takes one sentence that says who was lost and why.
+            call: Takes one sentence, which names the peer and the cause.
         """
         self.device._call_when_lost(self, call)
 
@@ -477,10 +473,13 @@ class Device(ABC):
         memory.bind(self.liveness, None)
 
     def why_lost(self, channel: Channel | None = None) -> str:
-        """Returns the sentence that a `PeerLost` says.
+        """Explains a loss.
 
         Args:
             channel: The channel of this device to which it belongs; None: the device itself.
+
+        Returns:
+            The sentence of the `PeerLost`.
         """
         if channel is not None and channel.liveness.closed:
             return f"{self.name}: {channel.liveness.reason}"

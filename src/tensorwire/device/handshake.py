@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class TurnedAway(PeerLost):
-    """The other side ended the connection before it knew who this is, such as because strangers flood it."""
+    """The other side ended the connection before this one authenticated, such as because strangers flood it."""
 
 
 def persist(attempt: Callable[[float], T], timeout: float) -> T:
@@ -52,7 +52,7 @@ def persist(attempt: Callable[[float], T], timeout: float) -> T:
         except TurnedAway as error:
             if tries == MOST_TRIES or end - time.monotonic() < pause:
                 raise PeerLost(str(error)) from None
-        time.sleep(random.uniform(pause / 2, pause))  # not all who were turned away come back at once
+        time.sleep(random.uniform(pause / 2, pause))  # so that those turned away do not all return at once
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
 
@@ -103,7 +103,7 @@ def proof(secret: bytes, side: bytes, purpose: bytes, first: bytes, second: byte
 def initiate(sock: socket.socket, secret: bytes, purpose: bytes) -> None:
     """The connecting side. ``sock`` has a timeout.
 
-    Raises `AuthenticationError`, `ProtocolError`, or `PeerLost`: as `TurnedAway` where one may try again.
+    Raises `AuthenticationError`, `ProtocolError`, or `PeerLost`: as `TurnedAway` where trying again may help.
     """
     try:
         _initiate(sock, secret, purpose)

@@ -26,7 +26,7 @@ def check_heartbeat(heartbeat: float, lost_after: float) -> None:
 
 
 def milliseconds(heartbeat: float) -> int:
-    """As peers are told: rounded up, so that nobody expects more than there is."""
+    """As peers receive it: rounded up, so that they never expect too many beats."""
     return int(-(-heartbeat * 1000 // 1))
 
 

@@ -205,6 +205,9 @@ class RemoteRegion:
             offset: Where it begins, in bytes.
             nbytes: Its size in bytes; by default all up to the end of the region.
 
+        Returns:
+            The part, to write to or read from.
+
         Raises:
             ArgumentError: It does not lie within the region.
         """
@@ -213,7 +216,10 @@ class RemoteRegion:
         return RemoteView(self, offset, nbytes)
 
     def pack(self) -> bytes:
-        """Returns the capability as 32 bytes, to send to the peer. They are a secret: they give access to any holder.
+        """Packs the capability, to send it to the peer.
+
+        Returns:
+            32 bytes. They are a secret: they give access to any holder.
 
         Raises:
             ArgumentError: A field does not fit.
@@ -227,10 +233,13 @@ class RemoteRegion:
 
     @classmethod
     def unpack(cls, data: bytes) -> RemoteRegion:
-        """Returns the capability that ``pack`` made these bytes of.
+        """Unpacks a capability.
 
         Args:
-            data: 32 bytes.
+            data: The 32 bytes of ``pack``.
+
+        Returns:
+            The capability.
 
         Raises:
             ArgumentError: They are anything else, or of another version of Tensorwire.

@@ -18,22 +18,29 @@ from tensorwire.device.verbs import VerbsDevice
 from tensorwire.errors import ArgumentError
 
 GROUP = "tensorwire.devices"
-AUTO = "auto"  # what a job is told instead of a name, to let each pair of processes take the best
+AUTO = "auto"  # instead of a name: each pair of processes takes the best device
 BUILT_IN: dict[str, type[Device]] = {kind.name: kind for kind in (LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice)}
 # Those that a job can use.
 BUILT_IN_FOR_JOBS = tuple(name for name, kind in BUILT_IN.items() if kind.capabilities.other_processes)
 
 
 def device_names() -> list[str]:
-    """Returns the names that `find_device` knows: Tensorwire's own first, then those of installed packages."""
+    """Lists the devices that `find_device` knows.
+
+    Returns:
+        Their names: Tensorwire's own first, then those of installed packages.
+    """
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - {*BUILT_IN, AUTO})]
 
 
 def find_device(name: str) -> type[Device]:
-    """Returns the class of a device.
+    """Finds the class of a device.
 
     Args:
         name: One of `device_names`.
+
+    Returns:
+        The class.
 
     Raises:
         ArgumentError: There is no such device, two packages have one of that name, or the package's code cannot be

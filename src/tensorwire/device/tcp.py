@@ -57,7 +57,7 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def device(self) -> int:
-        """A number that tells devices apart and admits nobody."""
+        """A number that identifies the device and gives no access to it."""
         return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
 
 
@@ -152,7 +152,7 @@ class TcpDevice(Device):
         return channel
 
     def _greet(self, sock: socket.socket, purpose: bytes) -> None:
-        # One who announces no signs of life gets none, and is not watched.
+        # A peer that announces no signs of life gets none, and is not watched.
         terms = purpose[len(_PURPOSE) :]
         device, beat = _TERMS.unpack(terms) if len(terms) == _TERMS.size else (0, 0)
         liveness = Liveness(self.liveness, address_text(*sock.getpeername()[:2]), inbound=True)

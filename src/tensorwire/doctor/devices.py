@@ -30,7 +30,7 @@ def devices(environment: Mapping[str, str]) -> Section:
 
 
 def _examine(name: str, environment: Mapping[str, str]) -> Finding:
-    """What ``auto`` needs, and what a job was told to use, stops a job where it does not work."""
+    """A device that ``auto`` needs, or that the settings name, stops a job where it does not work."""
     candidate = CANDIDATES.get(name)
     needed = name in BUILT_IN and not (candidate is not None and candidate.agreed)
     trouble: Level = "stops" if needed else severity(environment, name)
@@ -85,7 +85,7 @@ def _at(where: Locality) -> str:
 
 
 def peer(address: str) -> Section:
-    """Whether somebody listens at ``HOST:PORT``, and by which way one gets there."""
+    """Whether a process listens at ``HOST:PORT``, and by which interface this machine reaches it."""
     host, port = split_address(address)
     start = time.monotonic()
     try:

@@ -24,7 +24,7 @@ def examine(
     """Looks at everything; opens devices, starts nothing that stays.
 
     Args:
-        pids: Two processes, of which is said which device they would get.
+        pids: Two processes; the report names the device that they would get.
         address: ``HOST:PORT``, to which a connection is tried.
         report: Called with what is examined from now on.
 

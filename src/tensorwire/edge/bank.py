@@ -35,7 +35,7 @@ class Bank:
 
 
 def _nothing(_: object) -> None:
-    """Nobody is told."""
+    """Sends no credit."""
 
 
 def check_number(banks: int, name: str) -> None:
@@ -48,7 +48,7 @@ def check_number(banks: int, name: str) -> None:
 
 
 def hold_all(memory: Memory) -> Hold:
-    """All of ``memory``, for those who look into it; nobody is told when they are gone."""
+    """All of ``memory``, for readers that give no credit back."""
     return Hold(memory, 0, memory.nbytes, _nothing, _nothing)
 
 

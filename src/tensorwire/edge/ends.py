@@ -40,11 +40,25 @@ class ProducerEnd(abc.ABC):
 
     @abc.abstractmethod
     def send(self, step: int) -> None:
-        """Makes what lies there for step ``step`` arrive. Raises `ArgumentError` for a step without a tensor."""
+        """Sends the tensor that lies in the memory of step ``step``.
+
+        Args:
+            step: The step, which was filled.
+
+        Raises:
+            ArgumentError: The step has no tensor.
+        """
 
     @abc.abstractmethod
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Returns when everything sent is in the consumer's memory, or raises what became of it."""
+        """Returns when everything sent is in the consumer's memory.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            PeerLost, WaitTimeout: What became of something that was sent.
+        """
 
     @property
     @abc.abstractmethod
@@ -97,11 +111,14 @@ class ConsumerEnd(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> Received:
-        """The tensor of step ``step``, whose memory goes back to the producer when nothing looks into it any more.
+        """Waits for the tensor of step ``step``.
 
         Args:
             step: The step, which has to grow.
             timeout: Seconds to wait for it.
+
+        Returns:
+            The tensor. Its memory goes back to the producer when nothing refers to it any more.
 
         Raises:
             ArgumentError: The step does not grow.
@@ -112,7 +129,11 @@ class ConsumerEnd(abc.ABC):
 
     @abc.abstractmethod
     def ready(self) -> bool:
-        """Whether the next step has arrived."""
+        """Looks for the next step.
+
+        Returns:
+            Whether it has arrived, so that ``receive`` would not wait.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -132,7 +153,19 @@ class StaticProducer(ProducerEnd):
         self._producer, self._memory = producer, memory
 
     def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
-        """The memory that the tensor of step ``step`` is to be born in, once the consumer has given it back."""
+        """Waits until the consumer has given the slot back.
+
+        Args:
+            step: The step, which has to grow.
+            timeout: Seconds to wait.
+
+        Returns:
+            The memory in which the tensor of this step is to be born.
+
+        Raises:
+            ArgumentError: The step does not grow.
+            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time; you may try again.
+        """
         return self._producer.slot(step, timeout)
 
     def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:

@@ -85,7 +85,7 @@ class _Payload(NamedTuple):
 class EdgeGroup:
     """The edges of a group, at process ``peers.me``. All processes make theirs in the same order.
 
-    Makes regions and tells the others of them: an RPC and a registration each, once.
+    Makes regions and announces them to the others: an RPC and a registration each, once.
 
     Args:
         edges: The same everywhere; an edge is known by its place here.
@@ -93,7 +93,7 @@ class EdgeGroup:
         peers: The other processes.
         pools: ``pools(device)``: where tensors of no known size lie.
         timeout: Seconds to wait for the others.
-        borrowed: By owner and borrower, who still reads in a step what was lent through another group.
+        borrowed: By owner and borrower, which still reads in a step what was lent through another group.
         depth: How many banks there are; None: two, and more where tensors of earlier steps are kept.
         access: What consumers may do to payloads of any size that they look at in place.
         traced: Whether what is sent and waited for in a step is recorded as spans.
@@ -219,7 +219,7 @@ class EdgeGroup:
             raise ProtocolError(f"{peer} describes its memory differently: does it run the same version?") from None
 
     def announce(self, number: int) -> None:
-        """Tells all others a growing number, after all that was sent before; `Peers.gone_on` says what it means."""
+        """Sends all others a growing number, after all that was sent before; `Peers.gone_on` interprets it."""
         for incoming in self._in.values():
             incoming.announce(number)
         for outgoing in self._out.values():
@@ -232,7 +232,7 @@ class EdgeGroup:
 
         ``holds``: whether this process looks into it until ``end``, and as long as it keeps ``held``.
 
-        Raises `WaitTimeout`, after which one may try again, `PeerLost`, or what `Peers.gone_on` says.
+        Raises `WaitTimeout`, after which you may try again, `PeerLost`, or what `Peers.gone_on` returns.
         """
         step, end = self.step + 1, clock() + (self._timeout if timeout is None else timeout)
         for incoming in self._in.values():
@@ -414,7 +414,7 @@ class EdgeGroup:
 
     def payload(self, index: int, header: Header, held: Hold, timeout: float) -> Hold:
         """The payload that ``header`` leads to, which edge ``index`` brought in ``held``. Raises `ProtocolError`,
-        `OutOfMemory`, `PeerLost` or `WaitTimeout`: then one may go on waiting."""
+        `OutOfMemory`, `PeerLost` or `WaitTimeout`, after which you may wait again."""
         return self._in[self.edges[index].source].payload(header, held, timeout)
 
     def part(self, index: int, offset: int, nbytes: int, held: Hold) -> Hold:

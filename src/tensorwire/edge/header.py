@@ -1,7 +1,7 @@
 """The header: describes what crosses in this step, in a fixed, versioned, little-endian form. No other is on the wire.
 
 It describes a tensor, with its strides, or holds a number. The payload lies after the header, in a region of the
-producer, or elsewhere in memory that both ends know. docs/edges.md has the layout.
+producer, or in other memory that both ends know. docs/edges.md has the layout.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def pack_number(slot: memoryview, at: int, step: int, value: Number) -> int:
 def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
     """What the header at ``slot[at:]`` says.
 
-    Every byte is read once, so that a peer who writes meanwhile changes nothing that was checked.
+    Every byte is read once, so a peer that writes meanwhile changes nothing that was checked.
 
     Args:
         slot: The memory that it lies in.

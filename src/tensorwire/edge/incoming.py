@@ -197,7 +197,7 @@ class Incoming:
         finally:
             if reading.completion.done:
                 self._reading = None
-            elif not reading.kept:  # one may wait on; if nobody does, nobody else gets this memory before
+            elif not reading.kept:  # the caller may wait again; until then nobody else gets this memory
                 reading.kept = True
                 reading.completion.on_done(lambda _: reading)
         return reading.hold

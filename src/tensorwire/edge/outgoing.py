@@ -223,7 +223,7 @@ class Outgoing:
 
 
 def _wait_for_all(sent: list[Completion], end: float) -> None:
-    """Takes those that are over from the list: one may wait for the others again."""
+    """Takes those that are over from the list; the caller may wait for the others again."""
     while sent:
         first = sent[0]
         try:

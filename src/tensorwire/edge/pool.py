@@ -18,6 +18,7 @@ from tensorwire._native import Hold
 from tensorwire.device import Device, Region
 from tensorwire.device.region import Access
 from tensorwire.errors import ArgumentError, OutOfMemory
+from tensorwire.sizes import round_up
 
 ALIGNMENT = 64
 SLAB = 1 << 20  # bytes
@@ -28,7 +29,7 @@ _SHARED = SLAB // 4  # the largest block that shares a slab
 def block_nbytes(nbytes: int) -> int:
     """Bytes of the block for a lease: at most a quarter more than was asked for, rounded up to 64."""
     step = max(ALIGNMENT, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 3))
-    return -(-max(nbytes, 1) // step) * step
+    return round_up(max(nbytes, 1), step)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +98,7 @@ class Lease:
 
     @property
     def hold(self) -> Hold:
-        """What keeps the memory, for those who read it. Raises `ArgumentError` after ``release()``."""
+        """What keeps the memory, for its readers. Raises `ArgumentError` after ``release()``."""
         if self._hold is None:
             raise ArgumentError("this lease was released: take another one")
         return self._hold
@@ -138,7 +139,14 @@ class Pool:
     def lease(self, nbytes: int) -> Lease:
         """Takes a block of ``nbytes`` or more.
 
+        Args:
+            nbytes: The least size in bytes.
+
+        Returns:
+            The lease; its block is free again once it is released and nothing refers to its memory.
+
         Raises:
+            ArgumentError: The size is negative.
             OutOfMemory: There would be more than the limit, or the machine has no more. Nothing has changed then.
         """
         if nbytes < 0:
@@ -182,11 +190,19 @@ class Pool:
             self._close_idle(self._leases)
 
     def keep(self, borrower: Borrower) -> None:
-        """Keeps who lends leases to a peer as long as the pool, and asks it what came back before the pool grows."""
+        """Keeps a lender of leases as long as the pool, and asks it what came back before the pool grows.
+
+        Args:
+            borrower: What lends leases to a peer.
+        """
         self._borrowers.append(borrower)
 
     def forget(self, borrower: Borrower) -> None:
-        """Asks it no more."""
+        """Undoes ``keep``.
+
+        Args:
+            borrower: What was kept.
+        """
         self._borrowers = [one for one in self._borrowers if one is not borrower]
 
     def _collect(self) -> None:

@@ -50,7 +50,10 @@ class Received:
         return memoryview(self._hold)
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
-        """The tensor as an array in this memory, which it keeps; read-only where the memory is.
+        """Views the tensor as an array of numpy.
+
+        Returns:
+            An array in this memory, which it keeps; read-only where the memory is.
 
         Raises:
             ArgumentError: After ``release()``.

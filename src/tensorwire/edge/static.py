@@ -46,9 +46,13 @@ class Word:
     def wait(self, at_least: int, timeout: float) -> None:
         """Waits until the word is ``at_least`` so large.
 
+        Args:
+            at_least: The number.
+            timeout: Seconds to wait.
+
         Raises:
             PeerLost: The peer is gone.
-            WaitTimeout: ``timeout`` seconds have passed; one may wait again.
+            WaitTimeout: ``timeout`` seconds have passed; you may wait again.
         """
         self.region.wait(self.offset, at_least, timeout, self.channel)
 
@@ -70,7 +74,7 @@ class Producer:
     """The sending end of one edge to one consumer.
 
     Where the channel maps the consumer's memory, ``slot()`` hands out the consumer's slot itself, and what is born
-    there is sent by signal alone; elsewhere it hands out a part of ``source``, which ``send`` writes across.
+    there is sent by signal alone. Otherwise it hands out a part of ``source``, which ``send`` writes across.
 
     Args:
         channel: To the consumer.
@@ -133,7 +137,19 @@ class Producer:
         return not self._source
 
     def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
-        """The memory that step ``step`` is to be born in, once the consumer has given it back."""
+        """Waits until the consumer has given the slot back.
+
+        Args:
+            step: The step, which has to grow.
+            timeout: Seconds to wait.
+
+        Returns:
+            The memory in which the tensor of this step is to be born.
+
+        Raises:
+            ArgumentError: The step does not grow.
+            PeerLost, WaitTimeout: The consumer is gone, or has not given the slot back.
+        """
         if step <= self._last:
             self._check(step)
         credit, at = self._credit, step % self.depth
@@ -166,7 +182,18 @@ class Producer:
         counters.add(copies=1, copied_bytes=self.nbytes)
 
     def send(self, step: int, *, nbytes: int | None = None) -> Completion:
-        """Makes step ``step``, that the caller has put into its slot, arrive: its first ``nbytes``, by default all."""
+        """Sends what the caller has put into the slot of a step.
+
+        Args:
+            step: The step, which has to grow.
+            nbytes: How many bytes of the slot to send, from its beginning; None: all.
+
+        Returns:
+            The completion of the write, or of the signal if no byte moves.
+
+        Raises:
+            ArgumentError: The step does not grow.
+        """
         if step <= self._last:
             self._check(step)
         self._last = step
@@ -185,11 +212,26 @@ class Producer:
         return written
 
     def put(self, source: View, target: RemoteView) -> Completion:
-        """Writes ``source`` to ``target`` ahead of what is sent next, which tells the consumer that it is there."""
+        """Writes to the consumer's memory ahead of what is sent next, whose arrival announces both.
+
+        Args:
+            source: Memory of this device.
+            target: Memory of the consumer, of the same size.
+
+        Returns:
+            The completion of the write.
+        """
         return self._channel.write(source, target)
 
     def flush(self, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Returns when everything sent is in the consumer's memory, or raises what became of it."""
+        """Returns when everything sent is in the consumer's memory.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            PeerLost, WaitTimeout: What became of something that was sent.
+        """
         for at, completion in enumerate(self._sent):
             if completion is not None:
                 completion.wait(timeout)
@@ -228,21 +270,48 @@ class Consumer:
         check_spec(spec, self._slots)
 
     def credit_to(self, channel: Channel, word: RemoteView) -> None:
-        """From now on gives slots back by ``word``, for a consumer that hears only later where it is."""
+        """Sets where slots are given back, for a consumer that learns of it after its construction.
+
+        Args:
+            channel: To the producer.
+            word: The producer's word.
+        """
         self._credit = (lane_of(channel, word), word)
 
     def receive(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview | None:
-        """Waits for step ``step``; its slot (None for an edge without slots), valid until ``release(step)``."""
+        """Waits for a step.
+
+        Args:
+            step: The step.
+            timeout: Seconds to wait for it.
+
+        Returns:
+            Its slot, valid until ``release(step)``; None for an edge without slots.
+
+        Raises:
+            PeerLost, WaitTimeout: The producer is gone, or sent nothing in time; you may wait again.
+        """
         arrival = self._arrival
         arrival.region.wait(arrival.offset, step, timeout, arrival.channel)
         return self._slots[step % len(self._slots)] if self._slots else None
 
     def ready(self, step: int) -> bool:
-        """Whether ``receive(step)`` would return at once."""
+        """Looks for a step.
+
+        Args:
+            step: The step.
+
+        Returns:
+            Whether ``receive(step)`` would return at once.
+        """
         return self._arrival.value >= step
 
     def release(self, step: int) -> None:
-        """Gives the slot of ``step`` back to the producer."""
+        """Gives a slot back to the producer.
+
+        Args:
+            step: The step whose slot, with those of all earlier steps, is free.
+        """
         if self._credit is not None:
             channel, word = self._credit
             channel.signal(word, step)

@@ -57,7 +57,17 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Any) -> Spec:
-        """The spec of a contiguous copy of a numpy array, a torch tensor, or anything else with shape and dtype."""
+        """Describes a contiguous copy of a tensor.
+
+        Args:
+            tensor: A numpy array, a torch tensor, or anything else with a shape and a dtype.
+
+        Returns:
+            Its spec.
+
+        Raises:
+            ArgumentError: It has no shape or no dtype, or one that no edge carries.
+        """
         shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
         if shape is None or dtype is None:
             raise ArgumentError(f"a tensor has a shape and a dtype, which {type(tensor).__name__} lacks")

@@ -79,9 +79,18 @@ class BoundedProducer(_VaryingProducer):
         self._filled: Spec | None = None
 
     def slot(self, step: int, timeout: float = DEFAULT_TIMEOUT) -> memoryview:
-        """The ``bound`` bytes that the tensor of step ``step`` is to be born in, once the consumer has left them.
+        """Waits until the consumer has released an earlier tensor's memory.
 
-        Raises `ArgumentError` for a step that does not grow, `PeerLost`, or `WaitTimeout`: then one may wait again.
+        Args:
+            step: The step, which has to grow.
+            timeout: Seconds to wait.
+
+        Returns:
+            The ``bound`` bytes in which the tensor of this step is to be born.
+
+        Raises:
+            ArgumentError: The step does not grow.
+            PeerLost, WaitTimeout: The consumer is gone, or released nothing in time; you may try again.
         """
         self._filled = None
         return self._begin(step, timeout)[HEADER : HEADER + self.bound]
@@ -95,9 +104,14 @@ class BoundedProducer(_VaryingProducer):
         self._filled = spec
 
     def send(self, step: int, spec: Spec | None = None) -> None:
-        """Makes the tensor arrive that lies in the slot of step ``step``; ``spec``: what it is, unless it was filled.
+        """Sends the tensor that lies in the slot of a step.
 
-        Raises `ArgumentError` for a step without a slot, and for a tensor that does not fit.
+        Args:
+            step: The step.
+            spec: What lies there; None: what was filled.
+
+        Raises:
+            ArgumentError: The step has no slot, or the tensor does not fit.
         """
         self._check(step)
         spec = self._filled if spec is None else self._fitting(spec)
@@ -125,9 +139,18 @@ class DynamicProducer(_VaryingProducer):
         self._filled: tuple[int, Lease, Spec] | None = None
 
     def room(self, nbytes: int, timeout: float = DEFAULT_TIMEOUT) -> Lease:
-        """Memory for a tensor to be born in; where the pool has none, once the consumer has given some back.
+        """Leases memory of the pool for a tensor to be born in, and waits while the pool has none.
 
-        Raises `OutOfMemory` if nothing of this edge is on its way, `PeerLost` or `WaitTimeout`.
+        Args:
+            nbytes: Its size in bytes.
+            timeout: Seconds to wait for the consumer to give memory back.
+
+        Returns:
+            The lease.
+
+        Raises:
+            OutOfMemory: The pool has none, and nothing of this edge will come back.
+            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time.
         """
         end = time.monotonic() + timeout
         while True:
@@ -149,13 +172,18 @@ class DynamicProducer(_VaryingProducer):
     def send(
         self, step: int, lease: Lease | None = None, spec: Spec | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        """Makes the tensor arrive that lies in ``lease`` as ``spec``; by default what ``fill`` took for this step.
+        """Sends the tensor that lies in a lease; from then on its memory must stay as it is.
 
-        From then on its memory must stay as it is. The lease may be released: it goes back when nobody reads it.
+        Args:
+            step: The step, which has to grow.
+            lease: Where it lies; None: what ``fill`` took for this step. You may release it: the memory goes back when
+                nobody reads it.
+            spec: What lies there.
+            timeout: Seconds to wait for the consumer.
 
         Raises:
-            ArgumentError: For what does not lie in the lease, and for a step that was not filled.
-            PeerLost, WaitTimeout: Nothing was sent; after a timeout one may try again.
+            ArgumentError: The tensor does not lie in the lease, or the step was not filled.
+            PeerLost, WaitTimeout: Nothing was sent; after a timeout you may try again.
         """
         self._check(step)
         if lease is None:

@@ -21,26 +21,34 @@ NUMBER = 8  # bytes of a number that is not a tensor
 
 @dataclass(frozen=True)
 class Analysis:
-    """The plan, and what else an executor needs: by name, where operators run and where values are."""
+    """What an executor needs.
+
+    Attributes:
+        plan: The plan.
+        crossing: By name, where operators run and where values are.
+    """
 
     plan: Plan
     crossing: Crossings
 
 
 def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -> Analysis:
-    """Runs all passes.
+    """Plans what runs where, what crosses, and where that lies.
 
     Args:
         graph: What all workers run together.
         default: The worker of what nothing binds.
-        copies: Nothing is born in registered memory, and nothing lent; all is copied there, to compare with.
+        copies: Copies all tensors into registered memory instead of allocating or lending them there, for comparisons.
+
+    Returns:
+        The plan, and what crosses.
 
     Raises:
         ArgumentError: A value is needed that no worker has, or is read on a worker after it was changed in place on
             another.
     """
     aliases = Aliases(graph)  # which values share memory
-    runs = assign(graph, default, aliases)  # who runs which operator
+    runs = assign(graph, default, aliases)  # which worker runs which operator
     crossing = crossings(graph, runs, aliases)  # what crosses, from whom to whom
     birth = births(graph, crossing, aliases)  # the operator that can make it in registered memory
     if copies:
@@ -50,7 +58,7 @@ def analyze(graph: Graph, default: str | None = None, *, copies: bool = False) -
     slots = layout(graph, crossing, birth, aliases, sizes)  # where it lies in the outbox of its worker
     edges = [replace(edge, slot=slots.at.get(edge.name)) for edge in edges]
     described, outbox = _with_headers(edges, slots.nbytes)
-    given = callers(graph, crossing, aliases)  # what a user gets, who may change it: copied when it is received
+    given = callers(graph, crossing, aliases)  # what a user gets, and may change: copied when it is received
     received = ((name, worker) for name, (_, targets) in crossing.sent.items() for worker in targets)
     copied = frozenset((name, worker) for name, worker in received if (aliases.root(name).name, worker) in given)
     return Analysis(_plan(graph, crossing, described, outbox, copied), crossing)

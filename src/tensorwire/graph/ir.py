@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 
-INPUT = "input"  # of the caller; every process passes one, and only who reads it needs the right values
+INPUT = "input"  # of the caller; every process passes one, and only workers that read it need the right values
 PARAMETER = "parameter"  # or a buffer: it stays where it is from call to call
 SAVED = "saved"  # by the forward graph for its backward graph
 GIVEN = (INPUT, PARAMETER, SAVED)  # what is there before the graph runs
@@ -23,7 +23,12 @@ ITEM = "item"  # one output of an operator that has several
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A length that is known only when the graph runs: how it is written, and the most it can be, if that is known."""
+    """A length that is known only when the graph runs.
+
+    Attributes:
+        text: How it is written.
+        most: The most it can be; None: not known.
+    """
 
     text: str
     most: int | None = None
@@ -47,10 +52,16 @@ def most(dim: Dim) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and layout of a tensor. ``stride`` is counted in elements; None: contiguous. ``offset``: elements of
-    its memory in front of it, for a view.
+    """Shape, dtype and layout of a tensor.
 
-    Raises `ArgumentError` for a dtype that no edge carries.
+    Attributes:
+        shape: Its lengths.
+        dtype: Its name, such as ``float32``.
+        stride: In elements, one per dimension; None: contiguous.
+        offset: Of a view: elements of its memory in front of it.
+
+    Raises:
+        ArgumentError: No edge carries the dtype, or there is another number of strides.
     """
 
     shape: tuple[Dim, ...]
@@ -118,12 +129,22 @@ class TensorSpec:
 class Node:
     """One value of the graph.
 
-    ``spec`` is None for what is not a tensor: a number, or the tuple of an operator with several outputs. ``worker``:
-    where the user put it; None: anywhere. ``present``: workers that hold it before the graph runs (inputs and
-    parameters only); None: all. ``alias``: the value whose memory its output shares (an item names it itself).
-    ``writes``: inputs it changes in place. ``fresh``: it allocates its output itself. ``cheap``: rather computed twice
-    than sent. ``random``: it draws random numbers. ``tuple_``: it makes a tuple, which never crosses as such.
-    ``sized``: before it runs one can say how large its output will be.
+    Attributes:
+        name: Its name, unique in the graph.
+        op: The operator.
+        inputs: The names of its operands.
+        kind: ``input``, ``parameter``, ``saved``, ``call`` or ``item``.
+        spec: None for what is not a tensor: a number, or the tuple of an operator with several outputs.
+        worker: Where the user put it; None: anywhere.
+        present: Workers that hold it before the graph runs (inputs and parameters only); None: all.
+        alias: The value whose memory its output shares (an item names it itself).
+        writes: Inputs that it changes in place.
+        fresh: It allocates its output itself.
+        cheap: Computing it twice costs less than sending it.
+        random: It draws random numbers.
+        tuple_: It makes a tuple, which never crosses as such.
+        sized: The size of its output is known before it runs.
+        index: Of an item: which output.
     """
 
     name: str
@@ -147,9 +168,12 @@ class Node:
 class Output:
     """A value that outlives the graph.
 
-    ``to``: the workers that get it, and no others; empty: who has it anyway. ``caller``: it is given to the user, who
-    may do with it what he likes; else it is kept for the backward graph. ``if_small``: its size is known only when the
-    graph runs, and ``to`` get it in the runs in which it is small, else its shape.
+    Attributes:
+        name: Its node.
+        to: The workers that get it, and no others; empty: those that have it anyway.
+        caller: The user gets it, and may change it; otherwise it is kept for the backward graph.
+        if_small: Its size is known only when the graph runs. ``to`` get it in the runs in which it is small, otherwise
+            its shape.
     """
 
     name: str
@@ -160,7 +184,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in their global order. Raises `ArgumentError` for a name used twice, or before its node."""
+    """What all workers run together.
+
+    Attributes:
+        name: Its name in plans and messages.
+        workers: The workers.
+        nodes: All nodes, in their global order.
+        outputs: The values that outlive the graph.
+        place: By name, the position in the order.
+
+    Raises:
+        ArgumentError: A name is used twice, or before its node.
+    """
 
     name: str
     workers: tuple[str, ...]
@@ -195,5 +230,12 @@ class Graph:
                 )
 
     def node(self, name: str) -> Node:
-        """The node of that name."""
+        """Finds a node.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The node.
+        """
         return self.nodes[self.place[name]]

@@ -20,13 +20,23 @@ from tensorwire.graph.passes.copying import Copies, predicted
 class Edge:
     """One value that crosses, once to each of ``targets``.
 
-    ``nbytes``: of payload, at most; None where nothing bounds it. ``birthplace``: the operator whose output number
-    ``index`` it is born as, empty where it is copied for the reason ``copied``. ``slot``: where its memory begins in
-    the outbox of ``source`` (None: it is lent), and ``offset``: bytes from there to its first element. Of one of any
-    size only headers lie in the slot, one per target. ``lent``: it is a parameter, which lives in registered memory of
-    its own, and is only read during a run. ``if_small``: of a tensor that has more than ``nbytes`` in a run only the
-    header is sent. ``header``: where in the outbox the source describes a tensor that does not lie as ``spec`` and
-    ``offset`` say; None where every run has a header, or needs none.
+    Attributes:
+        name: The value.
+        source: The worker that sends it.
+        targets: The workers that receive it.
+        kind: The kind of edge.
+        spec: The tensor; None for a number.
+        nbytes: Bytes of payload, at most; None where nothing bounds it.
+        birthplace: The operator whose output it is born as; empty where it is copied.
+        index: Which output of that operator.
+        copied: Why it is copied; empty where it is born.
+        slot: Where its memory begins in the outbox of ``source``; None: it is lent. Of a tensor of any size only
+            headers lie there, one per target.
+        offset: Bytes from there to its first element.
+        lent: It is a parameter, which lives in registered memory of its own and is only read during a run.
+        if_small: If it has more than ``nbytes`` in a run, only the header is sent.
+        header: Where in the outbox the source describes a tensor that does not lie as ``spec`` and ``offset`` say; None
+            where every run has a header, or needs none.
     """
 
     name: str
@@ -81,10 +91,15 @@ class Traffic:
 class Plan:
     """What runs where, what crosses, and where that lies.
 
-    ``nodes``: by name, operator and the workers it runs on. ``gets``: the workers that get each value that outlives the
-    graph. ``reads``: the workers whose caller has to pass the right value of each input. ``outbox``: bytes of one
-    outbox by worker. ``callers``: the values that a worker copies when it has received them, as its user gets them, who
-    may change them.
+    Attributes:
+        name: The graph's name.
+        workers: The workers.
+        nodes: By name, the operator and the workers that it runs on.
+        edges: What crosses.
+        gets: The workers that get each value that outlives the graph.
+        reads: The workers whose caller has to pass the right value of each input.
+        outbox: Bytes of one outbox per worker.
+        callers: The values that a worker copies when it has received them, because its user may change them.
     """
 
     name: str
@@ -157,7 +172,11 @@ class Plan:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, with its totals, as plain dicts, lists, strings and numbers."""
+        """Writes the plan as plain data.
+
+        Returns:
+            All of it, with its totals, as dicts, lists, strings and numbers.
+        """
         inboxes = [{"worker": target, "of": source, "nbytes": n} for (source, target), n in self.inboxes.items()]
         return {
             "name": self.name,

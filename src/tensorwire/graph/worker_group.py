@@ -43,7 +43,7 @@ class WorkerGroup:
 
         Args:
             plan: What all workers run.
-            borrowed: By lender and borrower, who still reads during this plan what was lent by an earlier one (a
+            borrowed: By lender and borrower, which still reads during this plan what an earlier one lent (a
                 backward graph, what its forward graph saved).
 
         Raises:

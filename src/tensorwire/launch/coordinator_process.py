@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     except TensorwireError as error:
         print(error, flush=True)
         return 1
-    # Rank 0 started this process. If it dies before it joined, only the leash tells.
+    # Rank 0 started this process. If it dies before it joined, only the leash shows it.
     on_parent_death(lambda: coordinator.end(Cause("worker 0", GONE, settle=SETTLE_SECONDS)))
     print(f"listening {coordinator.address}", flush=True)
     coordinator.ended.wait()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tensorwire.launch import guard
 
-# How long the guard may take to leave when it is told to, before it is killed: somebody may have stopped it.
+# How long the guard may take to leave when it is asked to, before it is killed: it may have been stopped.
 _GUARD_SECONDS = 2.0
 
 
@@ -90,7 +90,7 @@ def _empty(groups: list[int], seconds: float, idle: Callable[[float], None]) -> 
     while any(_alive(g) for g in groups):
         if time.monotonic() > end:
             return False
-        idle(0.02)  # nothing tells when a group that is not ours to wait for has ended
+        idle(0.02)  # there is no notice of the end of a group that is not our child
     return True
 
 

@@ -82,7 +82,7 @@ class Job:
             timeout: Seconds to wait for the others.
 
         Raises:
-            WaitTimeout: Not all workers came in time; the message names those who came. You may call it again.
+            WaitTimeout: Not all workers came in time; the message names those that came. You may call it again.
             PlanMismatch: Another worker called something else, such as `broadcast`.
             JobEnded: The job ended; the message says why.
             ArgumentError: Another thread of this worker is in such a call.
@@ -90,10 +90,10 @@ class Job:
         self._worker.collectives.barrier(timeout)
 
     def broadcast(self, value: Any = None, source: int = 0, *, timeout: float = 600.0) -> Any:
-        """Returns the value of worker ``source`` on every worker. Call it on all workers.
+        """Broadcasts the value of worker ``source``. Call it on all workers.
 
         Small values travel with one request to the coordinator; larger ones are read from the memory of the source.
-        Nothing is pickled. On the source the result is ``value`` itself.
+        Nothing is pickled.
 
         Args:
             value: None, bool, int of 64 bits, float, str, bytes, numpy arrays and scalars, torch tensors on the CPU
@@ -102,10 +102,13 @@ class Job:
             source: The rank of the worker whose value counts.
             timeout: Seconds to wait for the others.
 
+        Returns:
+            The value; on the source ``value`` itself.
+
         Raises:
-            ArgumentError: The value holds something else, the message names it; or another thread of this worker is
+            ArgumentError: The value holds something else, which the message names; or another thread of this worker is
                 in such a call. The other workers are still waiting.
-            PlanMismatch: Another worker called something else; the message says who called what.
+            PlanMismatch: Another worker called something else; the message names worker and call.
             WaitTimeout: Not all workers came in time.
             JobEnded: The job ended; the message says why.
             OutOfMemory: There is no memory for a large value.
@@ -140,7 +143,7 @@ class Job:
     def report(
         self, *, step: int | None = None, total: int | None = None, samples: int | None = None, **values: Any
     ) -> None:
-        """Tells people how the training goes: in the table of ``tensorwire run``, the metrics and TensorBoard.
+        """Reports how the training goes: in the table of ``tensorwire run``, the metrics and TensorBoard.
 
         It takes microseconds and waits for nothing: a thread passes the latest values on once a second where somebody
         looks at them, and writes all of them to TensorBoard's file where there is one. Each worker reports for itself.
@@ -165,7 +168,7 @@ class Job:
 
         A worker whose loop has ended waits at the end of the block, and contributes gradients of zero to the steps of
         the others. When the last loop has ended, all continue with the same parameters and the same number of steps.
-        An exception in the block ends the job, as it does elsewhere.
+        An exception in the block ends the job, as it does outside of it.
 
         Raises:
             ArgumentError: With ``overlap``, the block ended between ``backward()`` and ``step()``.

@@ -1,4 +1,4 @@
-"""The launcher behind ``tensorwire run``: starts this machine's processes and tells people how the job ended."""
+"""The launcher behind ``tensorwire run``: starts this machine's processes and reports how the job ended."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class Launcher:
         signal_groups(self._groups, signal.SIGCONT)
 
     def _watch(self) -> Cause | None:
-        """Until the job ends: passes on how processes ended, and who is stopped before its heartbeats can be missed."""
+        """Until the job ends: reports how processes ended, and which are stopped before their heartbeats are missed."""
         look_at = time.monotonic() + self._beat
         while True:
             try:

@@ -56,7 +56,7 @@ class JobCollector(Collector):
             "tensorwire_seconds", "Seconds spent, by part: see the spans.", labels=(*LABELS, "part")
         )
         said = GaugeMetricFamily(
-            "tensorwire_reported", "The latest of what job.report was told.", labels=(*LABELS, "name")
+            "tensorwire_reported", "The latest value that job.report got.", labels=(*LABELS, "name")
         )
         samples = CounterMetricFamily("tensorwire_samples", "Samples that the script reported.", labels=LABELS)
         counted = {

@@ -260,7 +260,7 @@ class _Raw:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Something went wrong: it is told, and nothing more is read."""
+    """Something went wrong: reports it, and reads nothing more."""
     loop.default_exception_handler(context)
     loop.stop()
 

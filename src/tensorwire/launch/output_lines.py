@@ -22,7 +22,7 @@ class OutputLines:
 
     prefix: bytes
     rest: bytes = b""  # of a line that is not finished
-    told: bytes = b""  # of it, what has been shown already
+    printed: bytes = b""  # of it, what has been printed already
     shown: float | None = None  # when that was, or when its first state came
 
     def take(self, data: bytes) -> bytes:
@@ -39,7 +39,7 @@ class OutputLines:
     def flush(self) -> bytes:
         """The unfinished line, as a line, unless it has been shown."""
         rest, self.rest = self.rest, b""
-        return self._lines(rest) if rest and rest != self.told else b""
+        return self._lines(rest) if rest and rest != self.printed else b""
 
     def progress(self, now: float) -> bytes:
         """The present state of a line that is rewritten again and again, if it is time to show it."""
@@ -48,8 +48,8 @@ class OutputLines:
         self.shown = now if self.shown is None else self.shown
         if now - self.shown < PROGRESS_SECONDS:
             return b""
-        self.shown, told, self.told = now, self.told, self.rest
-        return self._lines(self.rest) if self.rest != told else b""
+        self.shown, printed, self.printed = now, self.printed, self.rest
+        return self._lines(self.rest) if self.rest != printed else b""
 
     def _lines(self, whole: bytes) -> bytes:
         if b"\r" in whole:

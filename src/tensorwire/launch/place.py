@@ -18,9 +18,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place. ``starter`` says who gave it: run, torchrun, ranks or alone.
+    """A worker's place. ``starter``: what gave it: run, torchrun, ranks or alone.
 
-    ``rendezvous`` is where the coordinator is (run) or is to be (ranks); None for torchrun, whose store tells, and
+    ``rendezvous`` is where the coordinator is (run) or is to be (ranks); None for torchrun, whose store has it, and
     for a process that is alone.
     """
 

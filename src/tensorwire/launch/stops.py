@@ -37,7 +37,7 @@ def _tree(pid: int) -> Iterator[int]:
     yield pid
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended, or the kernel does not tell
+    except OSError:  # it has ended, or the kernel does not say
         return
     for child in children:
         yield from _tree(int(child))

@@ -1,4 +1,4 @@
-"""The job at a glance: a row per process, from what its members report."""
+"""The table of a job: a row per process, from what its members report."""
 
 from __future__ import annotations
 

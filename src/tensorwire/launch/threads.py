@@ -57,7 +57,7 @@ def warn_if_crowded(place: Place, environment: Mapping[str, str]) -> bool:
 
 
 def _neighbours(place: Place, environment: Mapping[str, str]) -> int:
-    """How many workers are on this machine, as far as one can tell without asking them; 1: it is not known."""
+    """How many workers are on this machine, if that is known without asking them; otherwise 1."""
     if not place.several_machines:
         return place.workers
     counts = (re.match(r"\d+", environment.get(name, "")) for name in _COUNTS)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tensorwire.launch.collectives import Collectives
     from tensorwire.launch.tensorboard import EventFile
 
-# A lost peer is mostly the consequence of another failure, of which its own process has a better account.
+# A lost peer is mostly the consequence of another failure, which its own process describes better.
 _SECOND_HAND_SECONDS = 1.0
 _LAST_SECONDS = 1.0  # for the last messages of a worker that is ended
 _COLLECTIVE_SECONDS = 600.0

@@ -84,14 +84,21 @@ class LiveCounters:
         _native.count(_MAPPED, nbytes)
 
     def snapshot(self) -> Counters:
-        """Returns the totals as they are now, which later events do not change."""
+        """Takes the totals as they are now.
+
+        Returns:
+            The totals, which later events do not change.
+        """
         return Counters(**dict(zip(_native.COUNTERS, _native.counted(), strict=True)))
 
     def since(self, earlier: Counters) -> Counters:
-        """Returns what was counted after a snapshot.
+        """Counts what happened after a snapshot.
 
         Args:
             earlier: From ``snapshot()``.
+
+        Returns:
+            The differences.
         """
         now = self.snapshot()
         return Counters(**{f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)})
@@ -107,7 +114,11 @@ counters = LiveCounters()
 
 @contextlib.contextmanager
 def pickles_counted() -> Iterator[LiveCounters]:
-    """Counts in ``counters.pickles`` every call of the ``pickle`` module's functions and classes within the block."""
+    """Counts in ``counters.pickles`` every call of the ``pickle`` module's functions and classes within the block.
+
+    Yields:
+        ``counters``.
+    """
     names = ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")
     originals = {name: getattr(pickle, name) for name in names}
 

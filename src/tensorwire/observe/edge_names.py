@@ -8,7 +8,7 @@ _GRAPH = "graph "
 
 
 def edge_of(graph: str, edge: str) -> str:
-    """What a span tells of an edge: in pushes and waits of one run of a graph, the same on all workers."""
+    """How spans name an edge: in pushes and waits of one run of a graph, the same on all workers."""
     return f"{_GRAPH}{graph}, {edge}"
 
 

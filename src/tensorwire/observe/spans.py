@@ -104,7 +104,11 @@ class Spans:
                 self._spans.append((name, step, start, stop, what))
 
     def totals(self) -> dict[str, Total]:
-        """Returns number and seconds of all spans by name; ``compute`` without the pushes and waits inside it."""
+        """Adds up all spans.
+
+        Returns:
+            Number and seconds of all spans by name; ``compute`` without the pushes and waits inside it.
+        """
         with self._lock:
             return {name: replace(total) for name, total in self._totals.items()}
 

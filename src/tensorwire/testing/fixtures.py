@@ -69,7 +69,7 @@ def _named() -> set[str]:
 
 
 def _let_go_of_failures() -> None:
-    """A test that failed is told as such, and not for what its frames, which pytest keeps, hold."""
+    """A failed test is reported as such, and not for what its frames, which pytest keeps, hold."""
     error: BaseException | None = getattr(sys, "last_value", None)
     while error is not None:
         for frame, _line in traceback.walk_tb(error.__traceback__):

@@ -115,7 +115,7 @@ class Peer:
 
 
 class Commands:
-    """What the child can be told to do."""
+    """What the child can be asked to do."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
@@ -227,9 +227,9 @@ class Commands:
                 os._exit(1)
         os.close(writable)
         with open(readable, "rb") as pipe:
-            told = pipe.read()
+            answers = pipe.read()
         assert os.waitpid(child, 0)[1] == 0
-        result: dict[str, str] = ast.literal_eval(told.decode())
+        result: dict[str, str] = ast.literal_eval(answers.decode())
         return result
 
     def _use(self, there: RemoteRegion) -> dict[str, str]:
@@ -244,20 +244,20 @@ class Commands:
         }
         if self.device.capabilities.atomics:
             attempts["fetch_add"] = lambda: channel.fetch_add(there.view(0, 8), 1)
-        told = {}
+        answers = {}
         for name, attempt in attempts.items():
             try:
                 attempt()
             except Exception as error:
-                told[name] = f"{type(error).__name__}: {error}"
+                answers[name] = f"{type(error).__name__}: {error}"
             else:
-                told[name] = "worked"
+                answers[name] = "worked"
         for each in (region, channel, self.device, self.device):
             each.close()
         with self.spec.make() as fresh, fresh.connect(fresh.address) as own:
             own.signal(fresh.allocate(8).remote().view(), 1).wait(SECONDS)
-        told["a device of its own"] = "worked"
-        return told
+        answers["a device of its own"] = "worked"
+        return answers
 
 
 def serve(spec: str, fd: int) -> None:

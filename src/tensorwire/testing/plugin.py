@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def specs(config: pytest.Config) -> list[DeviceSpec]:
-    """The devices that this run was told to test."""
+    """The devices that this run tests."""
     texts: list[str] = config.getoption("--device") or config.getini(INI)
     return [DeviceSpec(text) for text in texts]
 

@@ -43,7 +43,7 @@ class Cautions:
             )
 
     def step(self) -> None:
-        """At a step, after its backward: what this worker drew tells whether all draw the same."""
+        """At a step, after its backward: compares what this worker drew with what the others drew."""
         self._steps += 1
         with contextlib.suppress(TensorwireError):  # the step itself says what is wrong
             if self._steps == 1:

@@ -53,7 +53,7 @@ def watch_loading(
     modules: Iterable[torch.nn.Module],
     loaded: Callable[[Iterable[torch.nn.Parameter]], None],
 ) -> list[RemovableHandle]:
-    """Calls ``loaded(parameters)`` after ``load_state_dict`` of ``modules``, who own them, wrote to some of ``params``.
+    """Calls ``loaded(parameters)`` after ``load_state_dict`` of ``modules``, their owners, wrote to some of ``params``.
 
     Returns:
         The hooks' handles.

@@ -15,10 +15,10 @@ _NAMED = 3  # parameters of one worker that are named
 
 
 def error(worker: Worker, parts: Iterable[Part], norm: float) -> NonFiniteGradient:
-    """What `step()` raises on every worker: each tells the others what it found in its own gradients."""
+    """What `step()` raises on every worker: each publishes what it found in its own gradients."""
     mine = list(parts)
     key = f"{mine[0].client.name}/nonfinite/{mine[0].client.step}"
-    found = _told(worker, key, _own(mine))
+    found = _gathered(worker, key, _own(mine))
     which = "; ".join(f"worker {rank}: {text}" for rank, text in found.items() if text)
     return NonFiniteGradient(
         f"the norm of the gradients in step {mine[0].client.updates} is {norm}, and no parameter was changed: "
@@ -38,7 +38,7 @@ def _own(parts: Iterable[Part]) -> str:
     return ", ".join([*names[:_NAMED], *more])
 
 
-def _told(worker: Worker, key: str, own: str) -> dict[int, str]:
+def _gathered(worker: Worker, key: str, own: str) -> dict[int, str]:
     """What each worker found, as far as it says so in time."""
     found = {worker.rank: own}
     try:

@@ -167,7 +167,7 @@ def _pairs(kind: str, group: Mapping[str, Any], names: Mapping[int, str] | None)
 
 
 def _implementation(instance: torch.optim.Optimizer) -> dict[str, Any]:
-    """How updates are computed: as the optimizer was told to, else fused where that exists."""
+    """How updates are computed: as the optimizer's options say, else fused where that exists."""
     if any(group.get(key) is not None for group in instance.param_groups for key in IMPLEMENTATION[:2]):
         return {}
     options = {k: v for k, v in instance.param_groups[0].items() if k not in ("params", "param_names")}

@@ -112,7 +112,7 @@ class _Watched:
             own = {name: indices[id(p)] for name, p in module._parameters.items() if id(p) in indices}
             self._modules.append((weakref.ref(module), own))
             Awaited.watch(module, own, self.arrive)
-            # Some modules keep their parameters elsewhere, too, as an LSTM does.
+            # Some modules, such as an LSTM, keep their parameters in a second place, too.
             hook = Hook(self._before_forward, list(own.values()))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 

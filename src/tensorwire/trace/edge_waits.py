@@ -2,7 +2,7 @@
 
 Until its maker sends the tensor, whoever waits for it waits for the maker: **idle** where the maker computes, or waits
 for a third worker that does. From then on the tensor is on its way, which is **exposed** communication; so is waiting
-for a maker who himself waits for what is on its way, or sends something else.
+for a producer that itself waits for a tensor in flight, or sends something else.
 """
 
 from __future__ import annotations

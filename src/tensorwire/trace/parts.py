@@ -2,7 +2,7 @@
 
 A worker's step lasts from the end of one ``step()`` to the end of the next; where nothing but a graph communicates, as
 long as its span of compute. All pushing in it is **exposed** communication: it keeps the thread that computes. Waiting
-has three causes, told apart by what the others did in those moments: a server applied the rule (**update**), else
+has three causes, distinguished by what the others did in those moments: a server applied the rule (**update**), else
 another worker was still computing (**idle**; ``edges.py`` tells it of tensors that cross in graphs), else bytes or
 signals were on their way (**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to
 the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute: transfers, and
@@ -205,7 +205,7 @@ class _Timeline:
         return busy[-1][1] if busy else None
 
     def worker_spans(self) -> WorkerSpans:
-        """What others wait for who wait for a tensor of this worker."""
+        """What another worker awaits when it waits for a tensor of this one."""
         computing = union(i for w in self.windows for i in w.computing)
         pushes, waits = ([s for s in self._crossed if s.name == name] for name in ("push", "wait"))
         return WorkerSpans(pushes, waits, computing)

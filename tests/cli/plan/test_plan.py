@@ -266,7 +266,7 @@ def test_a_script_that_says_where(plan: Any, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_tied_parameters_are_told_of(plan: Any, tmp_path: Path) -> None:
+def test_tied_parameters_are_listed(plan: Any, tmp_path: Path) -> None:
     tie = "        self.layers[1][0].weight = self.stem.weight\n\n    def forward"
     status, _, err = plan(script(tmp_path, text=SCRIPT.replace("    def forward", tie, 1)), "--place", "layers=1")
     assert status == 0

@@ -167,7 +167,7 @@ def test_a_closed_device_needs_its_registrations_back(library: Library, device: 
     assert all(made.closed for made in library.made)
 
 
-def test_before_a_write_and_before_use_cuda_is_told(library: Library, device: Any) -> None:
+def test_cuda_is_informed_before_a_write_and_before_use(library: Library, device: Any) -> None:
     region = cuda.register(device, Tensor())
     library.calls.clear()
     region.stage()

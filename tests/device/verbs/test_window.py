@@ -30,7 +30,7 @@ def test_a_window_shows_a_piece_of_a_slab(nbytes: int) -> None:
     registrar.close()
 
 
-def test_bytes_that_lie_elsewhere_are_no_part() -> None:
+def test_bytes_of_other_memory_are_no_part() -> None:
     whole, part = Memory.allocate(2 * PAGE), Memory.wrap(bytearray(PAGE))
     for offset in (0, 2 * PAGE):
         with pytest.raises(OSError, match="lie elsewhere"):

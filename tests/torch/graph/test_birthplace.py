@@ -204,7 +204,7 @@ class Fickle:
         return made[0], made[1]
 
 
-def test_outputs_that_change_their_order_are_told_apart() -> None:
+def test_outputs_that_change_their_order_are_distinguished() -> None:
     fickle = Fickle()
     birth = Birthplace(fickle, (0, 1))
     for order, missed in [((0, 1), 2), ((0, 1), 2), ((1, 0), 4), ((1, 0), 4), ((0, 1), 6), ((0, 1), 6)]:
@@ -239,7 +239,7 @@ def test_scratch_memory_in_a_place_is_no_harm() -> None:
         assert [y.tolist() for y in result] == [[0.0] * 16, [1.0] * 16]
 
 
-def test_a_stranger_that_stays_in_a_place_is_told_and_not_overwritten() -> None:
+def test_a_foreign_tensor_in_a_place_is_reported_and_not_overwritten() -> None:
     fickle = Fickle()
     birth = Birthplace(fickle)
     birth([place(64)])

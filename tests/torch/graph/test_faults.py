@@ -72,7 +72,7 @@ def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_option_is_told_as_what_it_is(sandbox: Sandbox) -> None:
+def test_a_wrong_option_is_named(sandbox: Sandbox) -> None:
     """Dynamo makes of what a backend raises an error of its own, and shows all of its frames; not so of ours."""
     message = run(sandbox, mode="quick")
     first = message.splitlines()[0].partition(" raised ")[2]

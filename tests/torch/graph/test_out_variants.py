@@ -112,7 +112,7 @@ def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator(sand
     assert (result.status, result.out.strip(), result.err) == (0, "end", "")
 
 
-def test_what_cannot_be_is_told_as_with_the_allocator(sandbox: Sandbox) -> None:
+def test_errors_are_those_with_the_allocator(sandbox: Sandbox) -> None:
     script = sandbox.script(
         """
         import torch

@@ -233,7 +233,7 @@ def peek(job: tw.Job) -> str:
         return str(error)
 
 
-def test_who_reads_a_large_output_elsewhere_is_told() -> None:
+def test_reading_a_large_output_of_another_worker_raises() -> None:
     zero, one = run_job(peek, workers=2, servers=0).ok()
     assert one == "(32, 600) True"
     assert "is on worker 1" in zero

@@ -52,7 +52,7 @@ def test_every_dtype_lies_over_memory(name: str) -> None:
 
 @PROPERTY
 @given(st.data())
-def test_any_strides_lie_as_they_would_elsewhere(data: st.DataObject) -> None:
+def test_any_strides_lie_as_in_other_memory(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=4)))
     order = data.draw(st.permutations(range(len(shape))))
     like = torch.randn([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import tensorwire as tw
+from tensorwire.graph.kinds import VALUE
 from tensorwire.observe import counters
 from tensorwire.torch.graph.execution.job_group import group_of
 from tests.torch.graph import zoo
@@ -20,7 +21,8 @@ def train(
     """Trains ``steps`` steps; ``workers``: by module, or a random cut by ``seed``.
 
     Returns what differs from one process (``wrong``), the names of the parameters that had gradients here (``here``),
-    what the last step counted (``counted``), and the copies that its plans predicted for this worker (``planned``).
+    what the last step counted (``counted``), the copies that its plans predicted for this worker (``planned``), and the
+    edges of these plans that some worker copies (``copied``).
     """
     defaults = {"replay_random": name in zoo.DROPPING}
     model = zoo.build(name)
@@ -30,7 +32,7 @@ def train(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
     wrong: list[str] = []
     counted: dict[str, int] = {}
-    planned = 0
+    planned, copied = 0, [""]
     group = group_of(job._worker)
     for step in range(steps):
         given = zoo.inputs(name, step)
@@ -42,6 +44,9 @@ def train(
         counted = asdict(counters.since(before))
         ran = [plan for plan, edges in group.made if edges.step != runs.get(plan.name, 0)]
         planned = sum(copies.count for plan in ran for copies in plan.copies if copies.worker == group.me)
+        crossing = [(plan, edge) for plan in ran for edge in plan.edges if edge.kind != VALUE]
+        taken = {(plan.name, name) for plan in ran for name, _ in plan.callers}  # what a user gets is a copy
+        copied = [e.name for p, e in crossing if e.copied or e.if_small or (p.name, e.name) in taken]
         torch.manual_seed(step)
         right = zoo.loss_of(alone(**given))
         right.backward()
@@ -57,7 +62,7 @@ def train(
     for (path, mine), its in zip(model.named_buffers(), alone.buffers(), strict=True):
         if path.rpartition(".")[0] in _places(model, workers, job.rank) and not torch.equal(mine, its):
             wrong.append(f"buffer {path}")
-    return {"wrong": wrong, "here": mine_here, "counted": counted, "planned": planned}
+    return {"wrong": wrong, "here": mine_here, "counted": counted, "planned": planned, "copied": copied}
 
 
 def _places(model: torch.nn.Module, workers: dict[str, int], rank: int) -> set[str]:

@@ -96,7 +96,7 @@ def _import(path: Path) -> ModuleType:
 
 
 class _Script:
-    """Runs what a user wrote: what goes wrong there is told in one line, with its line."""
+    """Runs what a user wrote, and reports an error there in one line, with its place."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -13,7 +13,7 @@ _VOCABULARY, _TOKENS = 128256, 2048
 
 
 class _Loss(nn.Module):
-    """The loss alone: who gets the scores as well gets gradients for them, too."""
+    """The loss alone: scores that were returned would get gradients, too."""
 
     def __init__(self, llama: nn.Module) -> None:
         super().__init__()

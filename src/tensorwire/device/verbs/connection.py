@@ -91,7 +91,7 @@ class Connection:
             pair.connect(end, receives, timeout=self._settings.timeout, retries=self._settings.retries)
 
     def _broken(self, pair: QueuePair) -> None:
-        """A refusal has ended a queue pair; the target waits to hear of it from the initiator."""
+        """A refusal has ended a queue pair; the target waits until the initiator reports it."""
         if not self.inbound:
             threading.Thread(target=self._again, args=(pair,), name="tensorwire-verbs", daemon=True).start()
 

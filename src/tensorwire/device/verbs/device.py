@@ -59,7 +59,7 @@ class VerbsAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def device(self) -> int:
-        """A number that tells devices apart and admits nobody."""
+        """A number that identifies the device and gives no access to it."""
         return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
 
 

@@ -62,7 +62,7 @@ def _node(name: str, root: Path = DEVICES) -> str | None:
 
 
 def _obstacle(name: str, root: Path) -> str | None:
-    """What is wrong with a device, as far as one can see; libibverbs leaves it out, or says ENOENT to everything."""
+    """What is wrong with a device, if that can be seen; libibverbs leaves it out, or answers ENOENT to everything."""
     if not (root / name).exists():
         return f"there is no RDMA device {name} here: tensorwire doctor lists them"
     if (found := _node(name, root)) is None:

@@ -255,7 +255,7 @@ def owner_of(buffer: object) -> object | None:
     into another one keeps that one. Memory of our own is never moved. A bytearray, a mapping of a file, or a tensor of
     torch may get other memory in its liveness.
     """
-    numpy = sys.modules.get("numpy")  # loading it takes long; who has not loaded it has no array
+    numpy = sys.modules.get("numpy")  # loading it takes long, and without it there are no arrays
     while True:
         if numpy is not None and isinstance(buffer, numpy.ndarray):
             if buffer.base is None:

@@ -60,7 +60,7 @@ def select_port(
 
 
 def _named(ports: Sequence[Port], port: str | None, environment: Mapping[str, str]) -> tuple[Sequence[Port], str]:
-    """The ports that were asked for, and who asked."""
+    """The ports that a setting names, and that setting."""
     who, wanted = ("port", port) if port else (PORT, environment.get(PORT, ""))
     if not wanted:
         return ports, ""

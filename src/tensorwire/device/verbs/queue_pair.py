@@ -69,7 +69,7 @@ class QueuePair:
         self._fresh = True  # the peer may not be ready yet
         self._held: list[Any] | None = None
         self._batches = 0
-        self._turns = self._waiters = 0  # whenever room may have come; who waits for it
+        self._turns = self._waiters = 0  # whenever room may have come; how many wait for it
         self._qp: Any = None
         self._at = 0
         # Two words that waiters look at: the last operation that is done, and the turns.
@@ -380,7 +380,7 @@ class QueuePair:
             self._send(operation.requests)
 
     def drained(self) -> None:
-        """After a round of completions: waiters are told, and receives posted again."""
+        """After a round of completions: wakes waiters, and posts receives again."""
         with self.lock:
             if self._words.load(0) != self.done:
                 self._words.store(0, self.done)

@@ -27,7 +27,7 @@ def local_access(*, writable: bool = True) -> int:
 
 
 def remote_access(access: Access) -> int:
-    """What a peer may do who holds a capability of that access."""
+    """What a peer with a capability of that access may do."""
     flag = load().AccessFlags
     if access == "read":
         return int(flag.REMOTE_READ)

@@ -1,7 +1,7 @@
 """The work requests of a queue pair: how operations are posted to the NIC, and the memory of their signals.
 
 A signal is an inlined 8-byte write after its payload, on the same queue pair and posted with it: what arrives in order
-is seen in order. With immediate data it wakes who sleeps at the target.
+is seen in order. With immediate data it wakes a waiter that sleeps at the target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Requests:
         registrar: For ``places`` words of 8 bytes: an operation's number says which holds its signal, or what an
             atomic found.
         places: At least as many as there can be operations on their way.
-        immediate: Whether a signal wakes who sleeps at the target.
+        immediate: Whether a signal wakes a waiter that sleeps at the target.
     """
 
     def __init__(self, ib: Any, registrar: Registrar, *, places: int, immediate: bool) -> None:

@@ -26,7 +26,7 @@ class Crossings:
 
 def crossings(graph: Graph, assignment: dict[str, str], aliases: Aliases | None = None) -> Crossings:
     """Walks back from what is wanted. Raises `ArgumentError` for a value that is needed and that nobody has, and for
-    one that would be read elsewhere after it was changed in place."""
+    one that another worker would read after it was changed in place."""
     aliases = aliases or Aliases(graph)
     need: dict[str, set[str]] = defaultdict(set)
     wished: dict[str, set[str]] = defaultdict(set)  # if it is small

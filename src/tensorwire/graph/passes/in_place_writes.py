@@ -24,7 +24,7 @@ def writers(graph: Graph, assignment: dict[str, str], aliases: Aliases, replicab
             _add_reader(readers, aliases, node, frozenset({assignment[node.name]}))
     found: dict[str, Workers] = {}
     spreading = True
-    while spreading:  # who changes one thing on more workers reads others there
+    while spreading:  # a node that changes one value on more workers reads others there
         spreading = False
         for node in changed:
             workers = frozenset({assignment[node.name]})

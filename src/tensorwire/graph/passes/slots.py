@@ -104,7 +104,7 @@ def _allocations(
         source, targets = crossing.sent[name]
         root, born = birth[name].root, birth[name].operator
         if kind_of(graph.node(name).spec) == DYNAMIC:
-            born = None  # elsewhere: only its headers lie here
+            born = None  # its payload lies in a pool: only its headers lie here
         key = (source, root if born else name, born is not None)
         allocation = found.get(key)
         if allocation is None:

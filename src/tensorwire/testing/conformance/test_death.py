@@ -134,10 +134,10 @@ def test_a_forked_child_can_use_nothing_and_disturbs_nobody(spec: DeviceSpec) ->
         remote = peer.allocate(64)
         peer.call("connect", peer.address)
         peer.call("send_signal", remote, 0, 1)
-        told = peer.call("fork_and_use", remote)
-        assert told.pop("a device of its own") == "worked"
-        assert set(told) >= {"write", "read", "signal", "wait", "allocate", "connect"}
-        for name, error in told.items():
+        answers = peer.call("fork_and_use", remote)
+        assert answers.pop("a device of its own") == "worked"
+        assert set(answers) >= {"write", "read", "signal", "wait", "allocate", "connect"}
+        for name, error in answers.items():
             assert error.startswith("PeerLost: "), (name, error)
             assert "forked child" in error
         peer.call("send_signal", remote, 0, 2)

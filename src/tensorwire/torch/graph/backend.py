@@ -93,7 +93,7 @@ def backend(
 
 
 def _marked(results: Any, part: Forward) -> Any:
-    """Results that are not everywhere say so: to people who read them elsewhere, and to the next graph."""
+    """Marks results that not every worker has, for code that reads them there and for the next graph."""
     if part.analysis is None:  # nothing was placed: all have everything
         return results
     crossing, workers, me = part.analysis.crossing, part.group.workers, part.group.me

@@ -59,25 +59,25 @@ def clip_grad_norm_(
         mine[2 * at] = norm is not None
         mine[2 * at + 1] = 0.0 if norm is None else norm.item()
     try:
-        told = exchange.all(mine)
+        gathered = exchange.all(mine)
     except TensorwireError as error:
         raise worker.member.explain(error) from None
-    total = _total(given, told, norm_type)
+    total = _total(given, gathered, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all workers is {total.item()}")
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
     return total
 
 
-def _total(given: list[torch.Tensor], told: dict[str, Any], norm_type: float) -> torch.Tensor:
+def _total(given: list[torch.Tensor], gathered: dict[str, Any], norm_type: float) -> torch.Tensor:
     """As `torch.nn.utils.get_total_norm` has it: the norm of all norms, in the order of the parameters."""
     norms = []
     for at, parameter in enumerate(given):
-        having = [worker for worker, numbers in told.items() if numbers[2 * at]]
+        having = [worker for worker, numbers in gathered.items() if numbers[2 * at]]
         if len(having) > 1:
             raise ArgumentError(f"parameter {at} has a gradient on {', '.join(having)}: which one counts?")
         if having:
-            norms.append(torch.tensor(told[having[0]][2 * at + 1], dtype=_norm_dtype(parameter.dtype)))
+            norms.append(torch.tensor(gathered[having[0]][2 * at + 1], dtype=_norm_dtype(parameter.dtype)))
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
 
 

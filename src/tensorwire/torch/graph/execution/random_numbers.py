@@ -1,4 +1,4 @@
-"""Random numbers as in one process: workers also draw those of operators that run elsewhere, and discard them."""
+"""Random numbers as in one process: workers also draw, and discard, those of operators on other workers."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _spec(edge: Edge, found: Spec | None) -> Spec:
 
 
 def own(receive: Receive) -> Receive:
-    """A copy of what is received, for a caller who may do with it what he likes."""
+    """A copy of what is received, which the caller may keep and change."""
 
     def receive_own() -> Any:
         value = receive()

@@ -149,7 +149,7 @@ def _lies_in(lease: Lease, value: torch.Tensor) -> bool:
 
 
 def lent(group: EdgeGroup, index: int, edge: Edge) -> Send:
-    """A parameter that lives in the memory it is lent from; one that was moved elsewhere is copied there."""
+    """A parameter that lives in the memory it is lent from; one that was moved is copied there."""
     shape, strides, dtype = layout(edge)
 
     def send(parameter: torch.Tensor) -> None:

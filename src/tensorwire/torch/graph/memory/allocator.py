@@ -29,7 +29,7 @@ MOST_OUTPUTS = 8  # of one operator, in one call
 ONLY_RECORD = 2**32 - 1  # a skip that no allocation reaches
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
-_QUIET_SECONDS = 2.0  # who waits longer is told for what
+_QUIET_SECONDS = 2.0  # after that a message says what is awaited
 _BUILD_SECONDS = 300.0
 
 
@@ -97,8 +97,8 @@ def _flags() -> list[str]:
 
 def _tag() -> str:
     """Names what a build depends on. Python is not of it."""
-    told = [torch.__version__, str(torch.version.git_version), platform.machine(), *_flags()]
-    return hashlib.sha256(_SOURCE.read_bytes() + "\0".join(told).encode()).hexdigest()[:16]
+    facts = [torch.__version__, str(torch.version.git_version), platform.machine(), *_flags()]
+    return hashlib.sha256(_SOURCE.read_bytes() + "\0".join(facts).encode()).hexdigest()[:16]
 
 
 def _path() -> Path:

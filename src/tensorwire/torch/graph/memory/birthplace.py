@@ -66,7 +66,7 @@ class Birthplace:
     ) -> Outcome:
         """What ``op(*args, **kwargs)`` returns, with each output in its place; and the numbers of those that are not.
 
-        An output is elsewhere only if it has another size in bytes than its place. Else its storage keeps the owner.
+        An output lies in other memory only if its size in bytes differs. Otherwise its storage keeps the owner.
 
         Raises what ``op`` raises; the places are free then. `ArgumentError` if a storage that was born in a place
         still lives (``op`` was not called), or if an output is not a tensor or requires a gradient. `Unsupported` if a

@@ -18,7 +18,7 @@ _slots = WeakIdKeyDictionary()  # GradientSlot by parameter; it must not keep th
 
 
 class GradientSlot:
-    """The memory that parameter ``i`` of a store is pushed from, and who lives in it: a gradient that was born there.
+    """The memory that parameter ``i`` of a store is pushed from, and what lives in it: a gradient that was born there.
 
     A holder of that gradient has its memory, past the step that pushed it. It moves out when something else has to be
     pushed: then its storage gets other memory, and all tensors over it keep their values.
@@ -34,7 +34,7 @@ class GradientSlot:
     def place(self) -> MemoryTarget | None:
         """Where a gradient can be born now; None if one lives there, or is still on its way.
 
-        It does not wait: what is born elsewhere is copied by the push, which does. Raises what became of the last push.
+        It does not wait; the push, which copies gradients of other memory, does. Raises what became of the last push.
         """
         if not self.nbytes or self.taken or os.getpid() != self._pid:
             return None

@@ -13,7 +13,7 @@ Signature = tuple[Any, ...]
 
 
 class OutVariant:
-    """``op`` with an ``out=``. Most overloads with one compute elsewhere and copy; those with a CPU kernel do not.
+    """``op`` with an ``out=``. Most overloads with one compute in other memory and copy, unless they have a CPU kernel.
 
     It is believed for arguments of those types with which it once made the same bits and strides as ``op``.
     """

@@ -153,7 +153,7 @@ def owner_of(tensor: torch.Tensor) -> Owner | None:
 def worker_of_call(ids: Iterable[int], around: ModulePlacement | None) -> str | None:
     """The worker of what a module computes, found as the innermost of ``ids``, in a frame of the module ``around``.
 
-    ``ids``: of the modules that were called, outermost first. They tell by which of its parents a shared one was.
+    ``ids``: of the modules that were called, outermost first. They show through which parent a shared one was called.
     """
     placements = [found[1] for key in ids if (found := _placements.get(key)) is not None]
     if not placements:
@@ -195,7 +195,7 @@ def _checked(paths: _Paths, workers: Ranks) -> dict[str, str]:
 
 
 def _tensors_of(model: torch.nn.Module, workers: Workers) -> Iterable[tuple[torch.Tensor, list[Owner]]]:
-    """Parameters and buffers, each with all who have it, the first module first."""
+    """Parameters and buffers, each with all modules that have it, the first one first."""
     found: dict[int, tuple[torch.Tensor, list[Owner]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for own in (module._parameters, module._buffers):

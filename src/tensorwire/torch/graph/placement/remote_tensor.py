@@ -44,7 +44,7 @@ _NEWS = {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "on
 
 @dataclass(frozen=True)
 class Location:
-    """Where the tensor ``name`` is, and what somebody who reads it here may do instead."""
+    """Where the tensor ``name`` is, and what to do instead of reading it here."""
 
     name: str
     worker: str

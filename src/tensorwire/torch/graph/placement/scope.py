@@ -145,5 +145,5 @@ def placed(model: nn.Module, workers: Ranks) -> Iterator[Scope]:
 
 
 def worker_of(scope: Scope, node: Node, *, backward: bool) -> str | None:
-    """The worker that was said of a node. Sums of gradients belong to no module: they are where their operands are."""
+    """The worker that the user chose for a node. Sums of gradients belong to no module, and go with their operands."""
     return None if backward and node.meta.get("is_gradient_acc") else scope.worker_of(node)

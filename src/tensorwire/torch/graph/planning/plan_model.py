@@ -90,7 +90,7 @@ class _Planner:
 
 
 def _labels(module: fx.GraphModule) -> dict[str, str]:
-    """The module of each node; who has none, such as the sum of two gradients, belongs to its last operand's."""
+    """The module of each node; one without, such as the sum of two gradients, belongs to its last operand's."""
     found: dict[str, str] = {}
     for node in module.graph.nodes:
         path = module_path(node)
