@@ -19,6 +19,7 @@ from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
+from tensorwire.store.compression import parse_compression
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
@@ -91,6 +92,9 @@ class KeyValue:
             value. Or the name of one of torch's optimizers, such as ``"SGD"``: it is a gradient.
         reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
+        compression: By what code arrays of floating-point numbers are pushed, as for ``StoreOptimizer``: ``"fp16"``,
+            ``"bf16"``, ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. What a code leaves out is
+            added to this worker's next push of the key. None: pushes are not coded. Pulls never are.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
 
     Attributes:
@@ -108,6 +112,7 @@ class KeyValue:
         *,
         reduce: str = "sum",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: str | None = None,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -118,6 +123,7 @@ class KeyValue:
         if reduce not in ("sum", "mean"):
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
         self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
+        self._compression = str(parse_compression(compression) or "")
         self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
         self._lock = threading.RLock()
@@ -186,7 +192,7 @@ class KeyValue:
 
         Raises:
             ArgumentError: A key exists, or a value is no such array. Nothing was added.
-            Unsupported: The store does not hold this dtype. Nothing was added.
+            Unsupported: The store does not hold this dtype, or compression does not code it. Nothing was added.
             PlanMismatch: The workers' keys differ.
             WaitTimeout: Another worker did not come in time.
             JobEnded: The job ended; the message says why.
@@ -365,6 +371,8 @@ class KeyValue:
                 raise ArgumentError(wrong)
             if self.rank == 0:
                 self._set(arrays)
+            for store in self._stores:
+                store.forget()
             self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def _read(self, path: str | os.PathLike[str]) -> tuple[list[tuple[SavedArray, Any]], str]:
@@ -428,6 +436,7 @@ class KeyValue:
             "mean" if self._rule == "mean" else self._reduce,
             mode_settings=settings_of(self._mode),
             keys=True,
+            compression=self._compression,
         )
         store = join_with(self._worker, spec, KeyClient)
         self._stores.append(store)

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.store.compression import FLOATS, Array, Compression, from_bfloat16, to_bfloat16, to_float16
+from tensorwire.store.compression import FLOATS, Array, compression_of, from_bfloat16, to_bfloat16, to_float16
 from tensorwire.store.modes import EASGD, LocalSGD, Mode
-from tensorwire.store.sharding import Bucket, ParameterSpec
+from tensorwire.store.sharding import Bucket, StorePlan
+from tensorwire.store.store_layout import StoreSpec
 
 
 class Feedback(Enum):
@@ -52,28 +53,25 @@ class _Span(NamedTuple):
 class CodedBucket:
     """What both sides have in common. ``memory``: the values, laid out as in the bucket's slot."""
 
-    def __init__(
-        self, compression: Compression, bucket: Bucket, tensors: Sequence[ParameterSpec], feedback: Feedback
-    ) -> None:
-        self._compression, self._feedback = compression, feedback
+    def __init__(self, spec: StoreSpec, bucket: Bucket, memory: memoryview) -> None:
+        self.bucket, self.memory = bucket, memory
+        self._compression = compression_of(spec.compression)
+        self._feedback = Feedback.of(spec.mode)
         self._spans: list[_Span] = []
         self._plain: list[tuple[int, int]] = []  # offset and bytes of pieces that are not coded
-        self._count = 0
+        self._count = values = 0
         for number, piece in enumerate(bucket.pieces):
-            dtype, count = tensors[piece.tensor].dtype, piece.stop - piece.start
+            dtype, count = spec.tensors[piece.tensor].dtype, piece.stop - piece.start
+            values += count * DTYPES[dtype]
             if dtype in FLOATS:
                 row = slice(self._count, self._count + count)
                 self._spans.append(_Span(number, row, piece.offset, count, dtype))
                 self._count += count
             else:
                 self._plain.append((piece.offset, count * DTYPES[dtype]))
-        self._code = compression.nbytes(self._count)
+        self._code = self._compression.nbytes(self._count)
         self.nbytes = self._code + sum(nbytes for _, nbytes in self._plain)
-        self.smaller = self._count > 0 and self.nbytes < bucket.nbytes
-        self._whole = bucket.nbytes
-
-    def _allocate(self) -> None:
-        self.memory = np.zeros(self._whole, np.uint8).data
+        self.smaller = self._count > 0 and self.nbytes < values
 
     def _row(self, memory: memoryview) -> Array:
         """The values that ``memory`` holds, as float32."""
@@ -109,16 +107,31 @@ def _values(memory: memoryview, span: _Span) -> Array:
     return np.frombuffer(memory, kind, span.length, span.offset)
 
 
+def encoders(spec: StoreSpec, plan: StorePlan, filled: memoryview) -> dict[int, BucketEncoder]:
+    """Those of one worker, by bucket number, of the buckets that are coded.
+
+    ``filled``: memory of the worker's own, laid out as the space, in which it puts what they code.
+    """
+    if not spec.compression:
+        return {}
+    buckets = (bucket for each in plan.buckets for bucket in each)
+    made = (BucketEncoder(spec, b, filled[b.space : b.space + b.nbytes]) for b in buckets)
+    return {each.bucket.number: each for each in made if each.smaller}
+
+
+def decoders(spec: StoreSpec, buckets: Sequence[Bucket]) -> list[BucketDecoder | None]:
+    """Those of a server for one worker: None for a bucket that is not coded."""
+    if not spec.compression:
+        return [None] * len(buckets)
+    made = [BucketDecoder(spec, bucket) for bucket in buckets]
+    return [each if each.smaller else None for each in made]
+
+
 class BucketEncoder(CodedBucket):
     """A worker's side. It fills ``memory``, and codes it into the slot."""
 
-    def __init__(
-        self, compression: Compression, bucket: Bucket, tensors: Sequence[ParameterSpec], feedback: Feedback
-    ) -> None:
-        super().__init__(compression, bucket, tensors, feedback)
-        if not self.smaller:
-            return
-        self._allocate()
+    def __init__(self, spec: StoreSpec, bucket: Bucket, memory: memoryview) -> None:
+        super().__init__(spec, bucket, memory)
         self._kept = np.zeros(self._count, np.float32)  # the residual, or the estimate
         self._moved = False  # since then, the server has answered: the estimate is to follow
 
@@ -174,14 +187,9 @@ class BucketEncoder(CodedBucket):
 class BucketDecoder(CodedBucket):
     """A server's side, for one worker. ``memory`` is what the rule sees."""
 
-    def __init__(
-        self, compression: Compression, bucket: Bucket, tensors: Sequence[ParameterSpec], feedback: Feedback
-    ) -> None:
-        super().__init__(compression, bucket, tensors, feedback)
-        if not self.smaller:
-            return
-        self._allocate()
-        self._known = None if feedback is Feedback.RESIDUAL else np.zeros(self._count, np.float32)
+    def __init__(self, spec: StoreSpec, bucket: Bucket) -> None:
+        super().__init__(spec, bucket, np.zeros(bucket.nbytes, np.uint8).data)
+        self._known = None if self._feedback is Feedback.RESIDUAL else np.zeros(self._count, np.float32)
 
     @np.errstate(all="ignore")
     def decode(self, slot: memoryview) -> None:

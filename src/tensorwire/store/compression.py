@@ -287,6 +287,13 @@ def parse_compression(text: object) -> Compression | None:
     return TwoBits(number)
 
 
+def compression_of(name: str) -> Compression:
+    """The compression of a name that is one."""
+    found = parse_compression(name)
+    assert found is not None
+    return found
+
+
 def _block(setting: str | None) -> int:
     if setting is None:
         return BLOCK

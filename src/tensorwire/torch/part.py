@@ -47,6 +47,7 @@ class StoreSettings:
     source: str = ""
     folders: list[str] = field(default_factory=list)
     mode: Mode = field(default_factory=Sync)
+    compression: str = ""  # by name; empty: none
 
 
 class Part:
@@ -104,6 +105,7 @@ class Part:
             settings.folders,
             is_foreign(settings.rule),
             settings_of(settings.mode),
+            compression=settings.compression,
         )
         return join_store(worker, spec)
 
