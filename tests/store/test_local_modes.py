@@ -21,6 +21,7 @@ from tensorwire.store.sharding import StorePlan
 from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
 from tests.levels import mostly_slow
+from tests.store.coded import SimulatedCode
 
 BUCKET = 8 << 10
 STEPS = (11, 14)
@@ -70,10 +71,11 @@ def log_into(folder: str) -> None:
     os.environ["TENSORWIRE_FATES"] = folder
 
 
-def train(job: tw.Job, folder: str, mode: Local) -> tuple[StorePlan, list[Values]]:
+def train(job: tw.Job, folder: str, mode: Local, compression: str | None = None) -> tuple[StorePlan, list[Values]]:
     log_into(folder)
     params = named(first_values(), job.rank)
-    store = tw.torch.StoreOptimizer(params.items(), torch.optim.AdamW, lr=0.05, mode=mode, bucket_bytes=BUCKET)
+    chosen = {"mode": mode, "bucket_bytes": BUCKET, "compression": compression}
+    store = tw.torch.StoreOptimizer(params.items(), torch.optim.AdamW, lr=0.05, **chosen)
     seen = []
     work = torch.randn(60, 60)
     for step in range(STEPS[job.rank % 2]):
@@ -149,7 +151,10 @@ class SimulatedBucket:
 
 
 class Simulation:
-    def __init__(self, plan: StorePlan, fates: list[Fate], mode: Local, seen: list[list[Values]]) -> None:
+    def __init__(
+        self, plan: StorePlan, fates: list[Fate], mode: Local, seen: list[list[Values]], compression: str = ""
+    ) -> None:
+        self.codes: dict[tuple[Key, int], SimulatedCode] = {}  # by bucket and worker
         self.plan, self.mode, self.seen = plan, mode, seen
         self.keys = {(b.server, b.index): b for server in plan.buckets for b in server}
         self.buckets = {k: SimulatedBucket(plan, b, mode, len(seen)) for k, b in self.keys.items()}
@@ -159,6 +164,11 @@ class Simulation:
         self.sent: dict[tuple[Key, int, int], tuple[list[torch.Tensor], float]] = {}
         self.answers: dict[tuple[Key, int, int], list[torch.Tensor]] = {}
         self.versions = {k: self._versions(k, fates) for k in self.keys}
+        for key in self.keys if compression else ():
+            for rank in range(len(seen)):
+                code = SimulatedCode(compression, mode, self.buckets[key].shown)
+                if code.smaller:
+                    self.codes[key, rank] = code
 
     def _versions(self, key: Key, fates: list[Fate]) -> list[list[tuple[int, int]]]:
         """In order, who contributed to each version: worker and round."""
@@ -230,6 +240,9 @@ class Simulation:
                 own = params[name].detach().reshape(-1)[a:b].clone()
                 way = isinstance(self.mode, DiLoCo) and own.is_floating_point()
                 values.append(last[name].reshape(-1)[a:b] - own if way else own)
+            if (key, rank) in self.codes:
+                known = [last[name].reshape(-1)[a:b] for name, a, b in self.buckets[key].pieces]
+                values = self.codes[key, rank].push(values, known)
             self.sent[key, rank, number] = values, weight if counted else 1.0
 
     def mix(self, rank: int, exchange: Any, params: Any, last: Values) -> Generator[bool, None, None]:
@@ -237,6 +250,8 @@ class Simulation:
         for key in self.fragments[fragment]:
             while (key, rank, number) not in self.answers:
                 yield False
+            if (key, rank) in self.codes:
+                self.codes[key, rank].answered(self.answers[key, rank, number])
             for (name, a, b), answer in zip(self.buckets[key].pieces, self.answers[key, rank, number], strict=True):
                 if not answer.is_floating_point():
                     continue
@@ -266,6 +281,33 @@ def test_a_local_mode_equals_its_simulation(mode: Local, device: str, tmp_path: 
     assert problems(lines) == []
     fates = [line for line in lines if isinstance(line, Fate)]
     Simulation(found[0][0], fates, mode, [seen for _, seen in found]).run()
+
+
+CODED = [
+    (EASGD(every=3, alpha=0.3, delay=2), "topk(0.1)", "tcp"),
+    (EASGD(every=2), "2bit(0.05)", "shm"),
+    (LocalSGD(every=3), "topk(0.1)", "shm"),
+    (LocalSGD(every=3), "int8(64)", "tcp"),
+    (DiLoCo(every=6, fragments=3, delay=1, alpha=0.5), "topk(0.05)", "tcp"),
+    (DiLoCo(every=3, quorum=1, delay=2, weight="tokens"), "2bit(0.02)", "shm"),
+    (DiLoCo(every=4, fragments=2, quorum=1, grace=0.02), "bf16", "shm"),
+    (LocalSGD(every=3), "2bit(0.02)", "tcp"),
+    (EASGD(every=2), "int8", "tcp"),
+    (DiLoCo(every=3), "fp16", "tcp"),
+]
+
+
+@pytest.mark.parametrize(("mode", "compression", "device"), mostly_slow(CODED, CODED[:6]), ids=repr)
+def test_a_coded_local_mode_equals_its_simulation(mode: Local, compression: str, device: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ended = run_job(train, folder, mode, compression, servers=2, device=device, prepare=partial(log_into, folder))
+    found = ended.ok()
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    fates = [line for line in lines if isinstance(line, Fate)]
+    simulation = Simulation(found[0][0], fates, mode, [seen for _, seen in found], compression)
+    assert simulation.codes
+    simulation.run()
 
 
 def test_three_workers_of_which_two_are_enough(tmp_path: Path) -> None:

@@ -13,18 +13,21 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, DiLoCo, Sync
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Mode
 from tensorwire.store.sharding import StorePlan
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
+from tests.store.coded import SimulatedCode
 
 SHAPES = {"wide": (300, 40), "bias": (7,), "empty": (0, 3), "rare": (5,), "half": (33,)}
 BUCKET = 16 << 10
 STEPS = (6, 9)  # of each worker
 MODES = [Sync(), Async(), Async(damping=0.5), SSP(staleness=0), SSP(staleness=2), SSP(staleness=1, damping=1.0)]
 ADAM: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.01}
+HEADS = 200  # bytes of the heads of a round, at most
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -39,16 +42,17 @@ def log_into(folder: str) -> None:
     os.environ["TENSORWIRE_FATES"] = folder
 
 
-def train(job: tw.Job, folder: str, mode: Mode, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    job: tw.Job, folder: str, mode: Mode, optimizer: str, options: dict[str, Any], overlap: bool = False
+) -> dict[str, Any]:
     """Gradients depend on the values that this worker has, so that replaying them tells what it had."""
     log_into(folder)
     params = named(job.rank)
     first = {k: p.detach().clone() for k, p in named(0).items()}
-    store = tw.torch.StoreOptimizer(
-        params.items(), getattr(torch.optim, optimizer), mode=mode, bucket_bytes=BUCKET, **options
-    )
+    chosen = {"mode": mode, "bucket_bytes": BUCKET, "overlap": overlap}
+    store = tw.torch.StoreOptimizer(params.items(), getattr(torch.optim, optimizer), **chosen, **options)
     generator = torch.Generator().manual_seed(job.rank)
-    gradients, seen = [], []
+    gradients, seen, sent = [], [], []
     for step in range(STEPS[0] if isinstance(mode, Sync) else STEPS[job.rank % 2]):
         noise = torch.randn((60, 60), generator=generator)
         for _ in range(1 + 20 * job.rank):  # workers of unequal speed
@@ -58,9 +62,12 @@ def train(job: tw.Job, folder: str, mode: Mode, optimizer: str, options: dict[st
             if name == "rare" and (step + job.rank) % 2:
                 p.grad = None
         gradients.append({k: None if p.grad is None else p.grad.clone() for k, p in params.items()})
+        before = counters.snapshot()
         store.step()
+        store.wait()
+        sent.append(counters.since(before))
         seen.append({k: p.detach().clone() for k, p in params.items()})
-    return {"plan": store._parts[0].plan, "first": first, "gradients": gradients, "seen": seen}
+    return {"plan": store._parts[0].plan, "first": first, "gradients": gradients, "seen": seen, "sent": sent}
 
 
 class Replay:
@@ -164,6 +171,54 @@ def test_a_mode_equals_its_replay(mode: Mode, device: str, tmp_path: Path) -> No
             assert stalest <= (0 if mode == Sync() else 1)
         pushes = sum(len(b) for b in found[0]["plan"].buckets)
         assert [t.produced for t in totals(lines)] == [pushes * len(one["seen"]) for one in found]
+
+
+# ---- what is coded
+
+CODED = [
+    (Sync(), "topk(0.1)", "shm"),
+    (Sync(), "2bit(0.5)", "tcp"),
+    (Sync(), "bf16", "shm"),
+    (Async(damping=0.5), "int8(100)", "tcp"),
+    (SSP(staleness=1), "topk(0.05)", "shm"),
+    (SSP(staleness=1), "fp16", "tcp"),
+]
+
+
+def coded(one: dict[str, Any], name: str) -> tuple[list[dict[str, torch.Tensor | None]], int]:
+    """One worker's gradients as servers see them, and how many bytes of them travel in a step."""
+    plan: StorePlan = one["plan"]
+    found = [{k: None if g is None else g.clone() for k, g in step.items()} for step in one["gradients"]]
+    travel = 0
+    for bucket in (bucket for buckets in plan.buckets for bucket in buckets):
+        pieces = [(plan.tensors[p.tensor].name, p.start, p.stop) for p in bucket.pieces]
+        code = SimulatedCode(name, Sync(), [one["first"][n].flatten()[a:b] for n, a, b in pieces])
+        travel += code.nbytes if code.smaller else bucket.nbytes
+        for step, changed in zip(one["gradients"], found, strict=True) if code.smaller else ():
+            mine = [(step[n], a, b) for n, a, b in pieces]
+            seen = code.push([None if g is None else g.flatten()[a:b] for g, a, b in mine], [])
+            for (n, a, b), value in zip(pieces, seen, strict=True):
+                target = changed[n]
+                if target is not None and value is not None:
+                    target.view(-1)[a:b] = value
+    return found, travel
+
+
+@pytest.mark.parametrize(("mode", "name", "device"), CODED, ids=repr)
+def test_a_coded_mode_equals_its_replay(mode: Mode, name: str, device: str, tmp_path: Path) -> None:
+    folder, kind = folders(tmp_path / "fates"), "SGD"
+    options = {**SGD, "compression": name}
+    ended = run_job(train, folder, mode, kind, options, servers=2, device=device, prepare=partial(log_into, folder))
+    found = ended.ok()
+    for one in found:
+        one["gradients"], travel = coded(one, name)
+        whole = sum(b.nbytes for buckets in one["plan"].buckets for b in buckets)
+        assert travel < whole
+        for sent in one["sent"][2:]:  # before, what is present in a bucket changes
+            assert travel <= (sent.mapped_bytes if device == "shm" else sent.bytes) <= travel + HEADS
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    replay([line for line in lines if isinstance(line, Fate)], found, mode, kind, SGD)
 
 
 @pytest.mark.parametrize("mode", [Async(), SSP(staleness=1)], ids=repr)

@@ -171,7 +171,8 @@ def test_it_says_what_it_is() -> None:
     for text, summary in run_job(described, device="shm").ok():
         first, own, zero, one, server = text.splitlines()
         assert first == "StoreOptimizer of SGD: 2 tensors, 40 B, 1 bucket on 1 server"
-        assert own == "  overlap=False, reduce='mean', max_grad_norm=1.0, error_if_nonfinite=False, mode=Sync()"
+        options = "overlap=False, reduce='mean', max_grad_norm=1.0, error_if_nonfinite=False"
+        assert own == f"  {options}, mode=Sync(), compression=None"
         assert zero.startswith("  group 0, 1 tensor: weight_decay=0.1, lr=0.25, momentum=0.9")
         assert one.startswith("  group 1, 1 tensor: lr=0.5, momentum=0.9")
         assert server.startswith("  server 0 by shm: ")

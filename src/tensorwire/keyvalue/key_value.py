@@ -19,6 +19,7 @@ from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
+from tensorwire.store.compression import parse_compression
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
@@ -67,6 +68,9 @@ class KeyValue(RowKeys):
             ``"package.module:function"``; servers import it, workers do not.
         reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
+        compression: By what code arrays of floating-point numbers are pushed, as for ``StoreOptimizer``: ``"fp16"``,
+            ``"bf16"``, ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. What a code leaves out is
+            added to this worker's next push of the key. None: pushes are not coded. Pulls never are.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
 
     Attributes:
@@ -84,6 +88,7 @@ class KeyValue(RowKeys):
         *,
         reduce: str = "sum",
         bucket_bytes: int = BUCKET_BYTES,
+        compression: str | None = None,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -97,6 +102,7 @@ class KeyValue(RowKeys):
         if reduce not in ("sum", "mean"):
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
         self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
+        self._compression = str(parse_compression(compression) or "")
         self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
         self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
@@ -168,7 +174,7 @@ class KeyValue(RowKeys):
 
         Raises:
             ArgumentError: A key exists, or a value is no such array. Nothing was added.
-            Unsupported: The store does not hold this dtype. Nothing was added.
+            Unsupported: The store does not hold this dtype, or compression does not code it. Nothing was added.
             PlanMismatch: The workers' keys differ.
             WaitTimeout: Another worker did not come in time.
             JobEnded: The job ended; the message says why.
@@ -352,6 +358,8 @@ class KeyValue(RowKeys):
                 raise ArgumentError(wrong)
             if self.rank == 0:
                 self._set(arrays)
+            for store in self._stores:
+                store.forget()
             self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def _read(self, path: str | os.PathLike[str]) -> tuple[list[tuple[SavedArray, Any]], str]:
@@ -410,6 +418,7 @@ class KeyValue(RowKeys):
             folders=folders_with([module_file(module.partition(".")[0])]) if foreign else [],
             mode_settings=settings_of(self._mode),
             keys=True,
+            compression=self._compression,
         )
         store = join_with(self._worker, spec, KeyClient)
         self._stores.append(store)

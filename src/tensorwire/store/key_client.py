@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
@@ -19,6 +20,7 @@ from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
 from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store.bucket_code import encoders
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.key_layout import (
     DEPTH,
@@ -61,6 +63,9 @@ class KeyClient:
         for mine in self.buckets:
             mine.sort(key=lambda b: b.first)
         self._slots = memoryview(self._place_slots())
+        # What is filled: the slots, or where pushes are coded memory of our own, laid out like them.
+        self._filled = np.zeros(plan.space_bytes, np.uint8).data if spec.compression else self._slots
+        self._encoders = encoders(spec, plan, self._filled)  # by bucket number
         self._values = memoryview(self._place_values())
         count = sum(map(len, plan.buckets))
         self.asked = [0] * count  # by the bucket's number: answers that were asked for
@@ -108,7 +113,7 @@ class KeyClient:
     def slot(self, tensor: int) -> memoryview:
         """Where the elements of a tensor are to be before they are pushed; see `wait_for_slot`."""
         at = self.plan.offsets[tensor]
-        return self._slots[at : at + self.plan.tensors[tensor].nbytes]
+        return self._filled[at : at + self.plan.tensors[tensor].nbytes]
 
     def value(self, tensor: int) -> memoryview:
         """What the last answered pull of a tensor brought."""
@@ -140,6 +145,25 @@ class KeyClient:
         gather(room, values, room.nbytes >= STREAMING_BYTES)
         counters.add(copies=1, copied_bytes=room.nbytes)
 
+    def forget(self) -> None:
+        """Values were set: nothing is left to be added to the next pushes."""
+        for encoder in self._encoders.values():
+            encoder.reset(self._slots)
+
+    def _encode(self, operation: KeyOperation, bucket: Bucket) -> int:
+        """Brings what was filled into the slot of a bucket, where it is not there. Returns how many bytes travel."""
+        if not self.spec.compression:
+            return bucket.nbytes
+        filled, slot = (memory[bucket.space : bucket.space + bucket.nbytes] for memory in (self._filled, self._slots))
+        encoder = self._encoders.get(bucket.number) if operation in PUSHES else None
+        nbytes = bucket.nbytes if encoder is None else encoder.nbytes
+        if encoder is None:
+            slot[:] = filled
+        else:
+            encoder.encode(b"\1", slot, slot)
+        counters.add(copies=1, copied_bytes=nbytes)
+        return nbytes
+
     # ---- requests
 
     def request(self, operation: KeyOperation, tensors: Iterable[int], options: bytes, urgency: int = 0) -> None:
@@ -168,10 +192,11 @@ class KeyClient:
 
     def _send(self, server: int, operation: KeyOperation, buckets: list[Bucket], options: bytes, urgency: int) -> None:
         carrying = operation in _CARRYING
+        sizes = [self._encode(operation, bucket) for bucket in buckets] if carrying else []
         if operation in PUSHES:
             self._produced[server] += len(buckets)
             counters.add(pushes=len(buckets))
-        self._links[server].send(operation, buckets, options, urgency, carrying=carrying)
+        self._links[server].send(operation, buckets, options, urgency, sizes)
         if not self._together and operation not in _WANTING:
             return
         for bucket in buckets:
@@ -273,9 +298,17 @@ class _Link:
         return bucket not in self._places and self._looked.value >= self._last[bucket]
 
     def send(
-        self, operation: KeyOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, *, carrying: bool
+        self,
+        operation: KeyOperation,
+        buckets: Sequence[Bucket],
+        options: bytes,
+        urgency: int,
+        sizes: Sequence[int] = (),
     ) -> None:
-        """Sends a request, now or in its turn. Raises `WaitTimeout` where the server takes no more."""
+        """Sends a request, now or in its turn. Raises `WaitTimeout` where the server takes no more.
+
+        ``sizes``: how many bytes of each bucket's slot travel with it; empty: none.
+        """
         self._accepted = number = self._accepted + 1
         if self._window is None:
             self._write(operation, buckets, options)
@@ -286,29 +319,28 @@ class _Link:
             for bucket in buckets:  # no request overtakes an earlier one for the same bucket
                 urgency = max(urgency, self._places.get(bucket.index, (urgency, 0))[0])
             self._places.update((bucket.index, (urgency, number)) for bucket in buckets)
-        nbytes = sum(b.nbytes for b in buckets) if carrying else 0
-        runs = self._runs(buckets) if carrying else []
+        runs = self._runs(buckets, sizes) if sizes else []
         self._window.submit(
-            (urgency, 0), nbytes, partial(self._write_in_turn, number, operation, buckets, options, runs)
+            (urgency, 0), sum(sizes), partial(self._write_in_turn, number, operation, buckets, options, runs)
         )
 
     def announce(self, operation: KeyOperation, options: bytes) -> int:
         """Sends a request that names no bucket, after all others, and returns its number."""
         if self._window is not None:
             self._window.flush(self._client.timeout)
-        self.send(operation, (), options, 0, carrying=False)
+        self.send(operation, (), options, 0)
         return self._number
 
-    def _runs(self, buckets: Sequence[Bucket]) -> list[tuple[int, int, int]]:
-        """Spans ``(space, shard, nbytes)`` of slots that lie side by side."""
+    def _runs(self, buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Spans ``(space, shard, nbytes)`` of what travels from slots that lie side by side."""
         runs: list[tuple[int, int, int]] = []
-        for b in sorted(buckets, key=lambda b: b.space):
+        for b, size in sorted(zip(buckets, sizes, strict=True), key=lambda each: each[0].space):
             if runs:
                 space, shard, nbytes = runs[-1]
                 if (b.space, b.shard) == (space + nbytes, shard + nbytes):
-                    runs[-1] = (space, shard, nbytes + b.nbytes)
+                    runs[-1] = (space, shard, nbytes + size)
                     continue
-            runs.append((b.space, b.shard, b.nbytes))
+            runs.append((b.space, b.shard, size))
         return runs
 
     def _write_in_turn(

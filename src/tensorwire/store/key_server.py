@@ -23,6 +23,7 @@ from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import PlanMismatch, ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.key_layout import (
     DEPTH,
@@ -140,7 +141,7 @@ class KeyServer:
         else:
             for index in request.buckets:
                 with self._buckets[index].lock:
-                    self.rule.assign(index, link.pushes[index].slot, 0)
+                    self.rule.assign(index, link.slots[index], 0)
                     if self._together:
                         link.answer(index)
 
@@ -154,6 +155,7 @@ class KeyServer:
         wants = request.operation is KeyOperation.PUSHPULL
         for index in request.buckets:
             bucket = self._buckets[index]
+            link.decode(index)
             with bucket.lock:
                 self.rule.update(index, (link.pushes[index],), request.options)
                 bucket.version += 1
@@ -173,6 +175,7 @@ class KeyServer:
         link.options = request.options
         for index in request.buckets:
             bucket = self._buckets[index]
+            link.decode(index)
             with bucket.lock:
                 if any(other is link for other, _ in bucket.here):
                     raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
@@ -274,7 +277,10 @@ class _Link:
         places = [memory[layout.place(n) : layout.place(n + 1)] for n in range(DEPTH)]
         self._requests = Consumer(Word(self._inbox, 0, self._channel), slots=places)
         slots = memory[layout.slots :]
-        self.pushes = [Push(index, slots[b.shard : b.shard + b.nbytes], b"\1") for b in self._plan_buckets]
+        self.slots = [slots[b.shard : b.shard + b.nbytes] for b in self._plan_buckets]
+        self._decoders = decoders(server.spec, self._plan_buckets)
+        decoded = zip(self.slots, self._decoders, strict=True)
+        self.pushes = [Push(index, slot if d is None else d.memory, b"\1") for slot, d in decoded]
         # Where the worker's memory cannot be mapped, values leave from a copy: they may change while they travel.
         maps = device.capabilities.maps
         self._source = None if maps else device.allocate(plan.shard_bytes[server.index])
@@ -328,6 +334,12 @@ class _Link:
     def take(self, number: int) -> None:
         """Tells the worker that requests up to this one have been looked at."""
         self._requests.release(number)
+
+    def decode(self, bucket: int) -> None:
+        """What the worker has pushed to a bucket is there; once a request."""
+        decoder = self._decoders[bucket]
+        if decoder is not None:
+            decoder.decode(self.slots[bucket])
 
     def answer(self, bucket: int, *, wants: bool = False) -> None:
         """Answers the next request for a bucket, by its values if these are wanted. The caller holds its lock."""

@@ -11,7 +11,6 @@ from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.consensus import agreed
 from tensorwire.store.ready_queue import ReadyQueue
-from tensorwire.store.rules import Push
 from tensorwire.store.sameness import Sameness
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
@@ -90,7 +89,7 @@ class Lockstep:
         kept: list[int] = []
         for bucket in self._arriving():
             ready = clock()
-            pushes = [Push(w.index, w.slots[bucket], self._present(w, bucket)) for w in self.workers]
+            pushes = [w.push(bucket, self._present(w, bucket)) for w in self.workers]
             if self._sameness.watching:
                 self._sameness.compare([p.slot for p in pushes], [p.present for p in pushes])
             self.rule.reduce(bucket, pushes, self._divisor, keep=later)

@@ -246,9 +246,8 @@ class _Rounds:
             self._late = list(buckets)
 
     def push(self, bucket: int, weight: float) -> Push:
-        """What the worker has in its slot of a bucket."""
-        worker = self._worker
-        return Push(worker.index, worker.slots[bucket], bytes(worker.present[bucket]), weight)
+        """What the worker has pushed to a bucket in this round; asked for once a round."""
+        return self._worker.push(bucket, bytes(self._worker.present[bucket]), weight)
 
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs; worker 0's values count."""
@@ -282,5 +281,8 @@ class _Rounds:
         if source.data_ptr() != self._answers[bucket].data_ptr():
             self._answers[bucket].copy_(source)
             counters.add(copies=1, copied_bytes=memory.nbytes)
+        decoder = self._worker.decoders[bucket]
+        if decoder is not None:
+            decoder.answered(memory, first=first)
         pull.send(step)
         self.based[bucket] = self._clocks.versions[bucket]

@@ -9,9 +9,10 @@ from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
-from tensorwire.store.rules import make_rule, versions
+from tensorwire.store.rules import Push, make_rule, versions
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
@@ -31,11 +32,16 @@ class WorkerLink:
         self.memory = memoryview(self.inbox)
         buckets = server.plan.buckets[server.index]
         gradients = self.memory[self.layout.slots :]
-        self.slots = [gradients[b.shard : b.shard + b.nbytes] for b in buckets]
+        self._arriving = [gradients[b.shard : b.shard + b.nbytes] for b in buckets]
+        self.decoders = decoders(server.spec, buckets)
+        # What the rule sees of a push: what has arrived, or what comes of decoding it.
+        self.slots = [slot if d is None else d.memory for slot, d in zip(self._arriving, self.decoders, strict=True)]
         self.present = [self.memory[start : start + nbytes] for start, nbytes in self.layout.present]
         self.head = self._consumer(self.layout.head_word, self.layout.head, header_bytes(len(server.spec.numeric)))
         self.norm = self._consumer(self.layout.norm_word, self.layout.norm, NORM.size)
-        self.pushes = [Consumer(self._word(self.layout.word(b.index)), slots=[self.slots[b.index]]) for b in buckets]
+        self.pushes = [
+            Consumer(self._word(self.layout.word(b.index)), slots=[self._arriving[b.index]]) for b in buckets
+        ]
         self._maps = self.channel.device.capabilities.maps
         self.pulls: list[Producer] = []
         self.norm_back: Producer
@@ -46,6 +52,13 @@ class WorkerLink:
 
     def _consumer(self, word: int, offset: int, nbytes: int) -> Consumer:
         return Consumer(self._word(word), slots=[self.memory[offset : offset + nbytes]])
+
+    def push(self, bucket: int, present: bytes, weight: float = 1.0) -> Push:
+        """What the worker has pushed, which is decoded once if it is coded."""
+        decoder = self.decoders[bucket]
+        if decoder is not None and any(present):
+            decoder.decode(self._arriving[bucket])
+        return Push(self.index, self.slots[bucket], present, weight)
 
     def open(self, server: Shard, endpoint: WorkerEndpoint) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
@@ -16,6 +17,7 @@ from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.bucket_code import encoders
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.modes import Sync
 from tensorwire.store.send_window import SendWindow
@@ -79,11 +81,11 @@ class _Server:
             label=f"{self.name}, bucket {bucket.index}",
         )
 
-    def push_later(self, bucket: Bucket, step: int, present: bytes | None) -> Completion:
+    def push_later(self, bucket: Bucket, step: int, nbytes: int | None, present: bytes | None) -> Completion:
         """Sends a bucket in its turn; ahead of it ``present``, as `put_present`, if that has changed."""
         if present is not None:
             self.put_present(bucket.index, present)
-        return self.pushes[bucket.index].send(step)
+        return self.pushes[bucket.index].send(step, nbytes=nbytes)
 
     def put_present(self, bucket: int, present: bytes) -> None:
         """Tells the server which pieces of a bucket have a gradient: one byte per piece, ahead of the bucket."""
@@ -110,9 +112,10 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
     where others do not come.
     """
     spec.encoded()
+    coded = f"compression {spec.compression or None}\n"
     rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.source}"
     member.client.compare(
-        name, spec.digest(plan), f"{spec.versions}\n{rule}\nmode {spec.mode!r}\n{plan.describe()}", workers
+        name, spec.digest(plan), f"{spec.versions}\n{rule}\nmode {spec.mode!r}\n{coded}{plan.describe()}", workers
     )
 
 
@@ -136,12 +139,15 @@ class StoreClient:
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.buffers)]
         self.gradients = self._place_gradients()
+        filled = np.zeros(plan.space_bytes if spec.compression else 0, np.uint8).data
+        self._encoders = encoders(spec, plan, filled)  # by bucket number; their memory is then what is filled
         # By the buckets' numbers: which pieces had a gradient, the round in which it was pushed last, and where its
         # pieces go.
         self._present = [b""] * len(self.order)
         self._pushed = [0] * len(self.order)
         self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
         self._updating = False  # in a round whose pushes are gradients
+        self._assigning = False  # in one that sets values
         self._produced = [0] * plan.servers  # pushes of gradients, by server
         self._log = FateLog(name, member.name)
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
@@ -230,21 +236,31 @@ class StoreClient:
         self.step += 1
         self.updates += operation in STEPS
         self._updating = operation is StepOperation.UPDATE
+        self._assigning = operation is StepOperation.ASSIGN
         block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm, weight, fragment))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
 
     def slot(self, bucket: Bucket) -> memoryview:
-        """The memory that this round's gradients of a bucket are to be born in; it is the same in every round."""
+        """The memory that this round's gradients of a bucket are to be put into; it is the same in every round."""
         if self.own_clock:
             self.wait_for(bucket, self._pushed[bucket.number])
         self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 
     def memory(self, bucket: Bucket) -> memoryview:
-        """The slot itself, without asking whether it is free: for views that are made once."""
+        """The same, without asking whether it is free: for views that are made once."""
+        encoder = self._encoders.get(bucket.number)
+        return self._slot(bucket) if encoder is None else encoder.memory
+
+    def _slot(self, bucket: Bucket) -> memoryview:
         return memoryview(self.gradients)[bucket.space : bucket.space + bucket.nbytes]
+
+    @property
+    def births(self) -> bool:
+        """Whether what is put into the memory of a bucket leaves from there, and is not coded first."""
+        return not self.spec.compression
 
     def is_free(self, bucket: Bucket) -> bool:
         """Whether the slot may be filled before its next round has begun: its server has read what was pushed last.
@@ -288,18 +304,40 @@ class StoreClient:
         if self._updating:
             self._produced[bucket.server] += 1
             counters.add(pushes=1)
+        nbytes = self._encode(bucket, here)
         if server.send_window is not None:
-            server.send_window.submit(bucket.first, bucket.nbytes, partial(server.push_later, bucket, self.step, news))
+            send = partial(server.push_later, bucket, self.step, nbytes, news)
+            server.send_window.submit(bucket.first, bucket.nbytes if nbytes is None else nbytes, send)
             return
         if news is not None:
             server.put_present(bucket.index, news)
-        server.pushes[bucket.index].send(self.step)
+        server.pushes[bucket.index].send(self.step, nbytes=nbytes)
+
+    def _encode(self, bucket: Bucket, present: bytes) -> int | None:
+        """Brings what was put into the memory of a bucket into its slot. Returns how many bytes travel; None: all."""
+        encoder = self._encoders.get(bucket.number)
+        if encoder is None:
+            return None
+        slot = self._slot(bucket)
+        nbytes = encoder.nbytes if self._updating else bucket.nbytes
+        if self._updating:
+            encoder.encode(present, self._answer(bucket), slot)
+        else:
+            slot[:] = encoder.memory
+        counters.add(copies=1, copied_bytes=nbytes)
+        return nbytes
+
+    def _answer(self, bucket: Bucket) -> memoryview:
+        """What a server has answered last."""
+        return memoryview(self.windows[0])[bucket.space : bucket.space + bucket.nbytes]
 
     def wait(self) -> None:
         """Waits until every bucket has this round's version. Raises `WaitTimeout` or, for a job that ended, why."""
         start = clock()
         for bucket in self.order:
             self.wait_for(bucket, self.step)
+            if self._assigning and bucket.number in self._encoders:
+                self._encoders[bucket.number].reset(self._answer(bucket))
         spans.add("wait", self.step, start, clock())
 
     def wait_for(self, bucket: Bucket, step: int) -> None:

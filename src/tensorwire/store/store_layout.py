@@ -9,6 +9,7 @@ import msgspec
 from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
+from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
@@ -26,8 +27,9 @@ class StoreSpec(msgspec.Struct, frozen=True):
     option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
-    still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every
-    tensor is a key, whose rounds are its own. ``table``: the only tensor is a table, of whose rows some travel.
+    still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every tensor is a key, whose
+    rounds are its own. ``compression``: the name of what pushes are coded by; empty: they are not. ``table``: the only
+    tensor is a table, of whose rows some travel.
     """
 
     versions: str
@@ -45,6 +47,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     together: bool = False
     mode_settings: dict[str, Any] = msgspec.field(default_factory=lambda: settings_of(Sync()))
     keys: bool = False
+    compression: str = ""
     table: TableSpec | None = None
 
     @property
@@ -53,7 +56,9 @@ class StoreSpec(msgspec.Struct, frozen=True):
         return mode_of(self.mode_settings)
 
     def plan(self, servers: int) -> StorePlan:
-        """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none."""
+        """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none, or cannot be coded."""
+        if self.compression:
+            check_dtypes(self.tensors)
         return make_plan(
             self.tensors,
             servers,

@@ -51,11 +51,12 @@ class LocalTraining:
         mode: Local,
         inner: Callable[[], None],
         bucket_bytes: int,
+        compression: str,
     ) -> None:
         self._worker, self._mode, self._inner = worker, mode, inner
         self.params = [p for _, p in named]
         self._options: list[float] = []
-        spec = self._spec(named, bucket_bytes)
+        spec = self._spec(named, bucket_bytes, compression)
         self._check(spec, worker.num_servers)
         self.client: StoreClient = join_store(worker, spec)
         if worker.rank == 0:
@@ -72,7 +73,7 @@ class LocalTraining:
         self._loaded: dict[str, Any] | None = None  # what the next step is to begin from
         self.assign()
 
-    def _spec(self, named: Sequence[tuple[str, torch.nn.Parameter]], bucket_bytes: int) -> StoreSpec:
+    def _spec(self, named: Sequence[tuple[str, torch.nn.Parameter]], bucket_bytes: int, compression: str) -> StoreSpec:
         tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
         mode, rule, group = self._mode, MEAN, dict[str, Any]()
         if isinstance(mode, EASGD):
@@ -84,8 +85,17 @@ class LocalTraining:
         fixed = options.plain([group])
         numeric = options.numeric(fixed)
         self._options = options.values([group], numeric)
-        settings = settings_of(mode)
-        return StoreSpec(versions(), tensors, rule, fixed, numeric, bucket_bytes, False, mode_settings=settings)
+        return StoreSpec(
+            versions(),
+            tensors,
+            rule,
+            fixed,
+            numeric,
+            bucket_bytes,
+            False,
+            mode_settings=settings_of(mode),
+            compression=compression,
+        )
 
     def _check(self, spec: StoreSpec, servers: int) -> None:
         """What the mode does not go with is refused before anything is agreed on."""

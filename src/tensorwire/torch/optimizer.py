@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.compression import parse_compression
 from tensorwire.store.foreign import folders_of, source_of
 from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync
@@ -78,6 +80,9 @@ class StoreOptimizer(torch.optim.Optimizer):
             ``EASGD()``, ``LocalSGD()`` or ``DiLoCo()``. In other modes than Sync, each worker uses its own options,
             ``reduce`` means nothing, and the workers may take different numbers of steps. In the last three, the class
             updates the parameters in this worker, and the store is for the exchanges with others.
+        compression: By what code workers push, the same on all of them: ``"fp16"``, ``"bf16"``, ``"2bit(threshold)"``,
+            ``"topk(fraction)"`` or ``"int8(block)"``. What a code leaves out is kept by the worker, which adds it to
+            its next push. None: pushes are not coded. What servers send never is.
         **options: Options of the class or the function, such as ``lr``. ``step()`` reads them again from
             ``param_groups``; worker 0's count.
 
@@ -106,6 +111,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         reduce: str = "mean",
         bucket_bytes: int = BUCKET_BYTES,
         mode: Mode = _SYNC,
+        compression: str | None = None,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -120,7 +126,10 @@ class StoreOptimizer(torch.optim.Optimizer):
         origin = find_origin(given, optimizer, options)
         self._class = origin.optimizer_class
         _check_mode(mode, overlap, origin.defaults)
-        self._settings = _settings(origin, bucket_bytes, reduce, overlap, mode)
+        self._settings = replace(
+            _settings(origin, bucket_bytes, reduce, overlap, mode),
+            compression=str(parse_compression(compression) or ""),
+        )
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
         self.grad_norm: float | None = None
@@ -156,7 +165,9 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._inner = build(self._class, self.param_groups)
         self._link_inner()
         named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
-        self._local = LocalTraining(self._worker, named, mode, self._inner.step, bucket_bytes)
+        self._local = LocalTraining(
+            self._worker, named, mode, self._inner.step, bucket_bytes, self._settings.compression
+        )
         params = self._local.params
         for handle in watch_loading(params, owners(params, modules), self._local.note_written):
             self._worker.at_close(handle.remove)
@@ -447,6 +458,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             max_grad_norm=self.max_grad_norm,
             error_if_nonfinite=self.error_if_nonfinite,
             mode=self._settings.mode,
+            compression=self._settings.compression or None,
         )
 
     @property

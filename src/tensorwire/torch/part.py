@@ -46,6 +46,7 @@ class StoreSettings:
     source: str = ""
     folders: list[str] = field(default_factory=list)
     mode: Mode = field(default_factory=Sync)
+    compression: str = ""  # by name; empty: none
 
 
 class Part:
@@ -114,6 +115,7 @@ class Part:
             settings.folders,
             looks_at_all(settings.rule),
             settings_of(settings.mode),
+            compression=settings.compression,
         )
         return join_store(worker, spec)
 

@@ -36,7 +36,7 @@ class GradientSlot:
 
         It does not wait; the push, which copies gradients of other memory, does. Raises what became of the last push.
         """
-        if not self.nbytes or self.taken or os.getpid() != self._pid:
+        if not self.nbytes or not self._client.births or self.taken or os.getpid() != self._pid:
             return None
         return self._place if all(map(self._client.is_free, self._buckets)) else None
 

@@ -1,0 +1,190 @@
+"""``StoreOptimizer(compression=)``: digits are learned as without it; what is refused; what is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
+from tensorwire.store.modes import Mode
+from tests.harness.jobs import run_job
+from tests.levels import mostly_slow
+
+CODES = ["fp16", "bf16", "2bit(0.02)", "topk(0.01)", "int8"]
+MODES: list[Mode] = [
+    Sync(),
+    Async(),
+    SSP(staleness=2),
+    LocalSGD(every=4),
+    EASGD(every=4),
+    DiLoCo(every=4, outer=SGD(lr=0.7, momentum=0.5)),
+]
+MARGIN = 0.03, 0.06  # of the share of test images that are told right: where rounds are those of all, and elsewhere
+EPOCHS = 8
+Data = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+
+
+def digits() -> Data:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = np.random.default_rng(1).permutation(len(found.target))
+    return (found.data[order] / 16).astype("f4"), found.target[order]
+
+
+def learn(job: tw.Job, mode: Mode, data: Data) -> list[float]:
+    """The share of 360 test images that are told right: without compression, then with each code."""
+    images, labels = map(torch.from_numpy, data)
+    mine = torch.arange(360 + job.rank, len(labels), job.num_workers)
+    shares = []
+    for name in (None, *CODES):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+        optimizer = tw.torch.StoreOptimizer(model, torch.optim.SGD, lr=0.2, mode=mode, compression=name)
+        generator = torch.Generator().manual_seed(job.rank)
+        for _ in range(EPOCHS):
+            for batch in mine[torch.randperm(len(mine), generator=generator)].split(16):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+                optimizer.step()
+        optimizer.wait()
+        with torch.no_grad():
+            shares.append(float((model(images[:360]).argmax(1) == labels[:360]).float().mean()))
+    return shares
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, MODES[:1]), ids=repr)
+def test_digits_are_learned_as_without_compression(mode: Mode) -> None:
+    margin = MARGIN[not isinstance(mode, (Sync, LocalSGD, DiLoCo))]
+    for plain, *coded in run_job(learn, mode, digits()).ok():
+        assert plain > 0.9
+        for name, share in zip(CODES, coded, strict=True):
+            assert share >= plain - margin, name
+
+
+def test_overlap_changes_no_bits_of_what_is_coded() -> None:
+    apart, beside = (run_job(ends, overlap, device="tcp").ok() for overlap in (False, True))
+    assert torch.equal(apart[0], beside[0])
+    assert torch.equal(beside[0], beside[1])
+
+
+def ends(job: tw.Job, overlap: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
+    options = {"overlap": overlap, "compression": "topk(0.05)", "bucket_bytes": 64 << 10}
+    optimizer = tw.torch.StoreOptimizer(model, torch.optim.SGD, lr=0.5, **options)
+    torch.manual_seed(job.rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+    optimizer.wait()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# ---- what is not finite, and values that users set
+
+
+def not_finite(job: tw.Job) -> list[tuple[str, bool, float]]:
+    return [(name, *one_not_finite(job, name)) for name in CODES]
+
+
+def one_not_finite(job: tw.Job, name: str) -> tuple[bool, float]:
+    p = torch.nn.Parameter(torch.zeros(600))
+    options = {"compression": name, "error_if_nonfinite": True}
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, **options)
+    p.grad = torch.zeros(600)
+    p.grad[7] = float("nan") if job.rank else 0.0
+    with pytest.raises(errors.NonFiniteGradient):
+        optimizer.step()
+    p.grad = torch.full((600,), 0.02)
+    optimizer.step()
+    return bool(p.detach().isfinite().all()), float(p.detach().abs().max())
+
+
+def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind() -> None:
+    for found in run_job(not_finite).ok():
+        for name, finite, largest in found:
+            assert finite, name
+            assert largest == pytest.approx(0.02, rel=0.01), name
+
+
+def write(job: tw.Job, mode: Mode) -> list[list[float]]:
+    """Half of the threshold is left out, until values are set."""
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode, compression="2bit(1)")
+    seen = []
+    for step in range(3):
+        p.grad = torch.full((64,), -0.5)
+        if step == 1:
+            with torch.no_grad():
+                p.fill_(10.0 + job.rank)
+            optimizer.write_parameters()
+        optimizer.step()
+        seen.append(p.tolist()[:2])
+    return seen
+
+
+@pytest.mark.parametrize("mode", [Sync(), LocalSGD(every=1), DiLoCo(every=1, outer=SGD(1.0, 0.0, False))], ids=repr)
+def test_values_that_are_set_leave_nothing_out(mode: Mode) -> None:
+    for seen in run_job(write, mode).ok():
+        assert seen == [[0.0] * 2, [10.0] * 2, [11.0] * 2]
+
+
+def set_centre(job: tw.Job) -> list[list[float]]:
+    p = torch.nn.Parameter(torch.zeros(64))
+    options = {"mode": EASGD(every=1, alpha=0.5), "compression": "fp16"}
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, **options)
+    with torch.no_grad():
+        p.fill_(4096.0)
+    optimizer.write_parameters()
+    p.grad = torch.full((64,), -1.0)
+    optimizer.step()  # from 4,096 to 4,097, which fp16 could not tell apart as values
+    return [p.tolist()[:2]]
+
+
+def test_an_estimate_follows_values_that_are_set() -> None:
+    assert run_job(set_centre, workers=1).ok() == [[[4096.5, 4096.5]]]
+
+
+# ---- what is refused
+
+
+def refused(job: tw.Job) -> list[str]:
+    found = []
+    single, double = (("p", torch.nn.Parameter(torch.zeros(3, dtype=d))) for d in (torch.float32, torch.float64))
+    for named, name in ((single, "2bit(0)"), (single, "topk(1.5)"), (single, "zip"), (double, "fp16")):
+        for mode in (Sync(), LocalSGD()):
+            try:
+                tw.torch.StoreOptimizer([named], torch.optim.SGD, lr=0.1, mode=mode, compression=name)
+            except errors.TensorwireError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    tw.torch.StoreOptimizer([single], torch.optim.SGD, lr=0.1, compression="fp16").step()  # nothing was left behind
+    return found
+
+
+def test_what_is_no_compression_or_cannot_be_coded_is_refused() -> None:
+    (said,) = run_job(refused, workers=1).ok()
+    assert said[::2] == said[1::2]
+    threshold, fraction, name, dtype = said[::2]
+    assert threshold.startswith("ArgumentError: 2bit needs a threshold above 0")
+    assert fraction.startswith("ArgumentError: topk needs a fraction above 0 and below 1")
+    assert name.startswith("ArgumentError: compression must be 'fp16', 'bf16'")
+    assert dtype.startswith("Unsupported: compression computes in float32, and 'p' is of float64")
+
+
+def differ(job: tw.Job) -> None:
+    named: Any = [("p", torch.nn.Parameter(torch.zeros(3)))]
+    tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=0.1, compression=f"topk(0.{job.rank + 1})")
+
+
+def test_workers_with_different_compressions_are_told_so() -> None:
+    ended = run_job(differ)
+    assert ended.cause is not None
+    assert "compression topk(0.1)" in str(ended.cause)
+    assert "compression topk(0.2)" in str(ended.cause)
