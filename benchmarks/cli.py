@@ -81,8 +81,11 @@ def edge(**options: Any) -> None:
 @workload("Whose tensors: all, or " + ", ".join(MODELS) + "; tiny to try it out.", "tiny")
 @processes
 @_peer_python
+@click.option(
+    "--part", type=click.Choice(["steps", "pushes"]), default="steps", show_default=True, help="pushes: of 4 KiB."
+)
 def store(**options: Any) -> None:
-    """The parameter store's step, push and pull, beside a store on gRPC."""
+    """The parameter store's step, push and pull, or small pushes to its keys, beside a store on gRPC."""
     _run("store", **options)
 
 

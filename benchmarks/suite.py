@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks import edges, graphs, report, stores, training, writes
@@ -90,6 +90,9 @@ def _edge(options: Options, settings: Settings, notes: Notes) -> list[Record]:
 
 def _store(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     libraries = Libraries(options.peer_python, notes)
+    if options.part == "pushes":
+        settings = replace(settings, rounds=options.rounds or (1 if options.quick else 5))
+        return compare_all(stores.pushes(options.devices, libraries), settings, notes)
     return suite.update(options, settings, notes, partial(stores.workloads, libraries=libraries))
 
 

@@ -21,6 +21,11 @@ MODES: Mapping[str, Mode] = {
 }
 
 
+def bucket_bytes(mode: Mode) -> int:
+    """Smaller buckets where there are fragments, so that small models have enough of them."""
+    return 2**20 if isinstance(mode, DiLoCo) and mode.fragments > 1 else 2**22
+
+
 def waits(mode: Mode) -> bool:
     """Whether a worker may have to wait for the steps of another one, so that all are to take the same number."""
     if isinstance(mode, DiLoCo):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import data
 import torch
-from modes import MODES, waits
+from modes import MODES, bucket_bytes, waits
 from pace import Pace
 from progress import Progress
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -61,7 +61,12 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
     loader = DataLoader(train_set, args.batch, sampler=sampler, drop_last=True)
     mode = MODES[args.mode]
     optimizer = tw.torch.StoreOptimizer(  # 3
-        model.named_parameters(), torch.optim.SGD, mode=mode, lr=LEARNING_RATE, momentum=MOMENTUM
+        model.named_parameters(),
+        torch.optim.SGD,
+        mode=mode,
+        bucket_bytes=bucket_bytes(mode),
+        lr=LEARNING_RATE,
+        momentum=MOMENTUM,
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     if job.rank == 0:
