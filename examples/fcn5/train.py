@@ -24,6 +24,7 @@ import tensorwire as tw  # 1
 from tensorwire.observe import spans
 
 LEARNING_RATE, MOMENTUM, WARM_UP_STEPS = 0.02, 0.9, 10
+POINTS = 200  # of the curve of losses
 
 
 def fcn5(width: int) -> torch.nn.Sequential:
@@ -73,6 +74,7 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
         print(f"store: {optimizer.summary()}", flush=True)
     pace = Pace(job, args.seconds, together=waits(mode))
     losses: deque[float] = deque(maxlen=20)
+    curve = []
     with Progress("training", "step", quiet=job.rank != 0) as progress:
         for batch, labels in pace.over(endless(loader, sampler)):
             optimizer.zero_grad()
@@ -83,13 +85,15 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
 
             losses.append(loss.item())
             mean = sum(losses) / len(losses)
+            curve.append((pace.steps + 1, pace.seconds, mean))
             rate = args.batch * job.num_workers * pace.steps_a_second
             text = f"loss {mean:.3f}, {rate:,.0f} samples/s, {pace.seconds_left:.0f} s left"
             progress.show(pace.steps + 1, pace.total, text)
     optimizer.wait()
     spans.facts["steady"] = {"steps": pace.steady_steps, **vars(pace.steady)}
     spans.facts["pace"] = {"steps": pace.steps, "samples_per_second": args.batch * pace.steps_a_second}
-    return {"mode": args.mode, "steps": pace.steps, "seconds": pace.seconds, "loss": mean}
+    curve = curve[:: 1 + len(curve) // POINTS]
+    return {"mode": args.mode, "steps": pace.steps, "seconds": pace.seconds, "loss": mean, "curve": curve}
 
 
 @torch.inference_mode()

@@ -38,6 +38,7 @@ MODES = {
     "sample": "training at a stated pace; time per sample of all workers",
     "paced-step": "the same; time per step of the slowest worker",
     "training-step": "forward, backward and update; the slowest worker",
+    "convergence": "a whole training; its seconds, and in `details` the accuracy that it reached",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
@@ -102,8 +103,9 @@ class Record:
     how: str | None = None
 
     def unjudged(self) -> Record:
-        """The same without ratio and verdict, as on a busy machine; a verdict on counts stays."""
-        return replace(self, ratio=None, met=self.met if self.target == COUNTED else None)
+        """The same without ratio and verdict, as on a busy machine; a verdict on counts or accuracy stays."""
+        lasting = self.target == COUNTED or self.mode == "convergence"
+        return replace(self, ratio=None, met=self.met if lasting else None)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
