@@ -1,4 +1,4 @@
-"""``tensorwire bench store --part``, of training modes: what its programs check, and short runs; no figure is judged."""
+"""``tensorwire bench store --part``, of training modes: what its programs check, and short runs."""
 
 from __future__ import annotations
 
