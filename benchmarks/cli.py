@@ -10,6 +10,7 @@ import click
 from tensorwire.cli import bench_options, run_command
 from tensorwire.cli.bench_options import MODELS, devices, link, names, plain, processes, shown, sizes, workload
 
+_MODES = ("sync", "async", "ssp", "easgd", "localsgd", "diloco", "streaming", "decoupled")
 _TRANSFORMERS = ("bert", "llama", "vit")
 
 
@@ -44,6 +45,7 @@ def group() -> None:
       python -m benchmarks train
       python -m benchmarks graph
       python -m benchmarks store
+      python -m benchmarks modes
       python -m benchmarks edge --sizes 64KiB,1MiB
       python -m benchmarks device --peers all
     """
@@ -81,8 +83,11 @@ def edge(**options: Any) -> None:
 @workload("Whose tensors: all, or " + ", ".join(MODELS) + "; tiny to try it out.", "tiny")
 @processes
 @_peer_python
+@click.option(
+    "--part", type=click.Choice(["steps", "pushes"]), default="steps", show_default=True, help="pushes: of 4 KiB."
+)
 def store(**options: Any) -> None:
-    """The parameter store's step, push and pull, beside a store on gRPC."""
+    """The parameter store's step, push and pull, or small pushes to its keys, beside a store on gRPC."""
     _run("store", **options)
 
 
@@ -142,6 +147,39 @@ def graph(**options: Any) -> None:
       python -m benchmarks graph --workload all --device shm,tcp --report graphs.png
     """
     _run("graph", **options)
+
+
+@group.command()
+@shown
+@click.option(
+    "--data",
+    "datas",
+    default="digits,fashion",
+    show_default=True,
+    metavar="NAMES",
+    callback=names("data", ("digits", "fashion")),
+    help="What to train on; fashion is Fashion-MNIST.",
+)
+@click.option(
+    "--modes",
+    default=",".join(_MODES),
+    show_default=True,
+    metavar="NAMES",
+    callback=names("mode", _MODES),
+    help="The demo's names of modes.",
+)
+@click.option("--seconds", type=click.FloatRange(1), default=20.0, show_default=True, help="Of each training.")
+@click.option("--width", type=click.IntRange(1), default=256, show_default=True, help="Of the hidden layers.")
+@devices("The store's transport: shm or tcp.", "shm", "shm", "tcp")
+@click.option("--report", default="", metavar="FILE", help="Draw the losses (.png, .svg, .pdf).")
+def modes(**options: Any) -> None:
+    """The demo in every training mode: whether it reaches its accuracy, and a picture of its losses.
+
+    \b
+      python -m benchmarks modes --report modes.svg
+      python -m benchmarks modes --width 4096 --seconds 75
+    """
+    _run("convergence", **options)
 
 
 def _run(name: str, **options: Any) -> None:

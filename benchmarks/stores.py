@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.libraries import KEEP, Libraries, Peer
-from tensorwire.bench import stores
+from tensorwire.bench import keys, stores
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.programs import Contender
 from tensorwire.bench.records import Target
@@ -18,6 +18,8 @@ from tensorwire.bench.stores import MIB, RULES, StoreJob
 LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
 _MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
 GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
+GRPC_PUSHES = replace(GRPC, script="grpc_pushes.py")
+_PUSHES_TCP = 8.0
 # Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
 _SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
 _TCP = 3.0
@@ -32,6 +34,24 @@ def workloads(job: StoreJob, devices: Sequence[str], libraries: Libraries) -> li
         contenders = (ours, *(replace(c, word=ours.word) for c in _grpc(job, rule, libraries)))
         target = _target(job, workload)
         made.append(replace(workload, contenders=contenders, limits=("grpc",), target=target))
+    return made
+
+
+def pushes(devices: Sequence[str], libraries: Libraries) -> list[Workload]:
+    """The package's small pushes beside gRPC: a message per push, as the store on gRPC has per bucket, and per call."""
+    made = []
+    program = libraries.program(GRPC_PUSHES)
+    arguments = (str(keys.PUSHES), str(keys.BYTES), "127.0.0.1")
+    commands = tuple((*program, role, *arguments) for role in ("server", "worker"))
+    for workload in (w for device in devices for w in keys.pushes(device)):
+        (ours,) = workload.contenders
+        theirs = Contender("grpc", commands, stopped=True, servers=1, environment=_MALLOC, word="one")
+        several = ours.word == "list"
+        contenders = [replace(theirs, word="split"), replace(theirs, name="grpc, a message per call", word="list")]
+        contenders = (contenders if several else [theirs]) if program else []
+        tcp = workload.device == "tcp" and several
+        target = Target(shares={"grpc": _PUSHES_TCP}) if tcp else workload.target
+        made.append(replace(workload, contenders=(ours, *contenders), limits=("grpc",), target=target))
     return made
 
 

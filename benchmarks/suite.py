@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks import edges, graphs, report, stores, training, writes
+from benchmarks import edges, graphs, modes, report, stores, training, writes
 from benchmarks.libraries import Libraries
 from tensorwire.bench import suite
 from tensorwire.bench.compare import Settings, compare_all
@@ -13,6 +13,7 @@ from tensorwire.bench.limits import Limits
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.suite import report_on
+from tensorwire.charts.curves import plot_curves
 from tensorwire.charts.figure import check_picture
 
 
@@ -27,6 +28,9 @@ class Options(suite.Options):
     report: str = ""
     workers: int = 2
     modes: tuple[str, ...] = ()
+    datas: tuple[str, ...] = ()
+    seconds: float = 20.0
+    width: int = 256
 
     @property
     def shrink(self) -> int:
@@ -75,6 +79,24 @@ def graph(options: Options) -> None:
         report.chart(records, options.report, described)
 
 
+def convergence(options: Options) -> None:
+    """``python -m benchmarks modes``."""
+    if options.report:
+        check_picture(options.report, option="--report")
+    trained: list[modes.Trainings] = []
+    report_on(options, partial(_convergence, trained), shared=True)
+    if options.report:
+        plot_curves(options.report, trained[0].curves)
+
+
+def _convergence(trained: list[modes.Trainings], options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    seconds = 3.0 if options.quick else options.seconds
+    device = options.devices[0]
+    found = modes.measure(options.datas, options.modes, device, seconds=seconds, width=options.width, notes=notes)
+    trained.append(found)
+    return found.records
+
+
 def _device(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     libraries = Libraries(options.peer_python, notes)
     made = writes.workloads(
@@ -91,6 +113,9 @@ def _edge(options: Options, settings: Settings, notes: Notes) -> list[Record]:
 
 def _store(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     libraries = Libraries(options.peer_python, notes)
+    if options.part == "pushes":
+        settings = replace(settings, rounds=options.rounds or (1 if options.quick else 5))
+        return compare_all(stores.pushes(options.devices, libraries), settings, notes)
     return suite.update(options, settings, notes, partial(stores.workloads, libraries=libraries))
 
 

@@ -3,6 +3,7 @@
 ::
 
     python examples/fcn5/demo.py
+    python examples/fcn5/demo.py --mode diloco
     python examples/fcn5/demo.py --compare grpc
 """
 
@@ -18,6 +19,7 @@ import beside
 import click
 import launch
 import table
+from modes import MODES
 
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.trace.parts import read_trace
@@ -30,7 +32,7 @@ def run(options: dict[str, Any], no_gate: bool, json_file: str | None) -> int:
     images, launcher = launch.prepare(options)
     description, gate = str(images), None if no_gate else images.gate
     print(f"starting the job: {_many(options, 'worker')}, {_many(options, 'server')}", flush=True)
-    script = launch.given(options, "data", "seconds", "batch", "width", "seed")
+    script = launch.given(options, "data", "seconds", "batch", "width", "seed", "mode")
     with tempfile.TemporaryDirectory(prefix="tensorwire-demo-") as folder:
         status = launch.start(launcher, [str(HERE / "train.py"), *script], folder)
         if status:
@@ -60,6 +62,7 @@ def _many(options: dict[str, Any], what: str) -> str:
 @click.option("--batch", type=click.IntRange(1), default=64, help="Images a worker and step.")
 @click.option("--width", type=click.IntRange(1), default=4096, help="Of the hidden layers.")
 @click.option("--seed", type=int, default=0)
+@click.option("--mode", type=click.Choice(list(MODES)), default="sync", help="How the workers take turns.")
 @click.option("--compare", type=click.Choice(["grpc"]), help="Instead: --steps with ours and with a store on gRPC.")
 @click.option("--steps", type=click.IntRange(5), default=25, help="Of each run of --compare.")
 @click.option("--no-gate", is_flag=True, help="Any accuracy will do.")

@@ -1,6 +1,6 @@
-"""A training of about so many seconds, in which every worker takes the same number of steps.
+"""A training of about so many seconds, in which workers that wait for each other take the same number of steps.
 
-Workers of a synchronous store go in step, so that they can agree on a number, but not each look at its own clock.
+Those go in step, so that they can agree on a number, but not each look at its own clock. Others do look at it.
 Worker 0 measures the first steps and says at which step it will know better; there, with two thirds done, it says
 which step is the last. That is two requests to the coordinator; from then on the job needs none.
 """
@@ -22,12 +22,12 @@ FIRST_MEASURED, FIRST_MEETING = 2, 6
 class Pace:
     """Hands out batches until the time is over, and measures.
 
-    ``steps``: taken so far. ``total``: the last step, None while not agreed. ``steady``: what this process counted in
-    the ``steady_steps`` steps after the agreement.
+    ``together``: all workers take the same number of steps. ``steps``: taken so far. ``total``: the last step, None
+    while it is not known. ``steady``: what this process counted in the ``steady_steps`` steps of about the last third.
     """
 
-    def __init__(self, job: Job, seconds: float) -> None:
-        self._job, self._seconds = job, seconds
+    def __init__(self, job: Job, seconds: float, *, together: bool) -> None:
+        self._job, self._seconds, self._together = job, seconds, together
         self._began = self._measured = time.monotonic()
         self._now = self._began
         self._meeting = FIRST_MEETING
@@ -48,7 +48,7 @@ class Pace:
             if self.steps == FIRST_MEASURED:
                 self._measured = self._now
             if self.steps == self._meeting:
-                self._meet()
+                self._look_ahead()
                 before = counters.snapshot()
             if self.steps == self.total:
                 break
@@ -73,11 +73,13 @@ class Pace:
             return max(0.0, self._seconds - self.seconds)
         return (self.total - self.steps) / self.steps_a_second
 
-    def _meet(self) -> None:
-        """All workers learn from worker 0 of the next meeting, or of the last step."""
+    def _look_ahead(self) -> None:
+        """To the step at which to look again, or to the last one: together, all learn of it from worker 0."""
         self._meetings += 1
         left = max(2, int((self._seconds - self.seconds) * self.steps_a_second))
-        there = self._job.broadcast(self.steps + (2 * left // 3 if self._meetings == 1 else left))
+        there = self.steps + (2 * left // 3 if self._meetings == 1 else left)
+        if self._together:
+            there = self._job.broadcast(there)
         if self._meetings == 1:
             self._meeting = there
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.tables import print_table
-from tensorwire.trace.parts import Parts, ProcessTrace, parts_of_trace, typical
+from tensorwire.trace.parts import Parts, ProcessTrace, average, parts_of_trace, typical
 
 MIB = 2**20
 PARTS = ("compute", "update", "exposed", "idle", "hidden")
@@ -14,14 +14,19 @@ PARTS = ("compute", "update", "exposed", "idle", "hidden")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished training. ``per_step``: what one worker counted in one steady step, the mean over workers."""
+    """A finished training. ``per_step``: what one worker counted in one steady step, the mean over workers.
+
+    ``steps``: each worker's. ``returned``, ``copied_back``: bytes that servers wrote, and copied, per worker and step.
+    """
 
     data: str
     gate: float | None
     result: dict[str, Any]
     parts: Parts
     per_step: dict[str, float]
+    steps: list[int]
     returned_bytes: float
+    copied_back: float
 
     @property
     def passed(self) -> bool:
@@ -36,9 +41,14 @@ def outcome(trace: dict[str, ProcessTrace], data: str, gate: float | None) -> Ou
     steady: list[Any] = [r.facts["steady"] for r in workers]
     per_step = {k: sum(s[k] / s["steps"] for s in steady) / len(steady) for k in steady[0] if k != "steps"}
     result: Any = trace["worker-0"].facts["result"]
-    rounds = result["steps"] + 1  # the first puts worker 0's values into the store
-    returned = sum(r.counters["bytes"] for r in servers) / rounds / len(workers)
-    return Outcome(data, gate, result, typical(parts_of_trace(trace)), per_step, returned)
+    paces: list[Any] = [r.facts["pace"] for r in workers]
+    result["samples_per_second"] = sum(p["samples_per_second"] for p in paces)
+    steps = [p["steps"] for p in paces]
+    rounds = sum(steps) + len(steps)  # the first puts worker 0's values into the store
+    returned, copied = (sum(r.counters[name] for r in servers) / rounds for name in ("bytes", "copied_bytes"))
+    # Where workers exchange now and then, the middle half of the steps would have no exchange.
+    step = (typical if result["mode"] == "sync" else average)(parts_of_trace(trace))
+    return Outcome(data, gate, result, step, per_step, steps, returned, copied)
 
 
 def rows(o: Outcome) -> list[tuple[str, str]]:
@@ -48,8 +58,9 @@ def rows(o: Outcome) -> list[tuple[str, str]]:
     return [
         ("data", o.data),
         ("model", f"FCN-5, {r['parameters']:,} parameters, {_mib(4 * r['parameters'])}"),
+        ("mode", r["mode"]),
         ("device", r["device"]),
-        ("steps", f"{r['steps']} in {r['seconds']:.1f} s"),
+        ("steps", f"{_steps(o.steps)} in {r['seconds']:.1f} s"),
         ("loss", f"{r['loss']:.3f} (mean of the last 20 steps)"),
         ("test accuracy", f"{r['accuracy']:.1%} ({gate})"),
         ("throughput", f"{r['samples_per_second']:,.0f} samples/s"),
@@ -59,9 +70,9 @@ def rows(o: Outcome) -> list[tuple[str, str]]:
         ("  exposed communication", _share(o.parts.exposed, o.parts)),
         ("  idle", _share(o.parts.idle, o.parts)),
         ("bytes out", f"{_mib(n['mapped_bytes'])} in mapped slots, sent by signal alone; {_mib(n['bytes'])} written"),
-        ("bytes back", f"{_mib(o.returned_bytes)} written" if o.returned_bytes else "none: read in mapped memory"),
-        ("copies", f"{n['copies']:g} ({_mib(n['copied_bytes'])})"),
-        ("messages", f"{n['messages']:g}"),
+        ("bytes back", _back(o)),
+        ("copies", f"{n['copies']:.3g} ({_mib(n['copied_bytes'])})"),
+        ("messages", f"{n['messages']:.3g}"),
         ("RPCs", f"{n['rpcs']:g}"),
         ("registrations", f"{n['registrations']:g}"),
     ]
@@ -109,8 +120,21 @@ def record(o: Outcome, **settings: object) -> dict[str, object]:
         "seconds": o.parts.seconds,
         **parts,
         **o.per_step,
+        "steps_by_worker": o.steps,
         "returned_bytes": o.returned_bytes,
+        "copied_back": o.copied_back,
     }
+
+
+def _steps(steps: list[int]) -> str:
+    """One number, if all workers took as many."""
+    return str(steps[0]) if len(set(steps)) == 1 else ", ".join(f"worker {i}: {n}" for i, n in enumerate(steps))
+
+
+def _back(o: Outcome) -> str:
+    if o.returned_bytes:
+        return f"{_mib(o.returned_bytes)} written"
+    return f"{_mib(o.copied_back)} copied to the worker" if o.copied_back else "none: read in mapped memory"
 
 
 def _share(seconds: float, parts: Parts) -> str:

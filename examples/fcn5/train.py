@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import data
 import torch
+from modes import MODES, bucket_bytes, waits
 from pace import Pace
 from progress import Progress
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -23,6 +24,7 @@ import tensorwire as tw  # 1
 from tensorwire.observe import spans
 
 LEARNING_RATE, MOMENTUM, WARM_UP_STEPS = 0.02, 0.9, 10
+POINTS = 200  # of the curve of losses
 
 
 def fcn5(width: int) -> torch.nn.Sequential:
@@ -58,14 +60,21 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
     train_set = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
     sampler = DistributedSampler(train_set, job.num_workers, job.rank, seed=args.seed)  # 4
     loader = DataLoader(train_set, args.batch, sampler=sampler, drop_last=True)
+    mode = MODES[args.mode]
     optimizer = tw.torch.StoreOptimizer(  # 3
-        model.named_parameters(), torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM
+        model.named_parameters(),
+        torch.optim.SGD,
+        mode=mode,
+        bucket_bytes=bucket_bytes(mode),
+        lr=LEARNING_RATE,
+        momentum=MOMENTUM,
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     if job.rank == 0:
         print(f"store: {optimizer.summary()}", flush=True)
-    pace = Pace(job, args.seconds)
+    pace = Pace(job, args.seconds, together=waits(mode))
     losses: deque[float] = deque(maxlen=20)
+    curve = []
     with Progress("training", "step", quiet=job.rank != 0) as progress:
         for batch, labels in pace.over(endless(loader, sampler)):
             optimizer.zero_grad()
@@ -76,12 +85,15 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
 
             losses.append(loss.item())
             mean = sum(losses) / len(losses)
+            curve.append((pace.steps + 1, pace.seconds, mean))
             rate = args.batch * job.num_workers * pace.steps_a_second
             text = f"loss {mean:.3f}, {rate:,.0f} samples/s, {pace.seconds_left:.0f} s left"
             progress.show(pace.steps + 1, pace.total, text)
+    optimizer.wait()
     spans.facts["steady"] = {"steps": pace.steady_steps, **vars(pace.steady)}
-    rate = args.batch * job.num_workers * pace.steps_a_second
-    return {"steps": pace.steps, "seconds": pace.seconds, "loss": mean, "samples_per_second": rate}
+    spans.facts["pace"] = {"steps": pace.steps, "samples_per_second": args.batch * pace.steps_a_second}
+    curve = curve[:: 1 + len(curve) // POINTS]
+    return {"mode": args.mode, "steps": pace.steps, "seconds": pace.seconds, "loss": mean, "curve": curve}
 
 
 @torch.inference_mode()
@@ -110,6 +122,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="a worker's")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="sync", help="how the workers take turns")
     args = parser.parse_args()
 
     job = tw.init()  # 2

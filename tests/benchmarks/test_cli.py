@@ -17,6 +17,8 @@ MISTAKES = [
     (["graph", "--workers", "1"], "1 is not in the range 2<=x<=8"),
     (["graph", "--device", "verbs"], "'verbs' is not one of shm, tcp"),
     (["graph", "--report", "steps.txt"], "--report steps.txt: the name of a picture must end with .png, .svg, .pdf"),
+    (["modes", "--modes", "carrier"], "'carrier' is not one of sync, async, ssp"),
+    (["modes", "--report", "losses.txt"], "--report losses.txt: the name of a picture must end with .png, .svg, .pdf"),
     (["train", "--report", "/nowhere/steps.png"], "--report /nowhere/steps.png: there is no folder /nowhere"),
     (["train", "--link", "10gbit"], "--link measures tcp: give --device tcp"),
     (["train", "--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16"),

@@ -26,7 +26,7 @@ sklearn_datasets = pytest.importorskip("sklearn.datasets")
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fcn5"
 ROWS = [
-    *("data", "model", "device", "steps", "loss", "test accuracy", "throughput"),
+    *("data", "model", "mode", "device", "steps", "loss", "test accuracy", "throughput"),
     *("step", "  compute", "  update", "  exposed communication", "  idle"),
     *("bytes out", "bytes back", "copies", "messages", "RPCs", "registrations"),
 ]
@@ -118,6 +118,36 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
     assert 0 < record["mapped_bytes"] - record["copied_bytes"] < 4096  # the head of the round
     assert record["copies"] == 10
     assert record["returned_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=() if mode == "decoupled" else pytest.mark.slow)
+        for mode in ("async", "ssp", "easgd", "localsgd", "diloco", "streaming", "decoupled")
+    ],
+)
+def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode: str) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--data", "digits", "--width", "256", "--seconds", "6", "--mode", mode, "--json", str(figures)]
+    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    table = done.stdout[done.stdout.index("\nFCN-5 (") :].splitlines()[2:]
+    assert [line[:24].rstrip() for line in table] == ROWS
+    (record,) = json.loads(figures.read_text())
+    assert (record["mode"], record["gate"]) == (mode, 0.90)
+    assert record["accuracy"] >= 0.90
+    first, second = record["steps_by_worker"]
+    assert first == record["steps"]
+    if mode in ("ssp", "localsgd", "diloco", "streaming"):  # those who wait for each other
+        assert first == second
+    assert (record["rpcs"], record["registrations"], record["returned_bytes"]) == (0, 0, 0)
+    # What a worker sends, and gets, per step: the model, or a tenth of it.
+    share = 1.0 if mode in ("async", "ssp") else 0.1
+    assert record["copied_bytes"] == pytest.approx(4 * share * record["parameters"], rel=0.2)
+    assert record["copied_back"] == pytest.approx(4 * share * record["parameters"], rel=0.2)
+    parts = [record[name] for name in ("compute", "update", "exposed", "idle")]
+    assert sum(parts) == pytest.approx(record["seconds"], rel=0.15)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
 _SLEEPS = ("sleeps", "wake_ups")  # counts, too
 _PARTS = ("calling", "waiting")  # seconds
+_DELAYS = ("median", "p99_over_median", "slowest_key_over_median")  # of the worst worker
 _MOST_OPERATIONS = 20_000
 
 
@@ -74,6 +75,9 @@ class Samples:
         for name in _PARTS:
             if name in answers[-1]:
                 self.parts.setdefault(name, []).append(answers[-1][name])
+        for name in _DELAYS:
+            if name in answers[-1]:
+                self.parts.setdefault(name, []).append(max(a[name] for a in answers if name in a))
 
     @property
     def details(self) -> dict[str, float] | None:
@@ -254,7 +258,7 @@ def _record(
         rounds=len(measured.seconds),
         target=None,
         met=None,
-        details=measured.details if workload.device == "tcp" else None,
+        details=measured.details if workload.device == "tcp" or _DELAYS[0] in measured.parts else None,
         how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
     )
     if workload.target is None or name != OURS:

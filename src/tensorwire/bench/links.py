@@ -20,10 +20,11 @@ from tensorwire.errors import Unsupported
 
 # Settings of the token bucket at which the rate is stable.
 RATES = {
+    "100mbit": ("rate", "100mbit", "burst", "32kb", "limit", "256kb"),
     "1gbit": ("rate", "1gbit", "burst", "128kb", "limit", "1mb"),
     "10gbit": ("rate", "10gbit", "burst", "1mb", "limit", "4mb"),
 }
-BOTH_WAYS = {"1gbit": 0.95, "10gbit": 0.90}
+BOTH_WAYS = {"100mbit": 0.95, "1gbit": 0.95, "10gbit": 0.90}
 ADDRESSES = ("10.213.8.1", "10.213.8.2")
 NBYTES = 16 * 2**20  # of a write
 

@@ -31,7 +31,14 @@ MODES = {
     "push": "gradients, until all are in the server's memory; nothing comes back yet",
     "pull": "from the last other worker's push until a worker has all parameters; nothing goes the other way",
     "push-and-pull": "gradients one way and parameters the other at once; the time of both",
+    "pushpull": "every key pushed from its slot, summed and pulled; the time of all",
+    "push-list": "pushes of 64 keys per call, applied one by one; time per push",
+    "push-one": "pushes of one key per call, applied one by one; time per push",
+    "push-to-answer": "one key after the other pushed and pulled; the mean time from a push to its answer",
+    "sample": "training at a stated pace; time per sample of all workers",
+    "paced-step": "the same; time per step of the slowest worker",
     "training-step": "forward, backward and update; the slowest worker",
+    "convergence": "a whole training; its seconds, and in `details` the accuracy that it reached",
     "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
     "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
 }
@@ -96,8 +103,9 @@ class Record:
     how: str | None = None
 
     def unjudged(self) -> Record:
-        """The same without ratio and verdict, as on a busy machine; a verdict on counts stays."""
-        return replace(self, ratio=None, met=self.met if self.target == COUNTED else None)
+        """The same without ratio and verdict, as on a busy machine; a verdict on counts or accuracy stays."""
+        lasting = self.target == COUNTED or self.mode == "convergence"
+        return replace(self, ratio=None, met=self.met if lasting else None)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -35,6 +35,7 @@ class Options:
     workloads: tuple[str, ...] = ()
     workers: int = 2
     servers: int = 1
+    part: str = "steps"
 
 
 Asked = TypeVar("Asked", bound=Options)
@@ -114,9 +115,13 @@ def _over_link(
     settings: Settings,
     notes: show.Notes,
 ) -> list[Record]:
+    return _on_cable(rate, notes, lambda names: compare_all(workloads(rate, names), settings, notes))
+
+
+def _on_cable(rate: str, notes: show.Notes, measure: Callable[[tuple[str, str]], list[Record]]) -> list[Record]:
     try:
         with links.cable(rate) as names:
-            return compare_all(workloads(rate, names), settings, notes)
+            return measure(names)
     except Unsupported as error:
         notes.skip(f"--link {rate}: {error}")
         return []
@@ -149,6 +154,8 @@ def _faults(options: Options, settings: Settings, notes: show.Notes) -> list[Rec
 def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     from tensorwire.bench import stores  # it imports torch
 
+    if options.part != "steps":
+        return _modes(options, replace(settings, rounds=options.rounds or (1 if options.quick else 5)), notes)
     if not options.links:
         return update(options, settings, notes, stores.workloads)
     settings = replace(settings, rounds=options.rounds or (2 if options.quick else 5))
@@ -156,6 +163,24 @@ def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
     jobs = stores.jobs(options.workloads, options.workers, options.servers)
     cables = [(partial(stores.over_link, job.model), rate) for job in jobs for rate in options.links]
     return [record for made, rate in cables for record in _over_link(rate, made, long, notes)]
+
+
+def _modes(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
+    """The parts about training modes."""
+    from tensorwire.bench import keys, local_training, stores, unequal
+
+    quick = options.quick
+    if options.part == "keys":
+        made = keys.workloads(options.workloads, options.devices, options.workers, options.servers, quick=quick)
+        return compare_all(made, replace(settings, seconds=0.02 if quick else 1.0), notes)
+    if options.part == "unequal":
+        settings = replace(settings, seconds=0.3 if quick else 6.0)
+        return unequal.measure(options.workloads, options.devices, settings, notes)
+    settings = at_most(settings, 2)
+    jobs = stores.jobs(options.workloads, options.workers, options.servers)
+    cables = [(job.model, rate) for job in jobs for rate in options.links]
+    measure = partial(local_training.measure, settings=settings, notes=notes, quick=quick)
+    return [record for model, rate in cables for record in _on_cable(rate, notes, partial(measure, model, rate))]
 
 
 def update(

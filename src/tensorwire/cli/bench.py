@@ -69,9 +69,28 @@ def edge(**options: Any) -> None:
 @devices("Which transports.", "shm,tcp", "shm", "tcp")
 @workload("Whose tensors: all, or " + ", ".join(MODELS) + "; tiny to try it out.", "tiny")
 @processes
-@link("Instead: tcp over a shaped link beside iperf3, 1gbit or 10gbit or both; needs root and iperf3.")
+@link("Instead: tcp over a shaped link beside iperf3, of 100mbit, 1gbit, 10gbit; needs root and iperf3.")
+@click.option(
+    "--part",
+    type=click.Choice(["steps", "keys", "unequal", "diloco"]),
+    default="steps",
+    show_default=True,
+    help="What is measured; see above.",
+)
 def store(**options: Any) -> None:
-    """The parameter store's step, push and pull, over shm and tcp."""
+    """The parameter store over shm and tcp.
+
+    \b
+    Its parts:
+      steps    step, push and pull of a model
+      keys     keys in the modes async, ssp and sync; pushes of 4 KiB; many workers
+      unequal  one of two workers slowed to a third, in the modes decoupled, ssp and sync
+      diloco   over a --link: DiLoCo's exposed communication, and a step of sync
+    """
+    if options["links"] and options["part"] in ("keys", "unequal"):
+        raise ArgumentError(f"--link goes with --part steps and diloco, not {options['part']}")
+    if options["part"] == "diloco" and not options["links"]:
+        raise ArgumentError("--part diloco needs a --link, such as 1gbit")
     _run("store", **options)
 
 

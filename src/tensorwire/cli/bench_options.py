@@ -15,7 +15,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.progress import progress
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_LINKS = ("1gbit", "10gbit")
+_LINKS = ("100mbit", "1gbit", "10gbit")
 MODELS = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 

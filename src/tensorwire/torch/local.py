@@ -128,8 +128,11 @@ class LocalTraining:
         self._tokens = [n + tokens for n in self._tokens]
 
     @torch.no_grad()
-    def step(self, skip: bool = False) -> None:
-        """A step of this worker's own optimizer, and the exchanges that are due after it."""
+    def step(self, began: float, skip: bool = False) -> None:
+        """A step of this worker's own optimizer, and the exchanges that are due after it.
+
+        ``began``: when the script began to compute for it; the optimizer's own step is part of that.
+        """
         try:
             if self._loaded is not None:
                 self._give(self._loaded)
@@ -138,6 +141,7 @@ class LocalTraining:
                 self.assign()
             if not skip:
                 self._inner()
+            spans.add("compute", self.client.step, began, clock())
             self.steps += 1
             self._mix_due()
             for fragment in self._due():

@@ -254,8 +254,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             start = clock()
             skip = self._unscale()
             if self._local is not None:
-                spans.add("compute", self._local.client.step, self._left, start)
-                self._local.step(skip)
+                self._local.step(self._left, skip)
                 self._left = clock()
                 return loss
             try:

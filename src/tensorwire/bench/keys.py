@@ -1,0 +1,76 @@
+"""``bench store --part keys``: modes beside each other, small pushes, and many workers at the keys of one server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from tensorwire.bench.actors.keys import LIST
+from tensorwire.bench.compare import Workload
+from tensorwire.bench.models import find
+from tensorwire.bench.programs import OURS, Contender, actor
+from tensorwire.bench.records import Target
+
+BYTES = 4096  # of a small push
+PUSHES = 4 * LIST  # keys that are pushed to in turn: a call does not wait for the one before
+SHARED = 64  # keys that several workers push to
+PER_SECOND = 80_000
+AS_FAST = 0.9  # of sync
+_FAIR = 200  # passes of a round: percentiles need that many
+
+
+def contender(
+    name: str, keys: str, mode: str, device: str, *, workers: int, servers: int = 1, word: str = "", memory: int = 0
+) -> Contender:
+    """A job with these keys."""
+    arguments = (keys, mode, workers, servers, device, "127.0.0.1")
+    commands = [actor("keys", "server", i, *arguments) for i in range(servers)]
+    commands += [actor("keys", "worker", i, *arguments) for i in reversed(range(workers))]
+    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
+    return Contender(name, tuple(commands), servers=servers, word=word, environment=secret, memory=memory)
+
+
+def workloads(
+    names: Sequence[str], devices: Sequence[str], workers: int, servers: int, *, quick: bool
+) -> list[Workload]:
+    """All of it over each device; ``names``: the models whose tensors are keys of the modes."""
+    made = []
+    for device in devices:
+        made += [modes(name, device, workers, servers) for name in names]
+        made += pushes(device)
+        made += [shared(device, count, quick=quick) for count in ((1, 2) if quick else (1, 2, 4, 8))]
+    return made
+
+
+def modes(name: str, device: str, workers: int, servers: int) -> Workload:
+    """Async and SSP beside sync."""
+    model = find(name)
+    memory = (1 + 2 * workers) * model.nbytes * (1 if device == "shm" else 2)
+    ours = (OURS, f"{OURS}, ssp", f"{OURS}, sync")
+    contenders = tuple(
+        contender(who, name, mode, device, workers=workers, servers=servers, word="whole", memory=memory)
+        for who, mode in zip(ours, ("async", "ssp", "sync"), strict=True)
+    )
+    title = f"{device}, {model.title} as {len(model.tensors)} keys, rule sum, {workers} workers, async"
+    target = Target(shares={ours[2]: AS_FAST}) if device == "shm" else None
+    return Workload("store", device, title, model.nbytes, "pushpull", contenders, (ours[2],), target)
+
+
+def pushes(device: str) -> list[Workload]:
+    """Small pushes of one worker: 64 per call, then one."""
+    ours = contender(OURS, f"{PUSHES}x{BYTES}", "async", device, workers=1)
+    made = []
+    for word, per in (("list", LIST), ("one", 1)):
+        title = f"{device}, pushes of 4 KiB, rule sum, 1 worker, async, {per} per call"
+        target = Target(1 / PER_SECOND) if (device, word) == ("shm", "list") else None
+        with_word = Contender(**{**vars(ours), "word": word})
+        made.append(Workload("store", device, title, BYTES, f"push-{word}", (with_word,), target=target, per=per))
+    return made
+
+
+def shared(device: str, workers: int, *, quick: bool) -> Workload:
+    """Workers that push to the same keys of one server."""
+    ours = contender(OURS, f"{SHARED}x{BYTES}", "async", device, workers=workers, word="turns")
+    title = f"{device}, {SHARED} keys of 4 KiB, {workers} worker{'s' * (workers > 1)}, one server"
+    least = 5 if quick else _FAIR
+    return Workload("store", device, title, BYTES, "push-to-answer", (ours,), per=SHARED, least=least)
