@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tensorwire.store import EASGD, SSP, Async, DiLoCo, LocalSGD, Sync
+from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 
 Mode = Sync | Async | SSP | EASGD | LocalSGD | DiLoCo
 
+# With so few steps between two exchanges, the outer momentum of 0.9 that suits hundreds of steps would overshoot.
+OUTER = SGD(lr=0.5, momentum=0.5)
 # Asynchronous pushes are damped: two stale steps of full length, with momentum, would be too much for this model.
 MODES: Mapping[str, Mode] = {
     "sync": Sync(),
@@ -15,9 +17,9 @@ MODES: Mapping[str, Mode] = {
     "ssp": SSP(staleness=3, damping=1.0),
     "easgd": EASGD(every=10),
     "localsgd": LocalSGD(every=10),
-    "diloco": DiLoCo(every=10),
-    "streaming": DiLoCo(every=10, fragments=2, delay=2, alpha=0.5),
-    "decoupled": DiLoCo(every=10, fragments=2, delay=2, alpha=0.5, quorum=1, grace=0.02),
+    "diloco": DiLoCo(every=10, outer=OUTER),
+    "streaming": DiLoCo(every=10, outer=OUTER, fragments=2, delay=2, alpha=0.5),
+    "decoupled": DiLoCo(every=10, outer=OUTER, fragments=2, delay=2, alpha=0.5, quorum=1, grace=0.02),
 }
 
 

@@ -61,7 +61,7 @@ def rows(o: Outcome) -> list[tuple[str, str]]:
         ("mode", r["mode"]),
         ("device", r["device"]),
         ("steps", f"{_steps(o.steps)} in {r['seconds']:.1f} s"),
-        ("loss", f"{r['loss']:.3f} (mean of the last 20 steps)"),
+        ("loss", "not a number" if r["loss"] is None else f"{r['loss']:.3f} (mean of the last 20 steps)"),
         ("test accuracy", f"{r['accuracy']:.1%} ({gate})"),
         ("throughput", f"{r['samples_per_second']:,.0f} samples/s"),
         ("step", _share(o.parts.seconds, o.parts)),
