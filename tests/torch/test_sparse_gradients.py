@@ -158,7 +158,9 @@ def misuse(job: tw.Job) -> None:
     refused("which AdamW does not take", lambda: make(model, torch.optim.AdamW))
     refused("SparseAdam is for sparse gradients", lambda: make(model.top, torch.optim.SparseAdam))
     refused("use no max_grad_norm", lambda: make(model, torch.optim.SGD, lr=1, max_grad_norm=1.0))
-    refused("no damping", lambda: make(model, torch.optim.SGD, lr=1, mode=Async(damping=1)))
+    for mode in (Async(damping=1), Async(max_staleness=3)):
+        with pytest.raises(errors.ArgumentError, match="leave damping and max_staleness"):
+            make(model, torch.optim.SGD, lr=1, mode=mode)
     with pytest.raises(errors.ArgumentError, match="changes all rows in every step"):
         make(model, torch.optim.SGD, lr=1, momentum=0.9)
     optimizer = make(model, torch.optim.SGD, lr=1.0)

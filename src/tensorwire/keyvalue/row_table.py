@@ -86,8 +86,8 @@ class Table:
         """Refuses what cannot be served, before anything is agreed on."""
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"rows need mode tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
-        if not isinstance(mode, Sync) and mode.damping:
-            raise ArgumentError("rows have no clock that damping could use: pass damping=0")
+        if getattr(mode, "damping", 0) or getattr(mode, "max_staleness", None) is not None:
+            raise ArgumentError(f"nobody knows how stale rows are, and {mode!r} asks: leave damping and max_staleness")
         check_row_rule(rule, dict(options))
         kinds = _DTYPES if rule in ROW_OPTIMIZERS else (*_DTYPES, *_INTEGERS)
         if self.dtype.name not in kinds:

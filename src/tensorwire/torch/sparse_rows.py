@@ -65,8 +65,6 @@ class SparseRows:
                 f"parameter {name!r} has sparse gradients, which {rule} does not take: use "
                 f"{', '.join(ROW_OPTIMIZERS)}, or build its embedding with sparse=False"
             )
-        if not isinstance(mode, Sync) and mode.damping:
-            raise Unsupported(f"parameter {name!r} has sparse gradients, for which there is no damping: pass damping=0")
         kind = str(param.dtype).removeprefix("torch.")
         self._table = Table(
             worker,
