@@ -136,6 +136,24 @@ def test_values_that_are_set_leave_nothing_out(mode: Mode) -> None:
         assert seen == [[0.0] * 2, [10.0] * 2, [11.0] * 2]
 
 
+def load(job: tw.Job) -> list[float]:
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, compression="2bit(1)")
+    seen = []
+    for _ in range(3):
+        p.grad = torch.full((64,), -0.5)
+        optimizer.step()
+        seen.append(float(p[0]))
+        if len(seen) == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+            job.barrier()
+    return seen
+
+
+def test_state_that_is_loaded_leaves_nothing_out() -> None:
+    assert run_job(load).ok() == [[0.0, 0.0, 1.0]] * 2
+
+
 def set_centre(job: tw.Job) -> list[list[float]]:
     p = torch.nn.Parameter(torch.zeros(64))
     options = {"mode": EASGD(every=1, alpha=0.5), "compression": "fp16"}

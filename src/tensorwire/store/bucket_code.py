@@ -136,7 +136,7 @@ class BucketEncoder(CodedBucket):
         self._moved = False  # since then, the server has answered: the estimate is to follow
 
     def reset(self, answer: memoryview) -> None:
-        """The store has been assigned values, which ``answer`` holds: nothing is left out of them."""
+        """The store's values or state were set, and ``answer`` holds the values: nothing is left out of them."""
         self._kept[:] = self._row(answer) if self._feedback is Feedback.ESTIMATE else 0
         self._moved = False
 

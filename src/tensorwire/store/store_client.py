@@ -147,7 +147,7 @@ class StoreClient:
         self._pushed = [0] * len(self.order)
         self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
         self._updating = False  # in a round whose pushes are gradients
-        self._assigning = False  # in one that sets values
+        self._setting = False  # in one that sets values or state
         self._produced = [0] * plan.servers  # pushes of gradients, by server
         self._log = FateLog(name, member.name)
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
@@ -236,7 +236,7 @@ class StoreClient:
         self.step += 1
         self.updates += operation in STEPS
         self._updating = operation is StepOperation.UPDATE
-        self._assigning = operation is StepOperation.ASSIGN
+        self._setting = operation in (StepOperation.ASSIGN, StepOperation.LOAD)
         block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm, weight, fragment))
         for server in self._servers:
             server.head.slot(self.step)[:] = block
@@ -336,7 +336,7 @@ class StoreClient:
         start = clock()
         for bucket in self.order:
             self.wait_for(bucket, self.step)
-            if self._assigning and bucket.number in self._encoders:
+            if self._setting and bucket.number in self._encoders:
                 self._encoders[bucket.number].reset(self._answer(bucket))
         spans.add("wait", self.step, start, clock())
 
