@@ -34,7 +34,7 @@ def check_wrong_values(job: tw.Job) -> None:
     paced = PacedWorker(find("lstm"), "decoupled", 1e-4, "busy", job.rank)
     paced.run(Run(1, 1, 25))
     paced._params[-1].data[1] += 1.0
-    with pytest.raises(SystemExit, match="of several fragments in one place"):
+    with pytest.raises(SystemExit, match="other values within a bucket"):
         paced._check()
 
 

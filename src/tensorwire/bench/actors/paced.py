@@ -41,7 +41,10 @@ class PacedWorker:
         self._seconds, self._busy = seconds, kind == "busy"
         chosen = MODES[mode]
         self._scales = [2.0 ** (i % 8) for i in range(len(model.tensors))]
+        bucket_bytes = _SMALL_BUCKETS if model.nbytes < _LARGE else 2**22
         self._most = chosen.fragments if isinstance(chosen, DiLoCo) else 1  # values, up to the scale
+        if isinstance(chosen, DiLoCo) and chosen.quorum is not None:  # each bucket's round closes by itself
+            self._most = len(model.tensors) + model.nbytes // bucket_bytes
         self._params = [
             torch.nn.Parameter(torch.full((t.elements,), scale))
             for t, scale in zip(model.tensors, self._scales, strict=True)
@@ -51,7 +54,7 @@ class PacedWorker:
             torch.optim.SGD,
             lr=_LEARNING_RATE,
             mode=chosen,
-            bucket_bytes=_SMALL_BUCKETS if model.nbytes < _LARGE else 2**22,
+            bucket_bytes=bucket_bytes,
         )
         # Where a step sleeps, the change that a worker's own optimizer would make belongs to the computation.
         self._changes = isinstance(chosen, DiLoCo) and kind == "sleep"
@@ -96,7 +99,7 @@ class PacedWorker:
         for p, scale in zip(self._params, self._scales, strict=True):
             for rows in _rows(p.detach()):
                 if not torch.equal(rows.amin(1), rows.amax(1)):
-                    raise SystemExit("the parameters have values of several fragments in one place")
+                    raise SystemExit("the parameters have other values within a bucket")
                 found |= set((torch.unique(rows[:, 0]) / scale).tolist())
         if len(found) > self._most or 1.0 in found:
             raise SystemExit(f"the parameters have {len(found)} values in place of {self._most} new ones")
