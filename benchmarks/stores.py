@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.libraries import KEEP, Libraries, Peer
-from tensorwire.bench import keys, stores
+from tensorwire.bench import key_modes, stores
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.programs import Contender
 from tensorwire.bench.records import Target
@@ -41,9 +41,9 @@ def pushes(devices: Sequence[str], libraries: Libraries) -> list[Workload]:
     """The package's small pushes beside gRPC: a message per push, as the store on gRPC has per bucket, and per call."""
     made = []
     program = libraries.program(GRPC_PUSHES)
-    arguments = (str(keys.PUSHES), str(keys.BYTES), "127.0.0.1")
+    arguments = (str(key_modes.PUSHES), str(key_modes.BYTES), "127.0.0.1")
     commands = tuple((*program, role, *arguments) for role in ("server", "worker"))
-    for workload in (w for device in devices for w in keys.pushes(device)):
+    for workload in (w for device in devices for w in key_modes.pushes(device)):
         (ours,) = workload.contenders
         theirs = Contender("grpc", commands, stopped=True, servers=1, environment=_MALLOC, word="one")
         several = ours.word == "list"

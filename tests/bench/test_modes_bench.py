@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tensorwire as tw
-from tensorwire.bench import keys, unequal
-from tensorwire.bench.actors.keys import KeyWorker
+from tensorwire.bench import key_modes, unequal
+from tensorwire.bench.actors.key_pushes import KeyWorker
 from tensorwire.bench.actors.lines import Run
 from tensorwire.bench.actors.paced import PacedWorker
 from tensorwire.bench.models import find
@@ -43,7 +43,7 @@ def test_wrong_values_are_seen() -> None:
 
 
 def test_pushes_of_every_kind_arrive_once() -> None:
-    contender = keys.contender("x", "128x4096", "async", "shm", workers=1)
+    contender = key_modes.contender("x", "128x4096", "async", "shm", workers=1)
     with nothing_kept(), Stage(contender, CORES) as stage:
         for word in ("list", "one", "turns", "whole"):
             server, worker = stage.run(1, 3, word)  # values are checked in there

@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from tensorwire.bench.actors.job import join, serve
 from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.bench.actors.store_job import join, serve
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.bench.models import Model, find
 from tensorwire.store import SSP, DiLoCo, Sync

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tensorwire.bench.actors.job import join, serve
 from tensorwire.bench.actors.lines import Lines, Run, timed
+from tensorwire.bench.actors.store_job import join, serve
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.store import SSP, Async, KeyValue, Sync
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from tensorwire.bench.actors.keys import LIST
+from tensorwire.bench.actors.key_pushes import LIST
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.models import find
 from tensorwire.bench.programs import OURS, Contender, actor
@@ -24,8 +24,8 @@ def contender(
 ) -> Contender:
     """A job with these keys."""
     arguments = (keys, mode, workers, servers, device, "127.0.0.1")
-    commands = [actor("keys", "server", i, *arguments) for i in range(servers)]
-    commands += [actor("keys", "worker", i, *arguments) for i in reversed(range(workers))]
+    commands = [actor("key_pushes", "server", i, *arguments) for i in range(servers)]
+    commands += [actor("key_pushes", "worker", i, *arguments) for i in reversed(range(workers))]
     secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
     return Contender(name, tuple(commands), servers=servers, word=word, environment=secret, memory=memory)
 
