@@ -18,8 +18,11 @@ from tensorwire.bench.programs import OURS, Contender, Stage, actor
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 
-# Milliseconds that a step computes: an exchange of the larger model has to fit beside the steps of half of EVERY.
-COMPUTE = {"100mbit": 5000.0, "1gbit": 500.0, "10gbit": 100.0}
+# Milliseconds that a step computes: about what it took in `python -m benchmarks train`. At 100 Mbit/s it is
+# ten times as long, as if batches were larger: shorter steps than an exchange takes could not hide it.
+COMPUTE = {"gpt2": 1000.0}
+OTHERS = 500.0
+SLOW = "100mbit"
 QUICK_COMPUTE = 20.0
 EXPOSED = 0.02
 SYNC = f"{OURS}, sync"
@@ -30,7 +33,7 @@ def measure(
     model: Model, rate: str, names: tuple[str, str], *, settings: Settings, notes: Notes, quick: bool
 ) -> list[Record]:
     """DiLoCo and sync in turns; a round of DiLoCo is ``EVERY`` steps after as many that warm up."""
-    compute = QUICK_COMPUTE if quick else COMPUTE[rate]
+    compute = QUICK_COMPUTE if quick else COMPUTE.get(model.name, OTHERS) * (10 if rate == SLOW else 1)
     title = f"tcp over a link of {rate}, {model.title}, {compute:g} ms of computation, H = {EVERY}, DiLoCo"
     samples = {OURS: Samples(), SYNC: Samples()}
     modes = {OURS: "diloco", SYNC: "sync"}
