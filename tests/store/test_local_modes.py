@@ -445,7 +445,7 @@ def test_tokens_that_nobody_counted_are_asked_for() -> None:
         (DiLoCo, {"quorum": 0}, "quorum must be a whole number of workers, 1 or more, not 0"),
         (DiLoCo, {"grace": 1.0}, "grace needs a quorum: without one a server waits for all workers"),
         (DiLoCo, {"quorum": 1, "grace": float("nan")}, "grace must be a number of at least 0, not nan"),
-        (DiLoCo, {"quorum": 1, "grace": "soon"}, "grace must be a number of at least 0, not 'soon'"),
+        (DiLoCo, {"quorum": 1, "grace": "soon"}, "grace must be 'auto' or a number of seconds, not 'soon'"),
         (DiLoCo, {"grace": "auto"}, "grace needs a quorum: without one a server waits for all workers"),
         (DiLoCo, {"weight": "size"}, "weight must be 'mean' or 'tokens', not 'size'"),
         (DiLoCo, {"outer": 0.7}, "outer must be tw.store.SGD(...), not 0.7"),

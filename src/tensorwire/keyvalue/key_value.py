@@ -263,7 +263,7 @@ class KeyValue(RowKeys):
     def pushpull(
         self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
     ) -> Handle:
-        """`push`, and then `pull`, in one request. Result and errors are theirs.
+        """`push`, and then `pull`, in one request. Errors are theirs.
 
         Args:
             keys: A key, or a list of keys.
@@ -271,6 +271,9 @@ class KeyValue(RowKeys):
             out: As for `pull`.
             priority: As for `push`.
             copy: As for `pull`.
+
+        Returns:
+            That of the pull.
         """
         entries, arrays = self._given(keys, values)
         outs = self._outs(keys, entries, out)

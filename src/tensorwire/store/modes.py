@@ -226,6 +226,8 @@ class DiLoCo:
         _check_steps("fragments", self.fragments, 1, what="fragments")
         _check_delay(self.delay, self.every)
         _check_share("alpha", self.alpha)
+        if isinstance(self.grace, str) and self.grace != "auto":
+            raise ArgumentError(f"grace must be 'auto' or a number of seconds, not {self.grace!r:.100}")
         if self.grace != "auto":
             _check_number("grace", self.grace)
         if not isinstance(self.outer, SGD):

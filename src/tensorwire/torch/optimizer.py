@@ -241,8 +241,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             ParameterModified: A parameter was changed in place or moved since the last step.
             GradientModified: With ``overlap``, a gradient changed after it had been pushed.
             NonFiniteGradient: With ``error_if_nonfinite``, the gradients' norm is NaN or inf; nothing was changed.
-            Unsupported: A gradient is sparse and no embedding with ``sparse=True`` has its parameter; or a closure or a
-                GradScaler was used with ``overlap``.
+            Unsupported: A gradient is sparse and not an embedding's; or ``overlap`` met a closure or a GradScaler.
             ArgumentError: A gradient or an option does not fit; or another thread is in a method of this optimizer.
             WaitTimeout: Another worker did not take its step in time.
             JobEnded: The job ended; the message says why.
@@ -443,7 +442,11 @@ class StoreOptimizer(torch.optim.Optimizer):
     # ---- the rest of torch's interface
 
     def summary(self) -> str:
-        """Returns one line of text: how many bytes move per step, and how much memory the servers register."""
+        """How many bytes move per step, and how much memory the servers register.
+
+        Returns:
+            One line of text.
+        """
         return "; ".join(part.summary() for part in self._stores)
 
     def __repr__(self) -> str:
