@@ -84,10 +84,14 @@ def edge(**options: Any) -> None:
 @processes
 @_peer_python
 @click.option(
-    "--part", type=click.Choice(["steps", "pushes"]), default="steps", show_default=True, help="pushes: of 4 KiB."
+    "--part",
+    type=click.Choice(["steps", "pushes", "rows"]),
+    default="steps",
+    show_default=True,
+    help="pushes: of 4 KiB; rows: of a table.",
 )
 def store(**options: Any) -> None:
-    """The parameter store's step, push and pull, or small pushes to its keys, beside a store on gRPC."""
+    """The parameter store's step, push and pull, or small pushes, or batches of rows, beside gRPC."""
     _run("store", **options)
 
 

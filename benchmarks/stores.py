@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.libraries import KEEP, Libraries, Peer
-from tensorwire.bench import key_modes, stores
+from tensorwire.bench import key_modes, row_batches, stores
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.programs import Contender
 from tensorwire.bench.records import Target
@@ -19,6 +19,8 @@ LARGE = 64 * MIB  # bytes of a model, from which on tcp has a target
 _MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate: a quarter of the page faults
 GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
 GRPC_PUSHES = replace(GRPC, script="grpc_pushes.py")
+GRPC_ROWS = replace(GRPC, script="grpc_rows.py")
+_ROWS = 5.0
 _PUSHES_TCP = 8.0
 # Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
 _SHM = {"exchange-copied": 15.0, "exchange-mapped": 50.0, "step-copied": 6.0, "step-mapped": 8.0}
@@ -52,6 +54,20 @@ def pushes(devices: Sequence[str], libraries: Libraries) -> list[Workload]:
         tcp = workload.device == "tcp" and several
         target = Target(shares={"grpc": _PUSHES_TCP}) if tcp else workload.target
         made.append(replace(workload, contenders=(ours, *contenders), limits=("grpc",), target=target))
+    return made
+
+
+def rows(devices: Sequence[str], libraries: Libraries, *, quick: bool) -> list[Workload]:
+    """The package's batches of rows, each beside a table on gRPC."""
+    made = []
+    program = libraries.program(GRPC_ROWS)
+    for workload in row_batches.workloads(devices, 1, quick=quick):
+        (ours,) = workload.contenders
+        arguments = (ours.commands[-1][-5], "127.0.0.1")
+        commands = tuple((*program, role, *arguments) for role in ("server", "worker"))
+        theirs = [Contender("grpc", commands, stopped=True, servers=1, environment=_MALLOC)] if program else []
+        target = Target(shares={"grpc": _ROWS})
+        made.append(replace(workload, contenders=(ours, *theirs), limits=("grpc",), target=target))
     return made
 
 

@@ -113,9 +113,11 @@ def _edge(options: Options, settings: Settings, notes: Notes) -> list[Record]:
 
 def _store(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     libraries = Libraries(options.peer_python, notes)
-    if options.part == "pushes":
+    if options.part != "steps":
         settings = replace(settings, rounds=options.rounds or (1 if options.quick else 5))
-        return compare_all(stores.pushes(options.devices, libraries), settings, notes)
+        rows = partial(stores.rows, quick=options.quick)
+        made = (stores.pushes if options.part == "pushes" else rows)(options.devices, libraries)
+        return compare_all(made, settings, notes)
     return suite.update(options, settings, notes, partial(stores.workloads, libraries=libraries))
 
 

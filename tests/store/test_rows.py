@@ -254,6 +254,18 @@ def test_rows_are_divided_without_gaps(rows: int, servers: int) -> None:
     assert starts == sorted(starts)
 
 
+@pytest.mark.parametrize("numbers", [1, 5, 300, 10**6])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 2000])
+def test_rows_of_one_number_are_summed_in_their_order(numbers: int, count: int) -> None:
+    rng = np.random.default_rng(count)
+    indices, rows = rng.integers(0, numbers, count), rng.standard_normal((count, WIDTH)).astype("f4")
+    found, sums = merge(indices, rows)
+    expected = np.zeros((numbers, WIDTH), "f4")
+    np.add.at(expected, indices, rows)
+    np.testing.assert_array_equal(found, np.unique(indices))
+    np.testing.assert_array_equal(sums, expected[found])
+
+
 def test_a_malformed_request_is_refused() -> None:
     places = RowPlaces(4, (3,), "float32", 8)
     place = memoryview(bytearray(places.nbytes))

@@ -167,11 +167,14 @@ def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
 
 def _modes(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     """The parts about training modes."""
-    from tensorwire.bench import key_modes, local_training, stores, unequal
+    from tensorwire.bench import key_modes, local_training, row_batches, stores, unequal
 
     quick = options.quick
     if options.part == "keys":
         made = key_modes.workloads(options.workloads, options.devices, options.workers, options.servers, quick=quick)
+        return compare_all(made, replace(settings, seconds=0.02 if quick else 1.0), notes)
+    if options.part == "rows":
+        made = row_batches.workloads(options.devices, options.servers, quick=quick)
         return compare_all(made, replace(settings, seconds=0.02 if quick else 1.0), notes)
     if options.part == "unequal":
         settings = replace(settings, seconds=0.3 if quick else 6.0)

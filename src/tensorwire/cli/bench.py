@@ -72,7 +72,7 @@ def edge(**options: Any) -> None:
 @link("Instead: tcp over a shaped link beside iperf3, of 100mbit, 1gbit, 10gbit; needs root and iperf3.")
 @click.option(
     "--part",
-    type=click.Choice(["steps", "keys", "unequal", "diloco"]),
+    type=click.Choice(["steps", "keys", "rows", "unequal", "diloco"]),
     default="steps",
     show_default=True,
     help="What is measured; see above.",
@@ -84,10 +84,11 @@ def store(**options: Any) -> None:
     Its parts:
       steps    step, push and pull of a model
       keys     keys in the modes async, ssp and sync; pushes of 4 KiB; many workers
+      rows     batches of random rows of a table, pulled and pushed
       unequal  one of two workers slowed to a third, in the modes decoupled, ssp and sync
       diloco   over a --link: DiLoCo's exposed communication, and a step of sync
     """
-    if options["links"] and options["part"] in ("keys", "unequal"):
+    if options["links"] and options["part"] in ("keys", "rows", "unequal"):
         raise ArgumentError(f"--link goes with --part steps and diloco, not {options['part']}")
     if options["part"] == "diloco" and not options["links"]:
         raise ArgumentError("--part diloco needs a --link, such as 1gbit")

@@ -135,7 +135,16 @@ def merge(indices: Array, rows: Array) -> tuple[Array, Array]:
     """Each number once, in ascending order, with the sum of its rows in the order in which they are given."""
     if not indices.size or (indices[1:] > indices[:-1]).all():
         return indices, rows
-    order = np.argsort(indices, kind="stable")
-    ordered = indices[order]
-    first = np.concatenate(([0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1))
-    return ordered[first], np.add.reduceat(rows[order], first, axis=0)
+    # Numbers with their places below: no two are alike, so that the fastest sort keeps the order of rows.
+    ordered = np.sort(indices.astype(np.int64) << 32 | np.arange(indices.size))
+    order, numbers = ordered & 0xFFFFFFFF, ordered >> 32
+    new = np.concatenate(([True], numbers[1:] != numbers[:-1]))
+    first, group = np.flatnonzero(new), np.cumsum(new) - 1
+    sums = rows[order[first]]
+    times = np.arange(indices.size) - first[group]  # how often its number has come before
+    again = np.flatnonzero(times)
+    again = again[np.argsort(times[again], kind="stable")]
+    cuts = np.flatnonzero(np.diff(times[again])) + 1
+    for some in np.split(again, cuts) if again.size else ():  # all second ones, all third ones, and so on
+        sums[group[some]] += rows[order[some]]
+    return numbers[first], sums

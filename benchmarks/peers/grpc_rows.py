@@ -1,0 +1,96 @@
+"""A table on gRPC, to which rows are added: ``server|worker ROWS HOST``.
+
+A call for rows sends their numbers and gets the rows; a push sends numbers and rows, and is answered when the server
+has added them. Messages are raw bytes, each row once, as ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+from grpc_store import OPTIONS
+
+from tensorwire.bench.actors.lines import Lines, timed
+from tensorwire.bench.actors.table_rows import BATCH, WIDTH
+from tensorwire.store.row_layout import merge
+
+_ROW = 4 + 4 * WIDTH  # bytes of a number and its row
+
+
+class Service(grpc.GenericRpcHandler):
+    """The table, and two calls."""
+
+    def __init__(self, rows: int) -> None:
+        self._table = np.zeros((rows, WIDTH), np.float32)
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self.pull if details.method.endswith("pull") else self.push)
+
+    def pull(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        return self._table[np.frombuffer(message, np.uint32)].tobytes()
+
+    def push(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        count = len(message) // _ROW
+        rows = np.frombuffer(message, np.float32, offset=4 * count).reshape(count, WIDTH)
+        self._table[np.frombuffer(message, np.uint32, count)] += rows
+        return b""
+
+
+def serve(lines: Lines, rows: int, interface: str) -> None:
+    server = grpc.server(ThreadPoolExecutor(2), options=OPTIONS)
+    server.add_generic_rpc_handlers((Service(rows),))
+    port = server.add_insecure_port(f"{interface}:0")
+    server.start()
+    lines.hello(f"{interface}:{port}")
+    for _ in lines.runs():
+        lines.answer()
+
+
+class Worker:
+    """Pulls a batch of random rows and pushes ones to them, as ours."""
+
+    def __init__(self, rows: int, address: str) -> None:
+        channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._pull, self._push = channel.unary_unary("/store/pull"), channel.unary_unary("/store/push")
+        self._batches = np.random.default_rng(1)
+        self._pushed = np.zeros(rows, np.float32)
+        self._ones = np.ones((BATCH, WIDTH), np.float32)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        unique, inverse = np.unique(indices, return_inverse=True)
+        found = np.frombuffer(self._pull(unique.astype(np.uint32).tobytes()), np.float32)
+        return found.reshape(-1, WIDTH)[inverse]
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            indices = self._batches.integers(0, len(self._pushed), BATCH)
+            self.rows(indices)
+            unique, rows = merge(indices, self._ones)
+            self._push(b"".join((unique.astype(np.uint32).tobytes(), rows.data.cast("B"))))
+            np.add.at(self._pushed, indices, 1)
+
+    def check(self) -> None:
+        """Raises `SystemExit` unless a part of the rows holds every push, once."""
+        some = self._batches.integers(0, len(self._pushed), BATCH)
+        found = self.rows(some)
+        if not np.array_equal(found, np.broadcast_to(self._pushed[some][:, None], found.shape)):
+            raise SystemExit("the rows that arrived are wrong")
+
+
+def main(role: str, rows: str, interface: str) -> None:
+    lines = Lines()
+    if role == "server":
+        serve(lines, int(rows), interface)
+        return
+    worker = Worker(int(rows), lines.hello().split()[0])
+    for run in lines.runs():
+        seconds = timed(run, worker.run)
+        worker.check()
+        lines.answer(seconds)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
