@@ -58,9 +58,9 @@ def _servers(options: dict[str, Any], folder: Path) -> Iterator[list[str]]:
         for index in range(options["servers"]):
             ends = (str(index), str(options["workers"]), "127.0.0.1")
             programs.append(Program((*command, *ends), environment))
-        yield [f"--grpc={','.join(program.hear() for program in programs)}"]
+        yield [f"--grpc={','.join(program.receive() for program in programs)}"]
         for program in programs:
-            program.say("leave")
+            program.send("leave")
             program.process.wait(HANG_SECONDS)
     finally:
         for program in programs:

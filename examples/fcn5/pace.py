@@ -77,6 +77,8 @@ class Pace:
         """To the step at which to look again, or to the last one: together, all learn of it from worker 0."""
         self._meetings += 1
         left = max(2, int((self._seconds - self.seconds) * self.steps_a_second))
+        if self._meetings == 2:  # where the machine has become slower, there are still steps to count in
+            left = max(left, self.steps // 4)
         there = self.steps + (2 * left // 3 if self._meetings == 1 else left)
         if self._together:
             there = self._job.broadcast(there)

@@ -144,9 +144,10 @@ def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode:
     assert (record["rpcs"], record["registrations"], record["returned_bytes"]) == (0, 0, 0)
     # What a worker sends, and gets, per step: the model, or a tenth of it.
     share = 1.0 if mode in ("async", "ssp") else 0.1
-    model, few = 4 * record["parameters"], 1 / record["steps"]  # what a busy machine takes; some rounds set values
+    # At least a fifth of the steps is counted; an exchange more or less is at their ends, or sets values.
+    model, few = 4 * record["parameters"], 5 / record["steps"]
     for copied in ("copied_bytes", "copied_back"):
-        assert 0.8 * (share - few) <= record[copied] / model <= 1.2 * (share + 3 * few)
+        assert 0.8 * (share - few) <= record[copied] / model <= 1.2 * (share + few)
     parts = [record[name] for name in ("compute", "update", "exposed", "idle")]
     assert sum(parts) == pytest.approx(record["seconds"], rel=0.15)
 
