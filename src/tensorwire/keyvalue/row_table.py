@@ -49,7 +49,7 @@ class Table:
         rule: str,
         options: Mapping[str, Any],
         reduce: str,
-        settings: TableSpec | None = None,
+        settings: TableSpec,
         values: Array | None = None,
         calls: Calls | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Table:
             False,
             reduce,
             mode_settings=settings_of(mode),
-            table=settings or TableSpec(most_rows(shape, dtype)),
+            table=settings,
         )
         self.client = join_with(worker, spec, RowClient)
         self._pulling: TablePull | None = None
@@ -80,9 +80,7 @@ class Table:
                 self.client.assign(np.arange(shape[0]), values, self._options)
             self.client.announce(RowOperation.READY, self._options)
 
-    def _check(
-        self, mode: Sync | Async | SSP, rule: str, options: Mapping[str, Any], settings: TableSpec | None
-    ) -> None:
+    def _check(self, mode: Sync | Async | SSP, rule: str, options: Mapping[str, Any], settings: TableSpec) -> None:
         """Refuses what cannot be served, before anything is agreed on."""
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"rows need mode tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
@@ -94,9 +92,9 @@ class Table:
             raise Unsupported(f"{self.name!r} has dtype {self.dtype}; rows under {rule!r} hold {', '.join(kinds)}")
         if not self.shape or math.prod(self.shape) == 0 or self.shape[0] > 2**31:
             raise ArgumentError(f"a table has 1 to 2**31 rows of at least one element, not the shape {self.shape}")
-        if settings is not None and settings.initial not in INITIAL:
+        if settings.initial not in INITIAL:
             raise ArgumentError(f"initial must be one of {', '.join(INITIAL)}, not {settings.initial!r:.100}")
-        if settings is not None and settings.initial != "zeros" and self.dtype.name not in _DTYPES:
+        if settings.initial != "zeros" and self.dtype.name not in _DTYPES:
             raise ArgumentError(f"initial={settings.initial!r} is for float32 and float64, not for {self.dtype}")
 
     def _packed(self, group: Mapping[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ from tensorwire.store.rules import Push, versions
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import check_memory
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
+from tensorwire.store.worker_threads import attend
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -89,29 +90,17 @@ class KeyServer:
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        for link in self._links:
-            name = f"{self.name} worker {link.index}"
-            threading.Thread(target=self._attend, args=(link, ends), name=name, daemon=True).start()
-        for _ in self._links:
-            error = ends.get()
-            if error is not None:
-                raise error
+        attend({f"{self.name} worker {link.index}": partial(self._attend, link) for link in self._links})
 
-    def _attend(self, link: _Link, ends: SimpleQueue[BaseException | None]) -> None:
-        try:
-            for number in itertools.count(1):
-                request = link.next(number)
-                if request.operation is KeyOperation.FINISH:
-                    self._leave(link)
-                    link.take(number)  # the last that it hears
-                    break
-                self._serve(link, request)
-                link.take(number)
-        except BaseException as error:
-            ends.put(error)
-        else:
-            ends.put(None)
+    def _attend(self, link: _Link) -> None:
+        for number in itertools.count(1):
+            request = link.next(number)
+            if request.operation is KeyOperation.FINISH:
+                self._leave(link)
+                link.take(number)  # the last that it hears
+                return
+            self._serve(link, request)
+            link.take(number)
 
     def _serve(self, link: _Link, request: KeyRequest) -> None:
         operation = request.operation

@@ -26,6 +26,7 @@ from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
 from tensorwire.store.worker_clocks import WorkerClocks
+from tensorwire.store.worker_threads import Ends, attend
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,11 @@ class OwnClocks:
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        ends: Ends = SimpleQueue()
         if self._deadlines is not None:
             self._deadlines.start(f"{self.shard.name} grace", ends)
-        for worker in self.shard.workers:
-            name = f"{self.shard.name} {worker.name}"
-            threading.Thread(target=self._attend, args=(worker, ends), name=name, daemon=True).start()
         try:
-            for _ in self.shard.workers:
-                error = ends.get()
-                if error is not None:
-                    raise error
+            attend({f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers}, ends)
         finally:
             if self._deadlines is not None:
                 self._deadlines.stop()
@@ -85,14 +80,6 @@ class OwnClocks:
             for lock in self.locks:
                 held.enter_context(lock)
             yield
-
-    def _attend(self, worker: WorkerLink, ends: SimpleQueue[BaseException | None]) -> None:
-        try:
-            _Rounds(self, worker).run()
-        except BaseException as error:
-            ends.put(error)
-        else:
-            ends.put(None)
 
     # ---- a round of a bucket
 

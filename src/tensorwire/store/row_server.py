@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from tensorwire.store.rules import versions
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import check_memory
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
+from tensorwire.store.worker_threads import attend
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 _Rows = tuple[Array, Array]  # numbers and rows
@@ -78,29 +79,17 @@ class RowServer:
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        for link in self._links:
-            name = f"{self.name} worker {link.index}"
-            threading.Thread(target=self._attend, args=(link, ends), name=name, daemon=True).start()
-        for _ in self._links:
-            error = ends.get()
-            if error is not None:
-                raise error
+        attend({f"{self.name} worker {link.index}": partial(self._attend, link) for link in self._links})
 
-    def _attend(self, link: _Link, ends: SimpleQueue[BaseException | None]) -> None:
-        try:
-            for number in itertools.count(1):
-                request = link.next(number)
-                if request.operation is RowOperation.FINISH:
-                    self._leave(link.index)
-                    link.release(number)  # the last that it reads
-                    break
-                self._serve(link, request)
-                link.release(number)
-        except BaseException as error:
-            ends.put(error)
-        else:
-            ends.put(None)
+    def _attend(self, link: _Link) -> None:
+        for number in itertools.count(1):
+            request = link.next(number)
+            if request.operation is RowOperation.FINISH:
+                self._leave(link.index)
+                link.release(number)  # the last that it reads
+                return
+            self._serve(link, request)
+            link.release(number)
 
     def _serve(self, link: _Link, request: RowRequest) -> None:
         operation = request.operation

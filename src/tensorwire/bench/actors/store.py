@@ -27,9 +27,10 @@ from tensorwire.bench.actors.expected_values import (
     sgd,
 )
 from tensorwire.bench.actors.lines import Lines, Run, timed
+from tensorwire.bench.actors.store_job import join_as_server
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
 from tensorwire.bench.models import Model, find
-from tensorwire.control import Coordinator, Member
+from tensorwire.control import Member
 from tensorwire.observe import counters
 from tensorwire.store.rules import versions
 from tensorwire.store.server import StoreServer
@@ -193,13 +194,8 @@ class StoreWorker:
 
 def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
     """A server's rounds; it is asked about each when the workers have answered."""
-    secret = os.environ["TENSORWIRE_SECRET"].encode()
-    address = "-"
-    if index == 0:
-        coordinator = Coordinator(secret, workers=workers, servers=servers, interface=interface)
-        address = coordinator.address
-    address = lines.hello(address).split()[0]
-    server = Server(Member(address, secret, "server", index, device=device, interface=interface), workers, servers)
+    member = join_as_server(lines, index, workers, servers, device, interface)
+    server = Server(member, workers, servers)
     before = counts()
     for run in lines.runs():
         server.check(run.round)

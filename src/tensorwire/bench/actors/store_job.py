@@ -11,15 +11,20 @@ from tensorwire.control import Coordinator, Member
 from tensorwire.launch.server_process import serve as serve_stores
 
 
-def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
-    """A server's rounds, which it serves by itself; it tells what it counted in them."""
+def join_as_server(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> Member:
+    """Server ``index`` of the job."""
     secret = os.environ["TENSORWIRE_SECRET"].encode()
     address = "-"
     if index == 0:
         coordinator = Coordinator(secret, workers=workers, servers=servers, interface=interface)
         address = coordinator.address
     address = lines.hello(address).split()[0]
-    member = Member(address, secret, "server", index, device=device, interface=interface)
+    return Member(address, secret, "server", index, device=device, interface=interface)
+
+
+def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
+    """A server's rounds, which it serves by itself; it tells what it counted in them."""
+    member = join_as_server(lines, index, workers, servers, device, interface)
     threading.Thread(target=serve_stores, args=(member,), daemon=True).start()
     before = counts()
     for _ in lines.runs():
