@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -50,6 +50,7 @@ def round_trip(compression: Compression, values: Array) -> Array:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(values=rows)
+@example(values=np.array([1, np.finfo(np.float32).max], np.float32))
 def test_what_comes_back_is_near_and_as_finite_as_what_went(name: str, values: Array) -> None:
     compression = made(name)
     back = round_trip(compression, values)

@@ -173,6 +173,10 @@ class TopK(Compression):
         return f"topk({self.fraction!r})"
 
 
+# The largest scale of which 127 times is finite: one that was rounded up would turn the largest float32 into inf.
+_MOST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+
+
 @dataclass(frozen=True)
 class Blocks(Compression):
     """Blocks of values share a float32 scale, their largest magnitude over 127; each value is a multiple in one byte.
@@ -200,6 +204,7 @@ class Blocks(Compression):
             rows = values[start:stop].reshape(len(scales[blocks]), -1)
             largest = np.abs(rows).max(axis=1)
             scale = np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan))
+            scale = np.minimum(scale, _MOST_SCALE)
             multiples = rows / np.where(scale > 0, scale, np.float32(1))[:, None]
             multiples[np.isnan(scale)] = 0
             scales[blocks] = scale
