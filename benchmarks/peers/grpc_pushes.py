@@ -9,12 +9,11 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import grpc
 import numpy as np
-from grpc_store import OPTIONS
+from grpc_store import OPTIONS, start
 
 from tensorwire.bench.actors.lines import Lines, timed
 
@@ -45,13 +44,10 @@ class Service(grpc.GenericRpcHandler):
 
 
 def serve(lines: Lines, keys: int, nbytes: int, interface: str) -> None:
-    server = grpc.server(ThreadPoolExecutor(2), options=OPTIONS)
-    server.add_generic_rpc_handlers((Service(keys, nbytes),))
-    port = server.add_insecure_port(f"{interface}:0")
-    server.start()
-    lines.hello(f"{interface}:{port}")
+    server = start(lines, Service(keys, nbytes), 2, interface)
     for _ in lines.runs():
         lines.answer()
+    server.stop(None)
 
 
 class Worker:

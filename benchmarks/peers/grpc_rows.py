@@ -7,11 +7,10 @@ has added them. Messages are raw bytes, each row once, as ours.
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
-from grpc_store import OPTIONS
+from grpc_store import OPTIONS, start
 
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.table_rows import BATCH, WIDTH
@@ -40,13 +39,10 @@ class Service(grpc.GenericRpcHandler):
 
 
 def serve(lines: Lines, rows: int, interface: str) -> None:
-    server = grpc.server(ThreadPoolExecutor(2), options=OPTIONS)
-    server.add_generic_rpc_handlers((Service(rows),))
-    port = server.add_insecure_port(f"{interface}:0")
-    server.start()
-    lines.hello(f"{interface}:{port}")
+    server = start(lines, Service(rows), 2, interface)
     for _ in lines.runs():
         lines.answer()
+    server.stop(None)
 
 
 class Worker:

@@ -109,18 +109,25 @@ class Service(grpc.GenericRpcHandler):
             self._ready[worker].put(None)
 
 
-def serve(lines: Lines, parts: list[Part], workers: int, interface: str) -> None:
-    server = grpc.server(ThreadPoolExecutor(workers), options=OPTIONS)
-    server.add_generic_rpc_handlers((Service(parts, workers),))
+def start(lines: Lines, service: grpc.GenericRpcHandler, threads: int, interface: str) -> grpc.Server:
+    """A server that has said its address; callers stop it at the end."""
+    server = grpc.server(ThreadPoolExecutor(threads), options=OPTIONS)
+    server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port(f"{interface}:0")
     server.start()
     lines.hello(f"{interface}:{port}")
+    return server
+
+
+def serve(lines: Lines, parts: list[Part], workers: int, interface: str) -> None:
+    server = start(lines, Service(parts, workers), workers, interface)
     for run in lines.runs():
         for part in parts:
             for worker in range(workers):
                 for piece, gradient in zip(part.bucket.pieces, part.gradients(worker), strict=True):
                     check_gradient(gradient, piece.tensor, worker, run.round)
         lines.answer()
+    server.stop(None)
 
 
 class Worker:

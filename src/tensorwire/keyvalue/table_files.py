@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tensorwire.errors import ArgumentError, WaitTimeout
+from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.row_table import Table
-from tensorwire.store.client_state import fetch_state
+from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.row_layout import Array, RowOperation
-from tensorwire.store.state_transfer import NUMBER, Entry, Item, StateSender, load_key
+from tensorwire.store.state_transfer import NUMBER, Entry, Item
 
 _INDEX, _VALUES = "index.json", "values"
 _VERSION = 1
@@ -133,20 +133,14 @@ def _load(table: Table, folder: str | os.PathLike[str]) -> None:
     for block in _blocks(table):
         client.assign(block, np.ascontiguousarray(values[block[0] : block[-1] + 1]), table.options)
     if index.numbers or arrays:
-        send_state(table, index.numbers, arrays)
+        set_state(table, index.numbers, arrays)
 
 
-def send_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> None:
+def set_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> None:
     """Worker 0: what the rule keeps becomes this. Raises `WaitTimeout` or `JobEnded`."""
     client = table.client
     requests = client.announce(RowOperation.LOAD, table.options)
-    for server, (number, channel) in enumerate(zip(requests, client.channels, strict=True)):
-        try:
-            endpoint = client.member.client.lookup(load_key(client.name, number, server), client.timeout)
-        except WaitTimeout:
-            raise WaitTimeout(f"server {server} did not begin to load rows within {client.timeout:g} s") from None
-        with StateSender(channel, endpoint) as sender:
-            sender.send(_items(table, numbers, arrays, server))
+    send_state(client, requests, lambda server: _items(table, numbers, arrays, server))
     client.wait_applied(requests)
 
 

@@ -83,17 +83,22 @@ def load_state(client: StoreClient, options: Sequence[float], items: Callable[[i
     """
     client.begin(StepOperation.LOAD, options)
     if client.member.index == 0:
-        for index, channel in enumerate(client.channels):
-            with StateSender(channel, _load_endpoint(client, index)) as sender:
-                sender.send(items(index))
+        send_state(client, [client.step] * len(client.channels), items)
     client.wait()
 
 
-def _load_endpoint(client: StoreClient, server: int) -> bytes:
-    try:
-        return client.member.client.lookup(load_key(client.name, client.step, server), client.timeout)
-    except WaitTimeout:
-        raise WaitTimeout(
-            f"server {server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
-            "another worker has not reached it (TENSORWIRE_TIMEOUT sets the limit)"
-        ) from None
+def send_state(client: StateClient, numbers: Sequence[int], items: Callable[[int], Iterable[Item]]) -> None:
+    """Worker 0: ``items(server)`` to each server, which loads it in its round or request of that number.
+
+    Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
+    """
+    for server, (number, channel) in enumerate(zip(numbers, client.channels, strict=True)):
+        try:
+            endpoint = client.member.client.lookup(load_key(client.name, number, server), client.timeout)
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"server {server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
+                "another worker has not reached it (TENSORWIRE_TIMEOUT sets the limit)"
+            ) from None
+        with StateSender(channel, endpoint) as sender:
+            sender.send(items(server))

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorwire.errors import Unsupported, WaitTimeout
-from tensorwire.store.client_state import fetch_state
+from tensorwire.errors import Unsupported
+from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.key_client import KeyClient
 from tensorwire.store.key_layout import KeyOperation
-from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item, StateSender, load_key
+from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
 
 Array = np.ndarray[Any, Any]
 
@@ -57,13 +57,7 @@ def load_arrays(client: KeyClient, kept: Sequence[KeptArray], options: bytes) ->
     Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
     numbers = client.announce(KeyOperation.LOAD, options)
-    for server, (number, channel) in enumerate(zip(numbers, client.channels, strict=True)):
-        try:
-            endpoint = client.member.client.lookup(load_key(client.name, number, server), client.timeout)
-        except WaitTimeout:
-            raise WaitTimeout(f"server {server} did not begin to load state within {client.timeout:g} s") from None
-        with StateSender(channel, endpoint) as sender:
-            sender.send(_items(client, server, kept))
+    send_state(client, numbers, lambda server: _items(client, server, kept))
 
 
 def _items(client: KeyClient, server: int, kept: Sequence[KeptArray]) -> Iterator[Item]:

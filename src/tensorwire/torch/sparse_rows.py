@@ -14,7 +14,7 @@ import torch
 
 from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
 from tensorwire.keyvalue.row_table import Table, most_rows
-from tensorwire.keyvalue.table_files import send_state
+from tensorwire.keyvalue.table_files import set_state
 from tensorwire.launch import Worker
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.modes import SSP, Async, Sync
@@ -188,5 +188,5 @@ class SparseRows:
         if self._worker.rank == 0 and state:
             whole = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == self.param.shape}
             arrays = {key: value.detach().contiguous().numpy() for key, value in whole.items()}
-            send_state(self._table, {k: float(v) for k, v in state.items() if k not in whole}, arrays)
+            set_state(self._table, {k: float(v) for k, v in state.items() if k not in whole}, arrays)
         self._table.meet("")
