@@ -22,7 +22,7 @@ demo: setup
 # four times as long. COVERAGE=1: they also write .coverage, for `make check`, and take a fifth longer.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
 test: setup
-	@$(if $(ARGS),,echo "The tests take about 8 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
+	@$(if $(ARGS),,echo "The tests take about 10 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
 	$(PYTEST) $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0) $(ARGS)
 
 # With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
