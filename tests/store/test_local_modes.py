@@ -342,6 +342,48 @@ def test_worker_0s_values_become_everybodys(mode: Local) -> None:
     assert run_job(write, mode).ok() == [[5.0] * 3] * 2
 
 
+def write_with_an_exchange_on_its_way(job: tw.Job, mode: Local) -> list[float]:
+    p = torch.nn.Parameter(torch.zeros(3))
+    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        store.step()
+    with torch.no_grad():
+        p.fill_(5.0)
+    store.write_parameters()
+    p.grad = torch.zeros(3)
+    store.step()
+    return p.tolist()
+
+
+@pytest.mark.parametrize("mode", [EASGD(every=2, delay=1), DiLoCo(every=2, delay=1)], ids=repr)
+def test_values_set_with_an_exchange_on_its_way_replace_its_answer(mode: Local) -> None:
+    assert run_job(write_with_an_exchange_on_its_way, mode).ok() == [[5.0] * 3] * 2
+
+
+def write_and_go_on(job: tw.Job) -> list[int]:
+    params = [torch.nn.Parameter(torch.zeros(1024)) for _ in range(60)]
+    named = [(str(i), p) for i, p in enumerate(params)]
+    mode = DiLoCo(every=2, delay=1, quorum=1)
+    store = tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=1.0, mode=mode, bucket_bytes=4 << 10)
+    differ = []
+    for number in range(1, 41):
+        with torch.no_grad():
+            for p in params:
+                p.fill_(100.0 * number)
+                p.grad = torch.ones(1024)
+        store.write_parameters()
+        store.step()
+        differ += [number] * any(bool((p != 100.0 * number - 1).any()) for p in params)
+        store.step()
+    return differ
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_worker_that_goes_on_changes_nothing_that_slower_ones_get(device: str) -> None:
+    assert run_job(write_and_go_on, device=device).ok() == [[], []]
+
+
 def resume(job: tw.Job) -> bool:
     """Its own state is saved and loaded as a stock optimizer's, which has no entry for the store."""
     models = [torch.nn.Linear(4, 3) for _ in range(2)]

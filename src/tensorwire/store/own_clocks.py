@@ -211,6 +211,8 @@ class _Rounds:
             self._late = []
             if not self.based:
                 worker.pulls[0].send(self._step)
+            if operation not in (StepOperation.UPDATE, StepOperation.SKIP):
+                self._await_answers(operation)
 
     def _update(self, head: StepHeader) -> None:
         """Contributes to the rounds of all buckets, or of those of the head's fragment."""
@@ -248,6 +250,12 @@ class _Rounds:
                 for bucket, push in enumerate(self._shard.workers[0].pushes):
                     self._rule.assign(bucket, self._shard.receive(push, self._step), 0)
         workers.end()
+
+    def _await_answers(self, operation: StepOperation) -> None:
+        """Returns when all have been answered after `_meet`: until then no push changes what a slower worker gets."""
+        workers = self._clocks.workers
+        if workers.enter(self._worker.index, operation):
+            workers.end()
 
     def answer_if_due(self, bucket: int, step: int) -> None:
         """Answers, unless the worker would be too far ahead of others. The caller holds the bucket's lock."""

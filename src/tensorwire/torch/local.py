@@ -137,7 +137,7 @@ class LocalTraining:
             if self._loaded is not None:
                 self._give(self._loaded)
             if self.written:
-                self.complete()
+                self._drop()
                 self.assign()
             if not skip:
                 self._inner()
@@ -195,13 +195,16 @@ class LocalTraining:
 
     def _mix(self, exchange: _Exchange) -> None:
         """Takes the answer to an exchange into the parameters, once it has come."""
+        self._receive(exchange)
+        for bucket in self._fragments[exchange.fragment]:
+            self._take(bucket, self._change)
+
+    def _receive(self, exchange: _Exchange) -> None:
         start = clock()
         with ranges.named(ranges.WAIT):
             for bucket in self._fragments[exchange.fragment]:
                 self.client.wait_for(bucket, exchange.round)
         spans.add("wait", exchange.round, start, clock())
-        for bucket in self._fragments[exchange.fragment]:
-            self._take(bucket, self._change)
 
     def _take(self, bucket: Bucket, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         """``change(own, answer)`` changes each piece of the parameters by what the server has answered."""
@@ -226,6 +229,11 @@ class LocalTraining:
         """Waits for all that is on its way, and mixes it."""
         while self._on_the_way:
             self._mix(self._on_the_way.popleft())
+
+    def _drop(self) -> None:
+        """Waits for all that is on its way, which was made of values that no longer count."""
+        while self._on_the_way:
+            self._receive(self._on_the_way.popleft())
 
     # ---- values that users set
 
@@ -275,10 +283,7 @@ class LocalTraining:
 
     def _give(self, found: dict[str, Any]) -> None:
         """The servers have this, as worker 0 has it, and every worker goes on with the parameters that it has."""
-        for exchange in self._on_the_way:  # of the time before: it is not mixed
-            for bucket in self._fragments[exchange.fragment]:
-                self.client.wait_for(bucket, exchange.round)
-        self._on_the_way.clear()
+        self._drop()
         plan = self.client.plan
         self._set([found["parameters"][t.name] for t in plan.tensors])
         load_state(self.client, self._options, partial(local_state.items, plan, found["state"]))
