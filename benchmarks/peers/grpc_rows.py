@@ -13,8 +13,7 @@ import numpy as np
 from grpc_store import OPTIONS, start
 
 from tensorwire.bench.actors.lines import Lines, timed
-from tensorwire.bench.actors.table_rows import BATCH, WIDTH
-from tensorwire.store.row_layout import merge
+from tensorwire.bench.actors.table_rows import BATCH, WIDTH, Batches
 
 _ROW = 4 + 4 * WIDTH  # bytes of a number and its row
 
@@ -46,34 +45,23 @@ def serve(lines: Lines, rows: int, interface: str) -> None:
 
 
 class Worker:
-    """Pulls a batch of random rows and pushes ones to them, as ours."""
+    """Pulls batches of random rows and pushes ones to them, as ours."""
 
     def __init__(self, rows: int, address: str) -> None:
         channel = grpc.insecure_channel(address, options=OPTIONS)
         self._pull, self._push = channel.unary_unary("/store/pull"), channel.unary_unary("/store/push")
-        self._batches = np.random.default_rng(1)
-        self._pushed = np.zeros(rows, np.float32)
+        self.batches = Batches(rows)
         self._ones = np.ones((BATCH, WIDTH), np.float32)
 
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        unique, inverse = np.unique(indices, return_inverse=True)
-        found = np.frombuffer(self._pull(unique.astype(np.uint32).tobytes()), np.float32)
-        return found.reshape(-1, WIDTH)[inverse]
+    def pull(self, indices: np.ndarray) -> np.ndarray:
+        found = self._pull(indices.astype(np.uint32).tobytes())
+        return np.frombuffer(found, np.float32).reshape(-1, WIDTH)
 
     def run(self, count: int) -> None:
         for _ in range(count):
-            indices = self._batches.integers(0, len(self._pushed), BATCH)
-            self.rows(indices)
-            unique, rows = merge(indices, self._ones)
-            self._push(b"".join((unique.astype(np.uint32).tobytes(), rows.data.cast("B"))))
-            np.add.at(self._pushed, indices, 1)
-
-    def check(self) -> None:
-        """Raises `SystemExit` unless a part of the rows holds every push, once."""
-        some = self._batches.integers(0, len(self._pushed), BATCH)
-        found = self.rows(some)
-        if not np.array_equal(found, np.broadcast_to(self._pushed[some][:, None], found.shape)):
-            raise SystemExit("the rows that arrived are wrong")
+            indices = self.batches.next()
+            self.pull(indices)
+            self._push(b"".join((indices.astype(np.uint32).tobytes(), self._ones.data.cast("B"))))
 
 
 def main(role: str, rows: str, interface: str) -> None:
@@ -84,7 +72,7 @@ def main(role: str, rows: str, interface: str) -> None:
     worker = Worker(int(rows), lines.hello().split()[0])
     for run in lines.runs():
         seconds = timed(run, worker.run)
-        worker.check()
+        worker.batches.check(worker.pull)
         lines.answer(seconds)
 
 

@@ -15,6 +15,7 @@
 #include "memory.h"
 #include "monitor.h"
 #include "notices.h"
+#include "rows.h"
 #include "sleepers.h"
 #include "tensor.h"
 #include "views.h"
@@ -204,6 +205,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("reason", &Liveness::reason);
 
     bind_tensors(m);
+    bind_rows(m);
 
     nb::class_<Memory>(m, "Memory", "A span of memory that transfers may touch.", nb::type_slots(memory_slots), nb::is_weak_referenceable())
         .def(nb::init<const Memory&>(), "other"_a)

@@ -68,6 +68,16 @@ def gather(target: object, source: object, part: bool = False) -> None:
     Copies a tensor's elements, strided or not, in the order of its indices: as a `part` of more than caches hold.
     """
 
+def take_rows(target: object, table: object, indices: object, row: int) -> None:
+    """
+    Copies rows of `row` bytes out of a table: those with these unsigned numbers of 32 bits. Raises `IndexError`.
+    """
+
+def add_rows(table: object, indices: object, rows: object, row: int, wide: bool) -> None:
+    """
+    Adds rows, of float32 or `wide` of float64, to those with these numbers. Raises `IndexError`, before any change.
+    """
+
 class Memory:
     """A span of memory that transfers may touch."""
 

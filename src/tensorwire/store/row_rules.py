@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorwire._native import add_rows
 from tensorwire.errors import ArgumentError, ProtocolError
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
@@ -62,10 +63,13 @@ class RowRule:
 
     def update(self, indices: Array, rows: Array, options: bytes) -> None:
         """Changes the rows of these numbers, each of which comes once, in ascending order."""
-        if self.spec.rule == "sum":
-            self.values[indices] += rows
-        else:
+        if self.spec.rule != "sum":
             self.values[indices] = rows
+        elif self.values.dtype.kind == "f":
+            wide = self.values.itemsize == 8
+            add_rows(self.values, indices.astype(np.uint32), rows, self.values[0].nbytes, wide)
+        else:
+            self.values[indices] += rows
 
     def state(self) -> Iterator[Item]:
         """Nothing."""

@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from tensorwire._native import take_rows
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -224,7 +225,7 @@ class _Link:
         places = [memory[WORD + n * nbytes : WORD + (n + 1) * nbytes] for n in range(DEPTH)]
         self._requests = Consumer(Word(self._inbox, 0, self._channel), slots=places)
         self._staging = None if device.capabilities.maps else device.allocate(nbytes)
-        self._answered = 0
+        self._answered, self._row_bytes = 0, server.values[0:1].nbytes
         self._parts: list[_Rows] = []  # of a contribution that takes several requests
         rows = len(server.values) if server.table.followed else 0
         self.changed = np.zeros(rows, np.bool_)  # since they were sent to this worker last
@@ -285,7 +286,7 @@ class _Link:
         if more or self._server.table.followed:
             self._places.indices(place, count)[:] = indices
         rows = self._places.rows(place, count)
-        np.take(values, indices, axis=0, out=rows, mode="clip")
+        take_rows(rows, values, indices, self._row_bytes)
         counters.add(copies=1, copied_bytes=rows.nbytes)
         self._answers.send(self._answered, nbytes=nbytes)
 

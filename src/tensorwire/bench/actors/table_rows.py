@@ -1,12 +1,15 @@
 """A table under the rule sum: ``server|worker INDEX ROWS WORKERS SERVERS DEVICE HOST``.
 
-An operation pulls a batch of random rows, and pushes ones to them; it is over when these have been applied. The answer
-has ``bytes_over_rows``: what the worker wrote, over the bytes of the rows that it pushed; over shm nothing is written.
+An operation pulls a batch of random rows, and pushes ones to them; it is over when these have been applied. Batches are
+drawn before, each row of a batch once and in order: removing duplicates is no communication. The answer has
+``bytes_over_rows``: what the worker wrote, over the bytes of the rows that it pushed; over shm nothing is written.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,39 +20,63 @@ from tensorwire.observe import counters
 from tensorwire.store import Async, KeyValue
 
 ROWS, WIDTH, BATCH = 1_000_000, 64, 4096
+_BATCHES = 32  # that are drawn; then they come again
+
+
+class Batches:
+    """Batches of random rows, in turn, and how often each row was in one."""
+
+    def __init__(self, rows: int) -> None:
+        random = np.random.default_rng(1)
+        self._drawn = [np.sort(random.choice(rows, BATCH, replace=False)) for _ in range(_BATCHES)]
+        self._used = [0] * _BATCHES
+        self._turn = 0
+
+    def next(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Numbers of rows, in ascending order."""
+        turn = self._turn
+        self._turn = (turn + 1) % _BATCHES
+        self._used[turn] += 1
+        return self._drawn[turn]
+
+    def check(self, pull: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+        """Raises `SystemExit` unless the rows of some batch hold every push of ones, once."""
+        some = self._drawn[self._turn]
+        wanted = np.zeros(BATCH, np.float32)
+        for numbers, times in zip(self._drawn, self._used, strict=True):
+            wanted += times * np.isin(some, numbers)
+        found = pull(some)
+        if not np.array_equal(found, np.broadcast_to(wanted[:, None], found.shape)):
+            raise SystemExit("the rows that arrived are wrong")
 
 
 class RowWorker:
-    """Knows how often each row was pushed."""
+    """Pulls and pushes batches."""
 
     def __init__(self, rows: int) -> None:
         self._kv = KeyValue(Async(), "sum")
         self._kv.init_rows("table", (rows, WIDTH))
-        self._batches = np.random.default_rng(1)
-        self._pushed = np.zeros(rows, np.float32)
+        self._batches = Batches(rows)
         self._ones = np.ones((BATCH, WIDTH), np.float32)
+        self._pulled = np.empty_like(self._ones)
 
     def run(self, run: Run) -> tuple[float, float]:
         """One round: its seconds, and bytes written over bytes of rows."""
         before = counters.bytes
-        seconds = timed(run, self._batch)
+        seconds = timed(run, self._exchange)
         written = counters.bytes - before
-        self._check()
+        self._batches.check(self._pull)
         return seconds, written / ((run.warm + run.count) * self._ones.nbytes)
 
-    def _batch(self, count: int) -> None:
+    def _exchange(self, count: int) -> None:
         for _ in range(count):
-            indices = self._batches.integers(0, len(self._pushed), BATCH)
-            self._kv.row_sparse_pull("table", indices).wait()
+            indices = self._batches.next()
+            self._pull(indices)
             self._kv.row_sparse_push("table", indices, self._ones).wait()
-            np.add.at(self._pushed, indices, 1)
 
-    def _check(self) -> None:
-        """Raises `SystemExit` unless a part of the rows holds every push, once."""
-        some = self._batches.integers(0, len(self._pushed), BATCH)
-        found = self._kv.row_sparse_pull("table", some).wait()
-        if not np.array_equal(found, np.broadcast_to(self._pushed[some][:, None], found.shape)):
-            raise SystemExit("the rows that arrived are wrong")
+    def _pull(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        self._kv.row_sparse_pull("table", indices, out=self._pulled).wait()
+        return self._pulled
 
 
 def main(role: str, index: str, rows: str, workers: str, servers: str, device: str, interface: str) -> None:
