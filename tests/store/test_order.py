@@ -13,7 +13,8 @@ def last_first(job: Job) -> list[float]:
     """Pushes bucket after bucket from the last to the first, each when the one before has its new version."""
     import torch
 
-    from tensorwire.store.rules import tensor_over, versions
+    from tensorwire.store.admission import versions
+    from tensorwire.store.rules import tensor_over
     from tensorwire.store.sharding import ParameterSpec
     from tensorwire.store.step_header import StepOperation
     from tensorwire.store.store_client import StoreClient, agree

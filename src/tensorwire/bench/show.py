@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from tensorwire.bench.records import Record, time_text
 from tensorwire.observe.files import save_file
 from tensorwire.progress import progress
+from tensorwire.tables import print_table
 
 HEAD = ("what", "mode", "who", "median", "fastest - slowest", "rate", "of the limit", "target", "")
 
+_VERDICTS = {"met": Text("met", style="green"), "MISSED": Text("MISSED", style="red")}
 _LARGE = 65536  # bytes; of a smaller transfer the rate says nothing
 
 
@@ -87,28 +89,10 @@ def row(record: Record) -> tuple[str, ...]:
 
 
 def table(records: Sequence[Record], machine: Sequence[str]) -> None:
-    """Prints the results; without frames and colours where there is no terminal."""
-    console = Console()
-    if not console.is_terminal:
-        print("\n".join(machine))
-        for line in [*plain(records), *hows(records)]:
-            print(line)
-        return
-    shown = Table(*HEAD, caption="\n".join([*hows(records), *machine]), caption_justify="left")
-    for cells in _grouped(records):
-        if cells is None:
-            shown.add_section()
-        else:
-            style = "bold" if cells[7] else None
-            shown.add_row(*cells[:8], {"met": "[green]met", "MISSED": "[red]MISSED"}.get(cells[8], ""), style=style)
-    console.print(shown)
-
-
-def plain(records: Sequence[Record]) -> list[str]:
-    """The same as aligned text."""
-    rows = [HEAD, *(cells for cells in _grouped(records) if cells is not None)]
-    widths = [max(len(cells[i]) for cells in rows) for i in range(len(HEAD))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+    """Prints the results."""
+    rows = [None if cells is None else [*cells[:8], _VERDICTS.get(cells[8], "")] for cells in _grouped(records)]
+    print("\n".join(machine))
+    print_table(HEAD, rows, left=(0, 1, 2, 7, 8), caption="\n".join(hows(records)))
 
 
 def markdown(records: Sequence[Record], machine: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import click
 from tensorwire.cli.interrupts import interruptible
 from tensorwire.errors import ArgumentError
 from tensorwire.progress import progress
+from tensorwire.tables import print_table
 
 if TYPE_CHECKING:
     from tensorwire.doctor import Finding, Section
@@ -67,12 +68,8 @@ def _print_lines(sections: list[Section]) -> None:
 
 
 def _print_tables(sections: list[Section]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
     for section in sections:
-        table = Table(title=section.title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        for finding in section.findings:
-            table.add_row(f"[{_COLOURS[finding.level]}]{finding.level}[/]", finding.name, _words(finding))
-        console.print(table)
+        rows = [(Text(f.level, style=_COLOURS[f.level]), f.name, _words(f)) for f in section.findings]
+        print_table(("", "", ""), rows, left=(0, 1, 2), title=section.title)

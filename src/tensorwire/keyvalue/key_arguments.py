@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tensorwire.errors import ArgumentError
+from tensorwire.store.rule_names import folders_with, hash_of, is_foreign, module_file
 
 Key = str | int
 
@@ -47,6 +47,11 @@ def plain_option(name: str, value: Any) -> Any:
     return value
 
 
-def versions() -> str:
-    """As the servers' own, without importing torch."""
-    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {importlib.metadata.version('torch')}"
+def origin(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `StoreSpec` says of a rule that is an import path, so that servers find the same; else nothing."""
+    if not is_foreign(rule):
+        return {}
+    module = rule.partition(":")[0]
+    file, package = module_file(module), module_file(module.partition(".")[0])
+    source = "" if file is None else hash_of([file])
+    return {"arguments": dict(options), "source": source, "folders": folders_with([package])}

@@ -14,11 +14,12 @@ import numpy as np
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.handle import Handle
-from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name, versions
+from tensorwire.keyvalue.key_arguments import Key, as_array, origin, pairs, plain_option, plan_name
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
+from tensorwire.store.admission import versions
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
@@ -31,10 +32,7 @@ from tensorwire.store.rule_names import (
     SUM,
     WHOLE,
     check_path,
-    folders_with,
-    hash_of,
     is_foreign,
-    module_file,
 )
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
@@ -65,7 +63,8 @@ class KeyValue(RowKeys):
         rule: What servers do with what is pushed: ``"assign"``: it becomes the value. ``"sum"``: it is added to the
             value. ``"mean"``: the workers' mean becomes the value. Or it is a gradient, for one of torch's optimizers
             by its name, such as ``"SGD"``, or for a class of optimizers or a function by its import path, such as
-            ``"package.module:function"``; servers import it, workers do not.
+            ``"package.module:function"``; servers import it, workers do not. A function gets (parameter, gradient,
+            state, options): tensors of torch, or numpy arrays if it has an attribute ``numpy = True``.
         reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
         compression: By what code arrays of floating-point numbers are pushed, as for ``StoreOptimizer``: ``"fp16"``,
@@ -404,9 +403,6 @@ class KeyValue(RowKeys):
     def _place(self, entries: Sequence[KeyEntry], values: Sequence[Any]) -> None:
         """Gives keys a place on the servers: a store of their own."""
         tensors = [ParameterSpec(plan_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
-        foreign = is_foreign(self._rule)
-        module = self._rule.partition(":")[0]
-        file = module_file(module) if foreign else None
         spec = StoreSpec(
             versions(),
             tensors,
@@ -414,14 +410,12 @@ class KeyValue(RowKeys):
             [self._group],
             self._numeric,
             self._bucket_bytes,
-            foreign or self._rule in WHOLE,
+            is_foreign(self._rule) or self._rule in WHOLE,
             "mean" if self._rule == MEAN else self._reduce,
-            arguments=self._group if foreign else {},
-            source="" if file is None else hash_of([file]),
-            folders=folders_with([module_file(module.partition(".")[0])]) if foreign else [],
             mode_settings=settings_of(self._mode),
             keys=True,
             compression=self._compression,
+            **origin(self._rule, self._group),
         )
         store = join_with(self._worker, spec, KeyClient)
         self._stores.append(store)

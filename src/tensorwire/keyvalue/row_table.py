@@ -10,15 +10,16 @@ import numpy as np
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.handle import Calls
-from tensorwire.keyvalue.key_arguments import as_array, versions
+from tensorwire.keyvalue.key_arguments import as_array, origin
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
+from tensorwire.store.admission import versions
 from tensorwire.store.key_client import pack_options
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, RowOperation, TableSpec, merge
-from tensorwire.store.row_rules import ROW_OPTIMIZERS, check_row_rule
+from tensorwire.store.row_rules import check_row_rule
 from tensorwire.store.sharding import BUCKET_BYTES, PAGE, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
 
@@ -70,6 +71,7 @@ class Table:
             reduce,
             mode_settings=settings_of(mode),
             table=settings,
+            **origin(rule, self._group),
         )
         self.client = join_with(worker, spec, RowClient)
         self._pulling: TablePull | None = None
@@ -87,7 +89,7 @@ class Table:
         if getattr(mode, "damping", 0) or getattr(mode, "max_staleness", None) is not None:
             raise ArgumentError(f"nobody knows how stale rows are, and {mode!r} asks: leave damping and max_staleness")
         check_row_rule(rule, dict(options))
-        kinds = _DTYPES if rule in ROW_OPTIMIZERS else (*_DTYPES, *_INTEGERS)
+        kinds = (*_DTYPES, *_INTEGERS) if rule in ("sum", "assign") else _DTYPES
         if self.dtype.name not in kinds:
             raise Unsupported(f"{self.name!r} has dtype {self.dtype}; rows under {rule!r} hold {', '.join(kinds)}")
         if not self.shape or math.prod(self.shape) == 0 or self.shape[0] > 2**31:

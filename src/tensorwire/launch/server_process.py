@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +23,11 @@ from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
 from tensorwire.store.store_layout import StoreSpec
 
+if TYPE_CHECKING:
+    from tensorwire.store.key_server import KeyServer
+    from tensorwire.store.row_server import RowServer
+    from tensorwire.store.server import StoreServer
+
 # A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
 _SETTLE_SECONDS = 3.0
 # How long the job may take to end by itself after a server has lost a worker.
@@ -29,20 +35,16 @@ _CAUSE_SECONDS = 60.0
 
 
 def _serve(member: Member, name: str, spec: StoreSpec) -> None:
-    import torch
-
     from tensorwire.store.consensus import Disagreement, Finished
-    from tensorwire.store.key_server import KeyServer
-    from tensorwire.store.row_server import RowServer
-    from tensorwire.store.server import StoreServer
     from tensorwire.store.server_state import answer_asks
 
     asks: threading.Thread | None = None
     try:
-        torch.set_num_threads(server_threads(os.environ))
         welcome = member.client.welcome
-        serve = RowServer if spec.table else KeyServer if spec.keys else StoreServer
-        server = serve(member, name, spec, welcome.workers, welcome.servers)
+        server = _kind_of(spec)(member, name, spec, welcome.workers, welcome.servers)
+        torch = sys.modules.get("torch")  # some rules do without
+        if torch is not None:
+            torch.set_num_threads(server_threads(os.environ))
         try:
             asks = _started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest)
             server.run()
@@ -65,6 +67,20 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
             member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
     if asks is not None:
         asks.join()  # with the job: it must not be the last to hold memory when the interpreter ends
+
+
+def _kind_of(spec: StoreSpec) -> type[RowServer] | type[KeyServer] | type[StoreServer]:
+    if spec.table:
+        from tensorwire.store.row_server import RowServer
+
+        return RowServer
+    if spec.keys:
+        from tensorwire.store.key_server import KeyServer
+
+        return KeyServer
+    from tensorwire.store.server import StoreServer
+
+    return StoreServer
 
 
 def _started(name: str, call: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -15,14 +15,15 @@ import threading
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from tensorwire.errors import ArgumentError, PlanMismatch, Unsupported
 from tensorwire.store.rule_names import check_path, file_of, folders_with, hash_of, is_foreign
 
-Imported = type[torch.optim.Optimizer] | FunctionType
+if TYPE_CHECKING:
+    import torch
+
+Imported: TypeAlias = "type[torch.optim.Optimizer] | FunctionType"
 _importing = threading.Lock()  # stores begin in threads of one server
 
 
@@ -45,6 +46,8 @@ def import_path(rule: Imported) -> str:
         kind = "function" if isinstance(rule, FunctionType) else "class"
         raise Unsupported(f"servers cannot import {module}.{name}: that name is not this {kind}")
     _check(rule, f"{module}:{name}")
+    if getattr(rule, "numpy", False):
+        raise Unsupported(f"the rule {name} takes numpy arrays, as it says, and here it would get tensors")
     return f"{module}:{name}"
 
 
@@ -59,6 +62,8 @@ def _check(rule: Any, path: str) -> None:
                 f"the rule {path} must take (parameter, gradient, state, options), and takes {inspect.signature(rule)}"
             ) from None
         return
+    import torch  # functions of arrays do without
+
     if not isinstance(rule, type) or not issubclass(rule, torch.optim.Optimizer):
         raise Unsupported(f"the rule {path} is a {type(rule).__name__}, no class of optimizers and no function")
     closure = inspect.signature(rule.step).parameters.get("closure")
@@ -81,8 +86,7 @@ def imported(rule: str) -> Imported:
             "module on the servers' machines, or put it into the script's folder there"
         ) from None
     _check(found, rule)
-    known: Imported = found
-    return known
+    return cast("Imported", found)
 
 
 def is_elementwise(rule: str) -> bool:

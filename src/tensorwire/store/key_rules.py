@@ -1,20 +1,20 @@
 """What a server does with what is pushed to keys: rules over plain arrays, and those of the store.
 
-Sums are taken in worker order; those of float16 in float32.
+Sums are taken in worker order; those of float16 in float32. Nothing of this imports a framework.
 """
 
 from __future__ import annotations
 
-import inspect
-import struct
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
-from tensorwire.errors import ArgumentError, ProtocolError
-from tensorwire.store.rule_names import ASSIGN, ELEMENTWISE, SUM, WHOLE, is_foreign, no_rule
-from tensorwire.store.rules import Push, make_rule, optimizer_class
+from tensorwire.errors import ProtocolError
+from tensorwire.store.array_functions import ArrayFunction, Options, array_function, kept_items, load_item
+from tensorwire.store.pushes import Push
+from tensorwire.store.rule_names import ASSIGN, SUM
 from tensorwire.store.server_state import Stateful
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.state_transfer import Item
@@ -35,8 +35,13 @@ class KeyRule(Stateful, Protocol):
 
 def make_key_rule(spec: StoreSpec, plan: StorePlan, server: int, values: memoryview) -> KeyRule:
     """The rule of one server's share, whose memory is ``values``."""
-    kind = _ARRAY_RULES.get(spec.rule, _StoreRule)
-    return kind(spec, plan, server, values)
+    if spec.rule in _ARRAY_RULES:
+        return _ARRAY_RULES[spec.rule](spec, plan, server, values)
+    if function := array_function(spec):
+        return _FunctionRule(function, spec, plan, server, values)
+    from tensorwire.store.key_optimizers import OptimizerKeyRule  # imports torch
+
+    return OptimizerKeyRule(spec, plan, server, values)
 
 
 class _ArrayRule:
@@ -106,28 +111,38 @@ class _Assign(_ArrayRule):
         np.copyto(value, pushed, casting="same_kind")
 
 
-class _StoreRule:
-    """A rule of the store: torch's optimizers, and what import paths name."""
+class _FunctionRule(_ArrayRule):
+    """A function of arrays, and what it keeps for each key. No key is cut, so that a bucket is one."""
 
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview) -> None:
-        if spec.rule in ELEMENTWISE + WHOLE:
-            known = inspect.signature(optimizer_class(spec)).parameters
-            if strange := [name for name in spec.groups[0] if name not in known]:
-                raise ArgumentError(f"the optimizer {spec.rule} has no option {strange[0]!r}")
-        elif not is_foreign(spec.rule):
-            raise no_rule(spec.rule)
-        try:
-            self._rule = make_rule(spec, plan, server, values)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"the optimizer {spec.rule} refuses its options: {error}") from None
-        self._mean = spec.reduce == "mean"
-        self.assign, self.state, self.load_state = self._rule.assign, self._rule.state, self._rule.load_state
+    def __init__(
+        self, function: ArrayFunction, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview
+    ) -> None:
+        super().__init__(spec, plan, server, values)
+        self._tensors = [b.pieces[0].tensor for b in plan.buckets[server]]
+        shapes = [plan.tensors[tensor].shape for tensor in self._tensors]
+        # A bucket may end with bytes that are nobody's.
+        self._shaped = [v[: prod(shape)].reshape(shape) for v, shape in zip(self._values, shapes, strict=True)]
+        self._state: list[dict[str, Any]] = [{} for _ in self._tensors]
+        self._function, self._options = function, Options(spec)
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
         """As `KeyRule`."""
-        self._rule.set_options(struct.unpack(f"<{len(options) // 8}d", options), bucket)
-        self._rule.reduce(bucket, pushes, float(len(pushes)) if self._mean else 1.0, keep=True)
-        self._rule.apply(bucket, 0)
+        pushed = self._merged(bucket, pushes) if len(pushes) > 1 else self._slot(bucket, pushes[0])
+        value = self._shaped[bucket]
+        gradient = pushed[: value.size].reshape(value.shape).astype(value.dtype, copy=False)
+        self._function(value, gradient, self._state[bucket], self._options.of(options))
+
+    def state(self) -> Iterator[Item]:
+        """What the function keeps: arrays and numbers."""
+        for tensor, state, value in zip(self._tensors, self._state, self._shaped, strict=True):
+            yield from kept_items(tensor, state, value)
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """As `KeyRule`."""
+        loaded: dict[int, dict[str, Any]] = {tensor: {} for tensor in self._tensors}
+        for entry, data in items:
+            load_item(loaded[entry.tensor], entry, data)
+        self._state = list(loaded.values())
 
 
 _ARRAY_RULES = {SUM: _Sum, ASSIGN: _Assign}

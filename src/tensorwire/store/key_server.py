@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,8 +21,9 @@ import numpy as np
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.key_layout import (
@@ -36,13 +37,20 @@ from tensorwire.store.key_layout import (
 )
 from tensorwire.store.key_rules import make_key_rule
 from tensorwire.store.modes import SSP, Sync
-from tensorwire.store.rules import Push, versions
+from tensorwire.store.pushes import Push
 from tensorwire.store.server_state import take_state
-from tensorwire.store.shard import check_memory
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 from tensorwire.store.worker_threads import attend
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
+
+
+class _Contribution(NamedTuple):
+    """A push to a round. ``wants``: whether the values are to be sent when it closes."""
+
+    link: _Link
+    options: bytes
+    wants: bool
 
 
 @dataclass
@@ -52,7 +60,7 @@ class _Bucket:
     lock: threading.Lock
     clocks: list[int]  # by worker: pushes so far
     version: int = 0
-    here: list[tuple[_Link, bool]] = field(default_factory=list)  # the round's pushes; whether the values are wanted
+    here: list[_Contribution] = field(default_factory=list)  # the round's pushes
     waiting: list[tuple[_Link, int]] = field(default_factory=list)  # who waits for values, with its clock
 
 
@@ -61,10 +69,7 @@ class KeyServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        if spec.versions != versions():
-            raise PlanMismatch(
-                f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
-            )
+        check_versions(spec.versions, f"server {self.index}")
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
         self._mode = spec.mode
@@ -161,15 +166,14 @@ class KeyServer:
 
     def _contribute(self, link: _Link, request: KeyRequest) -> None:
         wants = request.operation is KeyOperation.PUSHPULL
-        link.options = request.options
         for index in request.buckets:
             bucket = self._buckets[index]
             link.decode(index)
             with bucket.lock:
-                if any(other is link for other, _ in bucket.here):
+                if any(other.link is link for other in bucket.here):
                     raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
                 bucket.clocks[link.index] += 1
-                bucket.here.append((link, wants))
+                bucket.here.append(_Contribution(link, request.options, wants))
                 self._close_if_due(index)
 
     def _close_if_due(self, index: int) -> None:
@@ -177,15 +181,15 @@ class KeyServer:
         bucket = self._buckets[index]
         if not bucket.here or len(bucket.here) < len(self._active):
             return
-        here, bucket.here = sorted(bucket.here, key=lambda each: each[0].index), []
-        links = [link for link, _ in here]
-        self.rule.update(index, [link.pushes[index] for link in links], links[0].options)
+        here, bucket.here = sorted(bucket.here, key=lambda each: each.link.index), []
+        links = [each.link for each in here]
+        self.rule.update(index, [link.pushes[index] for link in links], here[0].options)
         bucket.version += 1
         counters.add(merged=len(links))
         if self._fates.wanted:
             self._log(index, links)
-        for link, wants in here:
-            link.answer(index, wants=wants)
+        for each in here:
+            each.link.answer(index, wants=each.wants)
         self._answer_waiting(index)
 
     # ---- answers; the caller holds the bucket's lock
@@ -205,7 +209,7 @@ class KeyServer:
         if self._bound is not None:
             slowest = min((bucket.clocks[worker] for worker in self._active), default=clock)
             return clock - slowest <= self._bound
-        return not any(other is link for other, _ in bucket.here)
+        return not any(other.link is link for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -254,7 +258,6 @@ class _Link:
 
     def __init__(self, server: KeyServer, index: int) -> None:
         self._server, self.index = server, index
-        self.options = b""  # of its last push
         self.left = False  # its memory may be gone
         self._channel = server.member.channel("worker", index)
         device = self._channel.device

@@ -21,7 +21,8 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
-from tensorwire.store.rules import Push, tensor_over
+from tensorwire.store.pushes import Push
+from tensorwire.store.rules import tensor_over
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation

@@ -14,7 +14,9 @@ import numpy as np
 
 from tensorwire._native import add_rows
 from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.store.array_functions import ArrayFunction, Options, array_function, kept_items, load_item
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
+from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
 from tensorwire.store.store_layout import StoreSpec
 
@@ -25,8 +27,9 @@ _MOVES_ALL = ("momentum", "weight_decay")  # options that change rows without a 
 
 def check_row_rule(rule: str, options: dict[str, Any]) -> None:
     """Refuses what is no rule for rows. Raises `ArgumentError`."""
-    if rule not in ROW_RULES:
-        raise ArgumentError(f"there is no rule {rule!r} for rows; there are: {', '.join(ROW_RULES)}")
+    if rule not in ROW_RULES and not is_foreign(rule):
+        names = ", ".join(ROW_RULES)
+        raise ArgumentError(f"there is no rule {rule!r} for rows; there are: {names}, and functions of arrays")
     for name in _MOVES_ALL:
         if rule in ROW_OPTIMIZERS and options.get(name):
             raise ArgumentError(f"{rule} with {name}={options[name]!r} changes all rows in every step: leave {name} 0")
@@ -34,6 +37,8 @@ def check_row_rule(rule: str, options: dict[str, Any]) -> None:
 
 def make_row_rule(spec: StoreSpec, first: int, values: Array) -> RowRule:
     """The rule for ``values``, whose first row is number ``first`` of the table."""
+    if function := array_function(spec):
+        return _FunctionRows(function, spec, first, values)
     kind = _OptimizerRows if spec.rule in ROW_OPTIMIZERS else RowRule
     return kind(spec, first, values)
 
@@ -79,6 +84,51 @@ class RowRule:
         """As `Stateful`."""
         for entry, _ in items:
             raise ProtocolError(f"this rule keeps nothing, and worker 0 loads {entry}")
+
+
+class _FunctionRows(RowRule):
+    """A function of arrays: it is given the rows that are pushed, and what is kept for them, as if they were all."""
+
+    def __init__(self, function: ArrayFunction, spec: StoreSpec, first: int, values: Array) -> None:
+        super().__init__(spec, first, values)
+        self._function, self._in_force = function, Options(spec)
+        self._numbers: dict[str, Any] = {}  # what it keeps for all rows
+        self._rows: dict[str, Array] = {}  # and for each
+
+    def update(self, indices: Array, rows: Array, options: bytes) -> None:
+        """As `RowRule`."""
+        parameter = self.values[indices]
+        state = {**self._numbers, **{key: kept[indices] for key, kept in self._rows.items()}}
+        self._function(parameter, rows, state, self._in_force.of(options))
+        self.values[indices] = parameter
+        for key, value in state.items():
+            if not isinstance(value, np.ndarray) or value.shape != parameter.shape:
+                self._numbers[key] = value
+                continue
+            if key not in self._rows:
+                self._rows[key] = np.zeros(self.values.shape, value.dtype)
+            self._rows[key][indices] = value
+
+    def state(self) -> Iterator[Item]:
+        """What the function keeps."""
+        yield from kept_items(0, self._numbers, self.values)
+        width = math.prod(self.values.shape[1:])
+        for entry, data in kept_items(0, self._rows, self.values):
+            shape = (self.spec.tensors[0].shape[0], *self.values.shape[1:])
+            start = self.first * width
+            yield Entry(0, entry.key, entry.dtype, shape, True, start, start + entry.stop), data
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        """As `Stateful`."""
+        self._numbers, self._rows = {}, {}
+        width = math.prod(self.values.shape[1:])
+        for entry, data in items:
+            if not entry.rows:
+                load_item(self._numbers, entry, data)
+                continue
+            array = self._rows.setdefault(entry.key, np.zeros(self.values.shape, entry.dtype))
+            start = entry.start - self.first * width
+            array.reshape(-1)[start : start + entry.stop - entry.start] = np.frombuffer(data, entry.dtype)
 
 
 class _OptimizerRows(RowRule):

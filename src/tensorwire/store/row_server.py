@@ -19,8 +19,9 @@ from tensorwire._native import take_rows
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.row_layout import (
@@ -35,9 +36,7 @@ from tensorwire.store.row_layout import (
     merge,
 )
 from tensorwire.store.row_rules import draw, make_row_rule
-from tensorwire.store.rules import versions
 from tensorwire.store.server_state import take_state
-from tensorwire.store.shard import check_memory
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 from tensorwire.store.worker_threads import attend
 
@@ -50,10 +49,7 @@ class RowServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec = member, name, spec
-        if spec.versions != versions():
-            raise PlanMismatch(
-                f"the workers run {spec.versions}, server {member.index} {versions()}: install one everywhere"
-            )
+        check_versions(spec.versions, f"server {member.index}")
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]

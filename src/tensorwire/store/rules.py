@@ -7,11 +7,10 @@ tensors. A rule works in steps, so that a norm over all servers can be taken bet
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.foreign import import_path, is_elementwise, load_rule
 from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.pushes import Push
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.store.rule_names import ELASTIC, ELEMENTWISE, KEEP, MEAN, SUM, WHOLE, is_foreign
 from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
@@ -27,11 +27,6 @@ from tensorwire.store.state_transfer import GROUP, Item
 from tensorwire.store.store_layout import StoreSpec
 
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
-
-
-def versions() -> str:
-    """The software that gives an update its bits; workers and servers of a job must agree on it."""
-    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {torch.__version__}"
 
 
 def rule_name(optimizer: type[torch.optim.Optimizer]) -> str:
@@ -90,15 +85,6 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     if count == 0:
         return torch.empty(0, dtype=kind)
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
-
-
-class Push(NamedTuple):
-    """What a worker contributes to a round of a bucket. ``present``: a byte a piece, whether there is a gradient."""
-
-    worker: int
-    slot: memoryview
-    present: bytes
-    weight: float = 1.0
 
 
 def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> Rule:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from tensorwire._native import available_bytes
 from tensorwire.control import Member
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import OutOfMemory, PlanMismatch, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
-from tensorwire.store.rules import Push, make_rule, versions
+from tensorwire.store.pushes import Push
+from tensorwire.store.rules import make_rule
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
@@ -102,10 +103,7 @@ class Shard:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        if spec.versions != versions():
-            raise PlanMismatch(
-                f"the workers run {spec.versions}, server {self.index} {versions()}: install one everywhere"
-            )
+        check_versions(spec.versions, f"server {self.index}")
         self.plan: StorePlan = spec.plan(servers)
         registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
         check_memory(registered, f"server {self.index}")
@@ -168,13 +166,3 @@ class Shard:
         for region in self._regions.values():
             region.close()
         self.parameters.close()
-
-
-def check_memory(nbytes: int, who: str) -> None:
-    """Refuses a plan that does not fit the machine, before step 1. Raises `OutOfMemory`."""
-    available = available_bytes()
-    if nbytes > available:
-        raise OutOfMemory(
-            f"{who} would register {nbytes / 2**20:.0f} MiB, and this machine has {available / 2**20:.0f} MiB free: "
-            "use more servers on other machines, or fewer workers a server"
-        )

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.control.frames import MOST_ENTRY_BYTES
 from tensorwire.errors import ArgumentError
-from tensorwire.sizes import round_up
+from tensorwire.sizes import round_up, size_text
 from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.row_layout import TableSpec
@@ -80,7 +80,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
             raise ArgumentError(f"a name or an option of the optimizer cannot be sent to servers: {error}") from None
         if len(found) > MOST_ENTRY_BYTES:
             raise ArgumentError(
-                f"the names and shapes of {len(self.tensors)} parameters take {len(found) / 2**20:.0f} MiB; "
+                f"the names and shapes of {len(self.tensors)} parameters take {size_text(len(found))}; "
                 f"servers take {MOST_ENTRY_BYTES >> 20} MiB: give parameters shorter names"
             )
         return found

@@ -19,10 +19,11 @@ from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
 from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD, settings_of
 from tensorwire.store.rule_names import ELASTIC, MEAN
-from tensorwire.store.rules import tensor_over, versions
+from tensorwire.store.rules import tensor_over
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient

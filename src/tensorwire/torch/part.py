@@ -17,9 +17,10 @@ from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
+from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
 from tensorwire.store.modes import Mode, Sync, settings_of
-from tensorwire.store.rules import is_whole, looks_at_all, tensor_over, versions
+from tensorwire.store.rules import is_whole, looks_at_all, tensor_over
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.step_header import StepOperation

@@ -32,7 +32,7 @@ from tensorwire.bench.actors.transfer import SECONDS, counts, since
 from tensorwire.bench.models import Model, find
 from tensorwire.control import Member
 from tensorwire.observe import counters
-from tensorwire.store.rules import versions
+from tensorwire.store.admission import versions
 from tensorwire.store.server import StoreServer
 from tensorwire.store.sharding import BUCKET_BYTES, Bucket
 from tensorwire.store.step_header import StepOperation

@@ -1,0 +1,71 @@
+"""Functions as rules for keys and rows: ``function(parameter, gradient, state, options)`` over numpy arrays.
+
+A function says by an attribute, ``function.numpy = True``, that it takes these. What it keeps between calls it puts
+into ``state``, as numbers and arrays, which are saved and restored with the keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+
+from tensorwire.errors import ProtocolError, Unsupported
+from tensorwire.store.foreign import load_rule
+from tensorwire.store.rule_names import is_foreign
+from tensorwire.store.sharding import PARAMETER_DTYPES
+from tensorwire.store.state_transfer import NUMBER, Entry, Item
+from tensorwire.store.store_layout import StoreSpec
+
+Array = np.ndarray[Any, Any]
+ArrayFunction = Callable[[Array, Array, dict[str, Any], dict[str, Any]], None]
+
+
+def array_function(spec: StoreSpec) -> ArrayFunction | None:
+    """The function that a rule names, if it is one of arrays. Raises as `load_rule`."""
+    if not is_foreign(spec.rule):
+        return None
+    found: Any = load_rule(spec.rule, spec.folders, spec.source)
+    return cast(ArrayFunction, found) if getattr(found, "numpy", False) else None
+
+
+class Options:
+    """The options of a rule, with the numbers that pushes carry."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._group = dict(spec.groups[0])
+        self._numeric = [name for _, name, index in spec.numeric if index < 0]
+
+    def of(self, block: bytes) -> dict[str, Any]:
+        """Those in force with a packed option block."""
+        values = struct.unpack(f"<{len(block) // 8}d", block)
+        return {**self._group, **dict(zip(self._numeric, values, strict=True))}
+
+
+def kept_items(tensor: int, state: dict[str, Any], like: Array) -> Iterator[Item]:
+    """What a function keeps for the tensor of that number, whose values are ``like``, as entries."""
+    for key, value in state.items():
+        if isinstance(value, (bool, int, float)):
+            number = np.array([float(value)])
+            yield Entry(tensor, key, "float64", (1,), False, 0, 1, NUMBER), number.view(np.uint8).data
+            continue
+        if not isinstance(value, np.ndarray) or value.dtype.name not in PARAMETER_DTYPES:
+            raise Unsupported(
+                f"a rule keeps {key!r} as a {type(value).__name__}, which is neither a number nor an array"
+            )
+        flat = np.ascontiguousarray(value).reshape(-1)
+        rows = value.shape == like.shape
+        yield Entry(tensor, key, value.dtype.name, value.shape, rows, 0, flat.size), flat.view(np.uint8).data
+
+
+def load_item(state: dict[str, Any], entry: Entry, data: memoryview) -> None:
+    """Puts an entry back, which may be a part of an array. Raises `ProtocolError`."""
+    if entry.kind == NUMBER:
+        state[entry.key] = float(np.frombuffer(data, np.float64)[0])
+        return
+    if entry.kind or entry.nbytes != len(data):
+        raise ProtocolError(f"worker 0 loads {entry}, which no function keeps")
+    array = state.setdefault(entry.key, np.empty(entry.shape, entry.dtype))
+    array.reshape(-1)[entry.start : entry.stop] = np.frombuffer(data, entry.dtype)

@@ -1,0 +1,14 @@
+"""What a worker contributes to a round of a bucket."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Push(NamedTuple):
+    """One contribution. ``present``: a byte per piece, whether there is a gradient."""
+
+    worker: int
+    slot: memoryview
+    present: bytes
+    weight: float = 1.0

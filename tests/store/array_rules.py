@@ -1,0 +1,36 @@
+"""Rules of numpy arrays, as a user's module would have them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def momentum(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """SGD with momentum, and a count of calls that slows it down."""
+    state["calls"] = int(state.get("calls", 0)) + 1
+    moved = state.setdefault("moved", np.zeros_like(parameter))
+    np.multiply(moved, options["momentum"], out=moved)
+    moved += gradient
+    parameter -= options["lr"] / state["calls"] * moved
+
+
+momentum.numpy = True  # type: ignore[attr-defined]
+
+
+def what_is_imported(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """1 where the server's process has imported torch."""
+    parameter[...] = "torch" in sys.modules
+
+
+what_is_imported.numpy = True  # type: ignore[attr-defined]
+
+
+def keeps_a_name(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Keeps what cannot be saved."""
+    state["name"] = "x"
+
+
+keeps_a_name.numpy = True  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""Rules that are functions of numpy arrays: for keys, for rows, saved and loaded, and without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorwire as tw
+from tensorwire import errors
+from tensorwire.store import Async, KeyValue, Sync
+from tests.harness.jobs import run_job
+from tests.store.array_rules import momentum
+
+RULE = "tests.store.array_rules:momentum"
+SHAPES = {"wide": (70, 60), "half": (33,), "one": (), "none": (0, 3)}
+STEPS = 5
+
+
+def gradient(rank: int, step: int, name: str) -> Any:
+    drawn = np.random.default_rng((rank, step, len(name))).standard_normal(SHAPES[name])
+    return np.asarray(drawn, "f2" if name == "half" else "f4")
+
+
+def first(name: str) -> Any:
+    return np.full(SHAPES[name], 0.5, "f2" if name == "half" else "f4")
+
+
+def push_all(kv: KeyValue, rank: int, steps: range) -> None:
+    for step in steps:
+        kv.set_options(lr=0.1 / (1 + step))
+        for name in SHAPES:
+            kv.push(name, gradient(rank, step, name))
+
+
+def train(job: tw.Job, path: str, steps: range, loads: bool) -> list[Any]:
+    kv = KeyValue(Sync(), RULE, bucket_bytes=4096, lr=0.1, momentum=0.9)
+    kv.init(list(SHAPES), [first(name) for name in SHAPES])
+    if loads:
+        kv.load(path)
+    push_all(kv, job.rank, steps)
+    values: list[Any] = kv.pull(list(SHAPES)).wait()
+    kv.barrier()
+    if job.rank == 0 and not loads:
+        kv.save(path)
+    kv.barrier()
+    return values
+
+
+def alone(steps: int, workers: int) -> list[Any]:
+    values, states = {name: first(name) for name in SHAPES}, {name: dict[str, Any]() for name in SHAPES}
+    for step in range(steps):
+        for name in SHAPES:
+            drawn = [gradient(rank, step, name) for rank in range(workers)]
+            total = drawn[0].astype("f4")
+            for each in drawn[1:]:
+                total += each
+            momentum(
+                values[name], total.astype(values[name].dtype), states[name], {"lr": 0.1 / (1 + step), "momentum": 0.9}
+            )
+    return list(values.values())
+
+
+@pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("tcp", 2)])
+def test_keys_have_the_values_of_the_function_alone_also_after_loading(
+    device: str, servers: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "keys.npz")
+    for values in run_job(train, path, range(3), False, servers=servers, device=device).ok():
+        for mine, theirs in zip(values, alone(3, 2), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for values in run_job(train, path, range(3, STEPS), True, servers=3 - servers, device=device).ok():
+        for mine, theirs in zip(values, alone(STEPS, 2), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def rows_of(step: int) -> Any:
+    return np.sort(np.random.default_rng(step).choice(3000, 40, replace=False))
+
+
+def train_rows(job: tw.Job, folder: str, steps: range, loads: bool) -> Any:
+    kv = KeyValue(Async(), RULE, lr=0.1, momentum=0.9)
+    kv.init_rows("table", (3000, 4))
+    if loads:
+        kv.load_rows("table", folder)
+    for step in steps:
+        kv.row_sparse_push("table", rows_of(step), np.full((40, 4), 1 + step, "f4")).wait()
+    if not loads:
+        kv.save_rows("table", folder)
+    return kv.row_sparse_pull("table", np.arange(3000)).wait()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_rows_have_the_values_of_the_function_given_these_rows(before: int, after: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "table")
+    run_job(train_rows, folder, range(3), False, workers=1, servers=before).ok()
+    (found,) = run_job(train_rows, folder, range(3, STEPS), True, workers=1, servers=after).ok()
+    wanted, moved = np.zeros((3000, 4), "f4"), np.zeros((3000, 4), "f4")
+    for step in range(STEPS):
+        rows, state = rows_of(step), {"calls": step, "moved": moved[rows_of(step)]}
+        part = wanted[rows]
+        momentum(part, np.full((40, 4), 1 + step, "f4"), state, {"lr": 0.1, "momentum": 0.9})
+        wanted[rows], moved[rows] = part, state["moved"]
+    np.testing.assert_array_equal(found, wanted)
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import tensorwire as tw
+from tensorwire.store import KeyValue
+
+tw.init()
+kv = KeyValue(rule=sys.argv[1])
+kv.init("a", np.full(2, 7, "f4"))
+kv.push("a", np.zeros(2, "f4"))
+print(kv.pull("a").wait().tolist())
+"""
+
+
+@pytest.mark.parametrize("rule", ["tests.store.array_rules:what_is_imported", "assign"])
+def test_neither_workers_nor_servers_import_torch_for_it(rule: str, tmp_path: Path) -> None:
+    script = tmp_path / "keys.py"
+    script.write_text(SCRIPT)
+    command = [
+        Path(sys.executable).with_name("tensorwire"),
+        "run",
+        "--workers",
+        "1",
+        "--servers",
+        "1",
+        "--",
+        sys.executable,
+    ]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([*command, script, rule], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "[0.0, 0.0]" in done.stdout
+
+
+def keep_what_cannot_be_saved(job: tw.Job, path: str) -> str:
+    kv = KeyValue(rule="tests.store.array_rules:keeps_a_name")
+    kv.init("a", np.zeros(3, "f4"))
+    kv.push("a", np.zeros(3, "f4")).wait()
+    try:
+        kv.save(path)
+    except errors.TensorwireError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_is_neither_a_number_nor_an_array_cannot_be_saved(tmp_path: Path) -> None:
+    ended = run_job(keep_what_cannot_be_saved, str(tmp_path / "a.npz"), workers=1)
+    assert "neither a number nor an array" in str(ended.cause) + str(ended.results)
+
+
+def give_a_function_of_arrays(job: tw.Job) -> str:
+    with pytest.raises(errors.Unsupported) as raised:
+        tw.torch.StoreOptimizer([("p", torch.nn.Parameter(torch.zeros(3)))], momentum, lr=0.1)
+    return str(raised.value)
+
+
+def test_an_optimizer_of_tensors_refuses_a_function_of_arrays() -> None:
+    (said,) = run_job(give_a_function_of_arrays, workers=1).ok()
+    assert "takes numpy arrays" in said
