@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from tensorwire.errors import TensorwireError
@@ -30,12 +31,15 @@ class BegunPull(Protocol):
     def ready(self) -> bool:
         """Whether ``finish`` would return at once."""
 
+    def wait_for_answer(self, timeout: float | None) -> None:
+        """Returns when the answer has begun to come. Changes nothing, so that any thread may wait."""
+
     def finish(self, timeout: float | None) -> None:
         """Waits for the value, and takes it. Idempotent."""
 
 
 class Calls:
-    """Inside it, one thread at a time, and errors say why the job ended."""
+    """Inside it, one thread at a time, and errors say why the job ended. ``waiting()``: only the latter."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -46,6 +50,17 @@ class Calls:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.lock.release()
+        self._explain(error)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a thread waits inside it, others may call."""
+        try:
+            yield
+        except TensorwireError as error:
+            self._explain(error)
+
+    def _explain(self, error: BaseException | None) -> None:
         if isinstance(error, TensorwireError):
             raise self._worker.member.explain(error) from None
 
@@ -82,9 +97,12 @@ class Handle:
             WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
             JobEnded: The job ended; the message says why.
         """
-        with self._calls:
+        with self._calls.waiting():
             for entry in self._pushes:
                 entry.wait_for_push(timeout)
+            for pull in self._pulls:
+                pull.wait_for_answer(timeout)
+        with self._calls:
             for pull in self._pulls:
                 pull.finish(timeout)
         if not self._pulls:

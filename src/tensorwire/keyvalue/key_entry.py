@@ -88,6 +88,11 @@ class KeyPull:
         """Whether ``finish`` would return at once."""
         return self._entry.pulling is not self or self._entry.answered(self._asked)
 
+    def wait_for_answer(self, timeout: float | None) -> None:
+        """Returns when the value has come."""
+        if self._entry.pulling is self:
+            self._entry.wait(self._asked, timeout)
+
     def finish(self, timeout: float | None) -> None:
         """Waits for the value, and takes it. Idempotent."""
         entry = self._entry

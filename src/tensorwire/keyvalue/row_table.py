@@ -211,8 +211,7 @@ class TablePush:
 
     def wait_for_push(self, timeout: float | None) -> None:
         """Returns when it has been applied. Raises `WaitTimeout` or `JobEnded`."""
-        with self._table.calls:
-            self._table.client.wait_applied(self._numbers, timeout)
+        self._table.client.wait_applied(self._numbers, timeout)
 
 
 class TablePull:
@@ -233,6 +232,11 @@ class TablePull:
     def ready(self) -> bool:
         """Whether the answer has begun to come."""
         return self._finished or self._table.client.ready(self._unique)
+
+    def wait_for_answer(self, timeout: float | None) -> None:
+        """Returns when the first rows have come. Raises `WaitTimeout` or `JobEnded`."""
+        if not self._finished:
+            self._table.client.wait_ready(self._unique, timeout)
 
     def finish(self, timeout: float | None) -> None:
         """Waits for the rows, and takes them. Idempotent. Raises `WaitTimeout` or `JobEnded`."""

@@ -76,6 +76,12 @@ class RowClient:
         """Whether the first answers to `ask` are there."""
         return all(at.start == at.stop or link.answer_is_there for link, at in self._parts(indices))
 
+    def wait_ready(self, indices: Array, timeout: float | None = None) -> None:
+        """Returns when they are. Raises `PeerLost` or `WaitTimeout`."""
+        for link, at in self._parts(indices):
+            if at.start < at.stop:
+                link.wait_for_answer(self.timeout if timeout is None else timeout)
+
     def take(self, indices: Array, out: Array, options: bytes, timeout: float | None = None) -> None:
         """Copies the rows that `ask` asked for into ``out``. Raises `PeerLost`, or `WaitTimeout`; then call again."""
         for link, at in self._parts(indices):
@@ -185,6 +191,10 @@ class _Link:
     def answer_is_there(self) -> bool:
         """Whether the last answer has come."""
         return self._arrived.value >= self._asked
+
+    def wait_for_answer(self, timeout: float) -> None:
+        """Returns when it has."""
+        self._arrived.wait(self._asked, timeout)
 
     def take(self, indices: Array, out: Array, options: bytes, timeout: float) -> None:
         """Copies the rows that were asked for, and asks for the rest."""

@@ -1,0 +1,15 @@
+"""MXNet trains on the store: ``import tensorwire.mxnet``, then ``mx.kv.create("dist_tensorwire_sync")``.
+
+MXNet 1.9.1, its last release, needs Python 3.10 or 3.11 and numpy before 2. Import this before ``mxnet``: it gives
+numpy the name ``np.bool``, which MXNet asks for, and starts what a job's ``DMLC_`` variables ask for.
+"""
+
+from __future__ import annotations
+
+from tensorwire.mxnet.load import load_mxnet
+
+load_mxnet()
+
+from tensorwire.mxnet.store import KVStore  # noqa: E402  # needs mxnet
+
+__all__ = ["KVStore"]

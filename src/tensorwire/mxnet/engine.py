@@ -1,0 +1,79 @@
+"""Operations of ours in MXNet's engine: they start when their arrays are there, and end when we say so.
+
+No thread of the engine waits for one: it hands the operation over and goes on (``FnProperty::kAsync``), and whoever
+reads an array that the operation writes waits for its end. The layouts are those of MXNet 1.9.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mxnet as mx
+
+_ASYNC = 4  # FnProperty::kAsync
+_START = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_END = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_CPU = 1
+
+
+class _Context(ctypes.Structure):
+    _fields_ = [("dev_type", ctypes.c_int), ("dev_id", ctypes.c_int32)]
+
+
+class _OnComplete(ctypes.Structure):
+    """``Engine::CallbackOnComplete``."""
+
+    _fields_ = [("callback", ctypes.c_void_p), ("engine", ctypes.c_void_p), ("param", ctypes.c_void_p)]
+
+
+Ended = Callable[[], None]
+_numbers = itertools.count(1)
+_begun: dict[int, Callable[[Ended], None]] = {}  # by number: operations that the engine has not started
+_lock = threading.Lock()
+
+
+def _start(_: int, on_complete: int, number: int) -> None:
+    """In a thread of the engine."""
+    end = _OnComplete.from_address(on_complete)  # on the stack of the caller
+    callback, engine, param = end.callback, end.engine, end.param
+    with _lock:
+        begin = _begun.pop(number)
+    begin(lambda: _END(callback)(engine, param, None))
+
+
+_start_function = _START(_start)
+_context, _property = _Context(_CPU, 0), ctypes.c_int(_ASYNC)
+
+
+def push(begin: Callable[[Ended], None], reads: Sequence[Any], writes: Sequence[Any], name: str) -> None:
+    """Calls ``begin(ended)`` once the arrays are there; ``begin`` returns at once, and ``ended()`` is called later.
+
+    ``reads``, ``writes``: NDArrays, none of them in both.
+    """
+    with _lock:
+        number = next(_numbers)
+        _begun[number] = begin
+    mx.base.check_call(
+        mx.base._LIB.MXEnginePushAsyncND(
+            _start_function,
+            ctypes.c_void_p(number),
+            None,
+            ctypes.byref(_context),
+            _handles(reads),
+            len(reads),
+            _handles(writes),
+            len(writes),
+            ctypes.byref(_property),
+            0,
+            name.encode(),
+            False,
+        )
+    )
+
+
+def _handles(arrays: Sequence[Any]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))

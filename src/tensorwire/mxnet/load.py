@@ -1,0 +1,30 @@
+"""Imports MXNet where it can be imported, and says in one line where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from tensorwire.errors import Unsupported
+
+
+def load_mxnet() -> Any:
+    """The module ``mxnet``. Raises `Unsupported` with what to do."""
+    if sys.version_info >= (3, 12):
+        raise Unsupported(
+            f"MXNet 1.9.1 needs distutils, which Python {sys.version_info[0]}.{sys.version_info[1]} lacks: "
+            "use Python 3.10 or 3.11"
+        )
+    if int(np.__version__.partition(".")[0]) >= 2:
+        raise Unsupported(
+            f"MXNet 1.9.1 needs numpy before 2, and this is {np.__version__}: pip install 'numpy==1.26.4'"
+        )
+    if "bool" not in vars(np):
+        vars(np)["bool"] = bool  # removed in numpy 1.24
+    try:
+        return importlib.import_module("mxnet")
+    except ImportError as error:
+        raise Unsupported(f"cannot import mxnet ({error}): pip install 'tensorwire[mxnet]'") from None

@@ -1,0 +1,67 @@
+"""The threads that speak with the servers: one begins requests, by priority, and one waits for their answers.
+
+MXNet's engine hands requests over as gradients become ready; none of its threads waits here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from queue import PriorityQueue, SimpleQueue
+from typing import NamedTuple, Protocol
+
+
+class Answer(Protocol):
+    """A request that has begun."""
+
+    def wait(self) -> object:
+        """Returns when it is answered."""
+
+
+class _Request(NamedTuple):
+    urgency: int
+    number: int
+    begin: Callable[[], Answer]
+    ended: Callable[[], None]
+
+
+class Requests:
+    """Requests to the servers. The first error of one is kept, and ends all that follow at once."""
+
+    def __init__(self) -> None:
+        self._waiting: PriorityQueue[_Request] = PriorityQueue()
+        self._begun: SimpleQueue[tuple[Answer, Callable[[], None]]] = SimpleQueue()
+        self._numbers = itertools.count()
+        self.error: BaseException | None = None
+        self.turn = threading.Lock()  # for what must not come between options and a push
+        for name, loop in (("requests", self._begin), ("answers", self._finish)):
+            threading.Thread(target=loop, name=f"tensorwire mxnet {name}", daemon=True).start()
+
+    def submit(self, begin: Callable[[], Answer], ended: Callable[[], None], priority: int) -> None:
+        """Calls ``begin`` in its turn, those of higher priority first, and ``ended`` when its answer has come."""
+        self._waiting.put(_Request(-priority, next(self._numbers), begin, ended))
+
+    def check(self) -> None:
+        """Raises the error of an earlier request."""
+        if self.error is not None:
+            raise self.error
+
+    def _begin(self) -> None:
+        while True:
+            request = self._waiting.get()
+            try:
+                self.check()
+                self._begun.put((request.begin(), request.ended))
+            except BaseException as error:  # a reader of the array must not wait for ever
+                self.error = self.error or error
+                request.ended()
+
+    def _finish(self) -> None:
+        while True:
+            answer, ended = self._begun.get()
+            try:
+                answer.wait()
+            except BaseException as error:
+                self.error = self.error or error
+            ended()

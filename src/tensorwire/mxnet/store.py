@@ -1,0 +1,526 @@
+"""The store as a KVStore of MXNet.
+
+A key of dense arrays has two NDArrays over registered memory: the slot that pushes leave from, and the values that
+servers write. Requests are operations of MXNet's engine on these two, so that backward, copies and readers of a weight
+wait for one another as for any of MXNet's own. Gradients of Gluon's parameters are moved into the slots; weights stay
+where MXNet has put them, because oneDNN changes the layout of their memory in place when a network is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+import tensorwire
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.keyvalue import KeyValue
+from tensorwire.mxnet import engine, gradients
+from tensorwire.mxnet.requests import Answer, Requests
+from tensorwire.mxnet.rule import RULE, numbers_of, settings_of
+from tensorwire.store.modes import SSP, Async, Sync
+
+Key = int | str
+
+
+class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trainer refuses sparse gradients
+    """A KVStore for ``gluon.Trainer`` and ``Module``, and by itself. Every worker makes one.
+
+    ``mx.kv.create("dist_tensorwire_sync")`` makes one with `Sync`, ``"dist_tensorwire_async"`` with `Async` and
+    ``"dist_tensorwire_ssp_async"`` with `SSP`.
+
+    Args:
+        mode: `Sync`, `Async` or `SSP`, as for `tensorwire.store.KeyValue`.
+
+    Raises:
+        ArgumentError: This process is no worker of a job, or the mode is none of these.
+    """
+
+    def __init__(self, mode: Sync | Async | SSP = Sync()) -> None:  # noqa: B008  # frozen
+        self.handle = None  # MXNet's own object, which there is none of
+        self._updater: Any = None
+        if not isinstance(mode, (Sync, Async, SSP)):
+            raise ArgumentError(f"mode must be Sync(), Async() or SSP() of tensorwire.store, not {mode!r:.100}")
+        self._mode, self._job = mode, tensorwire.init()
+        self._optimizer: Any = None
+        self._compression: str | None = None
+        self._keys: dict[Key, _Dense | _Rows] = {}
+        self._pending: dict[Key, Any] = {}  # what `init` was given, until something is done with it
+        self._early: set[Key] = set()  # keys that were made before their `broadcast`
+        self._store: KeyValue | None = None
+        self._requests = Requests()
+
+    def __del__(self) -> None:
+        """Nothing: there is no object of MXNet's to free."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a store cannot be pickled: every worker makes its own")
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether servers can run optimizers: they can."""
+        return capability.lower() == "optimizer"
+
+    @property
+    def type(self) -> str:
+        """The name, in which MXNet looks for "dist", "_sync" and "async"."""
+        return "dist_tensorwire_sync" if isinstance(self._mode, Sync) else "dist_tensorwire_async"
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self._job.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the job has."""
+        return self._job.num_workers
+
+    # ---- what is set before there are keys
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Servers update by an optimizer of MXNet's. Every worker calls it, before there are keys.
+
+        Args:
+            optimizer: The optimizer, whose learning rate, weight decay and ``rescale_grad`` count as they are when a
+                key is pushed; all else as it is now. Its schedule counts this worker's pushes.
+
+        Raises:
+            ArgumentError: There are keys already, or this is no optimizer of MXNet's.
+            Unsupported: It cannot be sent to servers.
+        """
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise ArgumentError(f"set_optimizer() takes an optimizer of mx.optimizer, not {optimizer!r:.100}")
+        if self._keys:
+            raise ArgumentError(
+                "set the optimizer before keys are pushed or pulled: they keep the rule they were made with"
+            )
+        settings_of(optimizer)
+        self._optimizer, self._updater = optimizer, _Updater(optimizer)
+
+    def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
+        """Pushes are coded. Every worker calls it, before there are keys.
+
+        Args:
+            compression_params: ``{"type": "2bit", "threshold": 0.5}``, as in MXNet; or ``"fp16"``, ``"bf16"``,
+                ``"topk"`` with ``"fraction"``, or ``"int8"`` with ``"block"``.
+
+        Raises:
+            ArgumentError: There are keys already, or there is no such code.
+        """
+        if self._keys:
+            raise ArgumentError("set the compression before keys are pushed or pulled")
+        known = {"2bit": ("threshold", 0.5), "topk": ("fraction", 0.01), "int8": ("block", 256)}
+        settings = dict(compression_params)
+        kind = settings.pop("type", None)
+        if kind in known:
+            name, default = known[kind]
+            code = f"{kind}({settings.pop(name, default)})"
+        elif kind in ("fp16", "bf16"):
+            code = kind
+        else:
+            raise ArgumentError(
+                f"there is no compression of type {kind!r:.100}; there are 2bit, fp16, bf16, topk, int8"
+            )
+        if settings:
+            raise ArgumentError(f"compression {kind} has no setting {next(iter(settings))!r:.100}")
+        self._compression = code
+
+    # ---- keys
+
+    def init(self, key: Any, value: Any) -> None:
+        """Makes keys, whose first values are those of worker 0. Every worker calls it, in the same order.
+
+        The keys of calls before the first other one get to the servers together.
+
+        Args:
+            key: A string or an integer, or a list of them.
+            value: An NDArray, dense or row_sparse, or a list of them.
+
+        Raises:
+            ArgumentError: A key exists already.
+        """
+        self._requests.check()
+        for each, values in _pairs(key, value):
+            if each in self._keys or each in self._pending:
+                raise ArgumentError(f"key {each!r} exists already")
+            self._pending[each] = values[0].copy()
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """`init`, and then `pull`. Raises as these.
+
+        Args:
+            key: As for `init`.
+            value: As for `init`.
+            out: As for `pull`.
+            priority: As for `push`.
+        """
+        params = getattr(self._optimizer, "param_dict", {})
+        for each, values in _pairs(key, value):
+            if each in params and each not in self._early:
+                self._init_all(params)
+            if each in self._early:
+                self._early.discard(each)
+            else:
+                self.init(each, values)
+        self.pull(key, out, priority)
+        moved = []
+        for each, _ in _pairs(key, value):
+            found = self._keys[each]
+            if each in params and isinstance(found, _Dense) and gradients.move(params[each], found.slot):
+                moved.append(params[each])
+        gradients.build_anew(moved)
+
+    def _init_all(self, params: dict[int, Any]) -> None:
+        """Trainer comes with one parameter after the other: the first brings all that there are."""
+        for key, param in params.items():
+            if key not in self._keys and not param._deferred_init and param._stype == "default":
+                self.init(key, param.list_data()[0])
+                self._early.add(key)
+
+    def _place(self) -> None:
+        """What `init` was given gets to the servers."""
+        self._requests.check()
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, {}
+        params = getattr(self._optimizer, "param_dict", {})
+        store = self._key_value()
+        dense = {}
+        for key, value in pending.items():
+            sparse = value.stype != "default" or getattr(params.get(key), "_grad_stype", "default") != "default"
+            if sparse:
+                self._keys[key] = _Rows(store, key, value, self._requests)
+            else:
+                dense[key] = value.asnumpy()
+        if dense:
+            store.init(list(dense), list(dense.values()))
+            self._keys.update((key, _Dense(store, key, self._requests)) for key in dense)
+
+    def _key_value(self) -> KeyValue:
+        if self._store is None:
+            settings: dict[str, Any] = {}
+            if self._optimizer is not None:
+                settings = {**settings_of(self._optimizer), "lr": 0.0, "wd": 0.0, "rescale_grad": 1.0}
+            rule = RULE if settings else "assign"
+            self._store = KeyValue(self._mode, rule, compression=self._compression, **settings)
+        return self._store
+
+    def _found(self, key: Any) -> _Dense | _Rows:
+        self._place()
+        if key not in self._keys:
+            raise ArgumentError(f"there is no key {key!r:.100}: call init() first")
+        return self._keys[key]
+
+    def _dense(self, key: Any) -> _Dense:
+        found = self._found(key)
+        if isinstance(found, _Rows):
+            raise Unsupported(f"key {key!r} has rows: push row_sparse gradients to it, and pull it")
+        return found
+
+    def _numbers(self, key: Key) -> dict[str, float]:
+        return {} if self._optimizer is None else numbers_of(self._optimizer, key)
+
+    # ---- push and pull
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Pushes gradients, or values where there is no optimizer. It returns before they are there.
+
+        Args:
+            key: A key, or a list of them.
+            value: For each key an NDArray, or the list of a worker's devices, which are summed.
+            priority: Of requests that wait, those of higher priority go first.
+
+        Raises:
+            ArgumentError: There is no such key, or a value does not fit.
+            JobEnded: The job ended; the message says why.
+        """
+        for each, values in _pairs(key, value):
+            self._found(each).push(values, self._numbers(each), priority)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Fetches values into arrays, whose readers wait for them.
+
+        Args:
+            key: A key, or a list of them.
+            out: For each key an NDArray, or a list of them.
+            priority: As for `push`.
+            ignore_sparse: Whether to leave out row_sparse arrays, which `row_sparse_pull` fetches.
+
+        Raises:
+            ArgumentError: There is no such key.
+            JobEnded: The job ended; the message says why.
+        """
+        for each, outs in _pairs(key, out):
+            dense = [array for array in outs if array.stype == "default"]
+            if len(dense) < len(outs) and not ignore_sparse:
+                raise Unsupported("pull() fetches into dense arrays: use row_sparse_pull() for row_sparse ones")
+            if dense:
+                self._found(each).pull(dense, priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """`push`, and then `pull`, in one request. Raises as these.
+
+        Args:
+            key: As for `push`.
+            value: As for `push`.
+            out: As for `pull`; None: the values come into the arrays of ``value``.
+            priority: As for `push`.
+        """
+        for (each, values), (_, outs) in zip(
+            _pairs(key, value), _pairs(key, value if out is None else out), strict=True
+        ):
+            found = self._found(each)
+            if isinstance(found, _Rows):
+                found.push(values, self._numbers(each), priority)
+                found.pull(outs, priority)
+            else:
+                found.push_and_pull(values, outs, self._numbers(each), priority)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Fetches some rows of keys that are row_sparse. It returns when they are there.
+
+        Args:
+            key: A key, or a list of them.
+            out: For each key a row_sparse NDArray, or a list of them.
+            priority: Nothing: there is nothing that such a call could overtake.
+            row_ids: The rows' numbers, an NDArray, or as many as there are arrays.
+
+        Raises:
+            ArgumentError: There is no such key, or it has no rows.
+            JobEnded: The job ended; the message says why.
+        """
+        pairs = _pairs(key, out)
+        several = isinstance(row_ids, (list, tuple))
+        for number, (each, outs) in enumerate(pairs):
+            found = self._found(each)
+            if isinstance(found, _Dense):
+                raise ArgumentError(f"key {each!r} is dense: give init() a row_sparse array")
+            ids = row_ids[number if len(pairs) > 1 else 0] if several else row_ids
+            for place, array in enumerate(outs):
+                found.fetch(array, row_ids[place] if several and len(pairs) == 1 and len(row_ids) == len(outs) else ids)
+
+    # ---- the rest
+
+    def barrier(self) -> None:
+        """Returns when all workers have come, and what this one pushed before has been applied.
+
+        Raises:
+            WaitTimeout: Another worker did not come in time.
+            JobEnded: The job ended; the message says why.
+        """
+        self._place()
+        self._settle()
+        self._job.barrier()
+
+    _barrier = barrier
+
+    def _settle(self) -> None:
+        mx.nd.waitall()
+        self._requests.check()
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Writes the keys' values, and what servers keep, to a file in numpy's npz format. One worker may call it.
+
+        Args:
+            fname: The file.
+            dump_optimizer: Nothing: learning rate and schedule are the script's, and counts of updates are written.
+
+        Raises:
+            ArgumentError: The file cannot be written.
+            Unsupported: There are keys with rows.
+        """
+        self._place()
+        self._settle()
+        self._key_value().save(fname)
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Sets the keys, and what servers keep, to those of a file. Every worker calls it; worker 0 reads the file.
+
+        Args:
+            fname: A file that `save_optimizer_states` wrote, with any number of servers.
+
+        Raises:
+            ArgumentError: The file cannot be read, or is not of these keys. Nothing was changed.
+        """
+        self._place()
+        self._settle()
+        self._key_value().load(fname)
+        counts = self._job.broadcast(_updates(fname) if self.rank == 0 else None)
+        if self._optimizer is not None:
+            pushes = 1 if isinstance(self._mode, Sync) else self.num_workers
+            self._optimizer._index_update_count.update({key: -(-count // pushes) for key, count in counts})
+            self._optimizer.num_update = max([0, *self._optimizer._index_update_count.values()])
+
+    def set_updater(self, updater: Any) -> None:
+        """Refused: servers update, by an optimizer. Raises `Unsupported`."""
+        raise Unsupported("an update function would run in workers, and values are on servers: use set_optimizer()")
+
+    _set_updater = set_updater
+
+
+class _Updater:
+    """What Trainer looks at after it has loaded states."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+class _Dense:
+    """A key of dense arrays."""
+
+    def __init__(self, store: KeyValue, key: Key, requests: Requests) -> None:
+        self._store, self._key, self._requests = store, key, requests
+        self._memory = store.slot(key)
+        self.slot = _over(self._memory)
+        self.value = _over(store.pull(key, copy=False).wait())
+
+    def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
+        """As `KVStore.push`."""
+        self._fill(values)
+        self._submit(
+            partial(self._store.push, self._key, self._memory, priority=priority), [self.slot], numbers, priority
+        )
+
+    def pull(self, outs: Sequence[Any], priority: int) -> None:
+        """As `KVStore.pull`."""
+        self._submit(partial(self._store.pull, self._key, copy=False, priority=priority), [], {}, priority)
+        self._give(outs)
+
+    def push_and_pull(
+        self, values: Sequence[Any], outs: Sequence[Any], numbers: dict[str, float], priority: int
+    ) -> None:
+        """As `KVStore.pushpull`."""
+        self._fill(values)
+        call = partial(self._store.pushpull, self._key, self._memory, copy=False, priority=priority)
+        self._submit(call, [self.slot], numbers, priority)
+        self._give(outs)
+
+    def _fill(self, values: Sequence[Any]) -> None:
+        for array in values:
+            if array.stype != "default":
+                raise Unsupported(f"key {self._key!r} is dense in every worker: it takes no {array.stype} array")
+            if (array.shape, array.dtype) != (self.slot.shape, self.slot.dtype):
+                raise ArgumentError(
+                    f"the value for key {self._key!r} must be {self.slot.dtype.__name__}{list(self.slot.shape)}, "
+                    f"not {array.dtype.__name__}{list(array.shape)}"
+                )
+        if len(values) == 1:
+            if values[0].handle.value != self.slot.handle.value:
+                values[0].copyto(self.slot)
+            return
+        first = values[0].context
+        mx.nd.add_n(*(array.as_in_context(first) for array in values)).copyto(self.slot)
+
+    def _give(self, outs: Sequence[Any]) -> None:
+        for array in outs:
+            self.value.copyto(array)
+
+    def _submit(
+        self, call: Callable[[], Answer], reads: Sequence[Any], numbers: dict[str, float], priority: int
+    ) -> None:
+        self._requests.check()
+
+        def begin() -> Answer:
+            with self._requests.turn:
+                if numbers:
+                    self._store.set_options(**numbers)
+                return call()
+
+        engine.push(
+            lambda ended: self._requests.submit(begin, ended, priority), reads, [self.value], f"tensorwire {self._key}"
+        )
+
+
+class _Rows:
+    """A key of which rows are pushed: they are in ``row_sparse`` arrays."""
+
+    def __init__(self, store: KeyValue, key: Key, value: Any, requests: Requests) -> None:
+        self._store, self._key, self._requests = store, key, requests
+        self._shape, self._dtype = value.shape, np.dtype(value.dtype)
+        dense = value.tostype("default").asnumpy()
+        store.init_rows(key, value.shape, self._dtype.name, values=dense)
+        self._all = np.arange(value.shape[0])
+        self._whole: Any = None  # all rows, where somebody wants them
+        self.value: Any = None
+
+    def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
+        """As `KVStore.push`; it waits until the gradients are there."""
+        indices, rows = [], []
+        for array in values:
+            if array.shape != self._shape or array.dtype != self._dtype.type:
+                raise ArgumentError(f"the value for key {self._key!r} must be {self._dtype}{list(self._shape)}")
+            if array.stype == "row_sparse":
+                indices.append(array.indices.asnumpy())
+                rows.append(array.data.asnumpy())
+            else:
+                indices.append(self._all)
+                rows.append(array.asnumpy())
+        self._requests.check()
+        with self._requests.turn:
+            if numbers:
+                self._store.set_options(**numbers)
+            self._store.row_sparse_push(self._key, np.concatenate(indices), np.concatenate(rows))
+
+    def pull(self, outs: Sequence[Any], priority: int) -> None:
+        """As `KVStore.pull`: all rows."""
+        if self._whole is None:
+            self._whole = np.zeros(self._shape, self._dtype)
+            self.value = _over(self._whole)
+        self._requests.check()
+        call = partial(self._store.row_sparse_pull, self._key, self._all, out=self._whole)
+        engine.push(
+            lambda ended: self._requests.submit(call, ended, priority), [], [self.value], f"tensorwire {self._key}"
+        )
+        for array in outs:
+            self.value.copyto(array)
+
+    def fetch(self, out: Any, row_ids: Any) -> None:
+        """Fetches rows into a row_sparse array."""
+        self._requests.check()
+        ids = np.unique(row_ids.asnumpy().astype(np.int64))
+        rows = self._store.row_sparse_pull(self._key, ids).wait()
+        with mx.autograd.pause():
+            mx.nd.sparse.row_sparse_array((rows, ids), shape=self._shape, dtype=self._dtype).copyto(out)
+
+
+def _over(memory: Any) -> Any:
+    """An NDArray over an array's memory."""
+    return mx.nd.from_numpy(memory.view(), zero_copy=True)  # which makes the array that it is given read-only
+
+
+def _pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
+    """Each key with its arrays. Raises `ArgumentError`."""
+    if isinstance(key, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(key):
+            raise ArgumentError(f"{len(key)} keys need a list of as many arrays")
+        return [pair for each, one in zip(key, value, strict=True) for pair in _pairs(each, one)]
+    arrays = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not arrays or not all(isinstance(array, mx.nd.NDArray) for array in arrays):
+        raise ArgumentError(f"key {key!r:.100} needs an NDArray, or a list of them")
+    return [(key, arrays)]
+
+
+def _updates(path: str) -> list[tuple[Key, int]]:
+    """How often each key of a file was updated."""
+    from tensorwire.store.key_files import read_arrays
+
+    _, arrays = read_arrays(path)
+    return [(saved.key, int(array.reshape(-1)[0])) for saved, array in arrays if saved.name == "updates"]
+
+
+def _named(name: str, mode: Sync | Async | SSP) -> None:
+    """Registers the store under a name of MXNet's, which is that of a class in lower case."""
+
+    def make(self: KVStore) -> None:
+        KVStore.__init__(self, mode)
+
+    mx.kvstore.KVStoreBase.register(type(name, (KVStore,), {"__init__": make, "__module__": __name__}))
+
+
+_named("dist_tensorwire_sync", Sync())
+_named("dist_tensorwire_async", Async())
+_named("dist_tensorwire_ssp_async", SSP())
