@@ -9,6 +9,7 @@ import secrets
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -80,11 +81,12 @@ def _worker(
     args: tuple[Any, ...],
     pipe: Connection,
 ) -> None:
-    import torch
-
     import tensorwire as tw
 
-    torch.set_num_threads(1)
+    if find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)
     _environment(address, secret, device, workers, servers)
     os.environ["TENSORWIRE_RANK"] = str(rank)
     try:

@@ -18,12 +18,14 @@ import numpy as np
 import tensorwire
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue import KeyValue
+from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.mxnet import engine, gradients
 from tensorwire.mxnet.requests import Answer, Requests
 from tensorwire.mxnet.rule import RULE, numbers_of, settings_of
 from tensorwire.store.modes import SSP, Async, Sync
 
 Key = int | str
+_COLLECTIVE_SECONDS = 600.0
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trainer refuses sparse gradients
@@ -44,7 +46,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._updater: Any = None
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"mode must be Sync(), Async() or SSP() of tensorwire.store, not {mode!r:.100}")
-        self._mode, self._job = mode, tensorwire.init()
+        self._mode, self._worker = mode, _this_worker()
         self._optimizer: Any = None
         self._compression: str | None = None
         self._keys: dict[Key, _Dense | _Rows] = {}
@@ -72,12 +74,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self._job.rank
+        return self._worker.rank
 
     @property
     def num_workers(self) -> int:
         """How many workers the job has."""
-        return self._job.num_workers
+        return self._worker.num_workers
 
     # ---- what is set before there are keys
 
@@ -314,7 +316,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         """
         self._place()
         self._settle()
-        self._job.barrier()
+        self._worker.collectives.barrier(_COLLECTIVE_SECONDS)
 
     _barrier = barrier
 
@@ -349,7 +351,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._place()
         self._settle()
         self._key_value().load(fname)
-        counts = self._job.broadcast(_updates(fname) if self.rank == 0 else None)
+        counts = self._worker.collectives.broadcast(_updates(fname) if self.rank == 0 else None, 0, _COLLECTIVE_SECONDS)
         if self._optimizer is not None:
             pushes = 1 if isinstance(self._mode, Sync) else self.num_workers
             self._optimizer._index_update_count.update({key: -(-count // pushes) for key, count in counts})
@@ -360,6 +362,15 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         raise Unsupported("an update function would run in workers, and values are on servers: use set_optimizer()")
 
     _set_updater = set_updater
+
+
+def _this_worker() -> Worker:
+    """This process as a worker: of the job that it has joined, or joins now. Raises as `tensorwire.init`."""
+    try:
+        return current_worker()
+    except ArgumentError:
+        tensorwire.init()
+        return current_worker()
 
 
 class _Updater:

@@ -1,0 +1,405 @@
+"""The store by itself, as MXNet's KVStore: keys, devices, sparse arrays, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.harness.jobs import run_job
+
+
+def store_of(kind: str = "dist_tensorwire_sync") -> tuple[Any, Any]:
+    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
+    import mxnet as mx
+
+    return mx, mx.kv.create(kind)
+
+
+# ---- keys
+
+
+def push_and_pull(job: tw.Job) -> list[Any]:
+    mx, kv = store_of()
+    assert (kv.rank, kv.num_workers, kv.type) == (job.rank, 2, "dist_tensorwire_sync")
+    shapes = {3: (7, 5), "name": (4,), 5: (1,)}
+    kv.init(list(shapes), [mx.nd.ones(shape) * (1 + job.rank) for shape in shapes.values()])
+    out = {key: mx.nd.zeros(shape) for key, shape in shapes.items()}
+    kv.pull(list(shapes), list(out.values()))
+    first = [array.asnumpy() for array in out.values()]
+    kv.push(3, mx.nd.ones((7, 5)) * (job.rank + 1))
+    kv.pull(3, out[3])
+    devices = [mx.nd.ones((4,), mx.cpu(0)), 2 * mx.nd.ones((4,), mx.cpu(1))]
+    outs = [mx.nd.zeros((4,), mx.cpu(0)), mx.nd.zeros((4,), mx.cpu(1))]
+    kv.pushpull("name", devices, out=outs)
+    into = mx.nd.ones((1,)) * 5
+    kv.pushpull(5, into)
+    kv.barrier()
+    return [*first, out[3].asnumpy(), outs[0].asnumpy(), outs[1].asnumpy(), into.asnumpy()]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_pushes_are_summed_over_devices_and_workers(device: str) -> None:
+    for found in run_job(push_and_pull, servers=2, device=device).ok():
+        for array, value in zip(found, (1, 1, 1, 3, 6, 6, 10), strict=True):
+            np.testing.assert_array_equal(array, np.full_like(array, value))
+
+
+def many_pushes(job: tw.Job) -> float:
+    """ps-lite's own check of a worker: pushes of 100,000 values within a window, then a pull."""
+    mx, kv = store_of()
+    kv.set_optimizer(mx.optimizer.create("test"))  # adds what is pushed
+    count, repeats = 100_000, 50
+    drawn = mx.nd.array(np.random.RandomState(job.rank).uniform(0, 1, count))
+    kv.init(0, mx.nd.zeros((count,)))
+    for _ in range(repeats):
+        kv.push(0, drawn)
+    out = mx.nd.zeros((count,))
+    kv.pull(0, out)
+    wanted = sum(np.random.RandomState(rank).uniform(0, 1, count).astype("f4") for rank in range(2)) * repeats
+    return float(np.abs(out.asnumpy() - wanted).max() / repeats)
+
+
+def test_many_pushes_within_a_window_lose_nothing() -> None:
+    assert max(run_job(many_pushes).ok()) < 1e-5
+
+
+def updates_of(job: tw.Job, name: str, options: dict[str, Any], dtype: str) -> list[Any]:
+    """A key after updates on the servers, and one updated here."""
+    mx, kv = store_of()
+    optimizer, own = (mx.optimizer.create(name, **options) for _ in range(2))
+    kv.set_optimizer(optimizer)
+    value = np.linspace(-1, 1, 24).reshape(4, 6).astype(dtype)
+    weight, out = mx.nd.array(value, dtype=dtype), mx.nd.zeros((4, 6), dtype=dtype)
+    kv.init("w", weight)
+    updater = mx.optimizer.get_updater(own)
+    for step in range(5):
+        gradient = mx.nd.array(np.sin(value.astype("f8") * (1 + step)), dtype=dtype)
+        for each in (optimizer, own):
+            each.set_learning_rate(0.1 / (1 + step)) if each.lr_scheduler is None else None
+        kv.push("w", gradient)
+        updater("w", gradient, weight)
+        mx.nd.waitall()
+    kv.pull("w", out)
+    return [out.asnumpy(), weight.asnumpy()]
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any], str]] = [
+    ("sgd", {"momentum": 0.9, "wd": 0.01, "rescale_grad": 0.5, "clip_gradient": 0.4}, "float32"),
+    ("sgd", {"momentum": 0.9, "multi_precision": True}, "float16"),
+    ("nag", {"momentum": 0.9}, "float32"),
+    ("adam", {}, "float32"),
+    ("adam", {}, "float64"),
+    ("adamax", {}, "float32"),
+    ("adagrad", {}, "float32"),
+    ("adadelta", {}, "float32"),
+    ("rmsprop", {"centered": True}, "float32"),
+    ("ftrl", {}, "float32"),
+    ("ftml", {}, "float32"),
+    ("signum", {}, "float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "dtype"), OPTIMIZERS, ids=str)
+def test_an_optimizer_on_servers_gives_the_bits_of_the_same_one_here(
+    name: str, options: dict[str, Any], dtype: str
+) -> None:
+    ((served, own),) = run_job(updates_of, name, options, dtype, workers=1).ok()
+    np.testing.assert_array_equal(served, own)
+
+
+def test_an_optimizer_with_norms_differs_in_their_last_bits() -> None:
+    ((served, own),) = run_job(updates_of, "lamb", {}, "float32", workers=1).ok()
+    np.testing.assert_allclose(served, own, rtol=1e-5)
+
+
+def schedule(job: tw.Job) -> list[Any]:
+    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
+    import mxnet as mx
+
+    scheduler = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)
+    return updates_of(job, "sgd", {"learning_rate": 0.2, "lr_scheduler": scheduler}, "float32")
+
+
+def test_a_schedule_of_the_learning_rate_counts_pushes() -> None:
+    ((served, own),) = run_job(schedule, workers=1).ok()
+    np.testing.assert_array_equal(served, own)
+
+
+def compressed(job: tw.Job, settings: dict[str, Any]) -> Any:
+    mx, kv = store_of()
+    kv.set_gradient_compression(settings)
+    kv.init(0, mx.nd.zeros((4096,)))
+    out = mx.nd.zeros((4096,))
+    kv.pushpull(0, mx.nd.ones((4096,)) * 0.75, out=out)
+    return out.asnumpy()
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [({"type": "2bit", "threshold": 0.5}, 1.0), ({"type": "fp16"}, 1.5), ({"type": "int8", "block": 64}, 1.5)],
+)
+def test_compressed_pushes(settings: dict[str, Any], value: float) -> None:
+    for found in run_job(compressed, settings).ok():
+        np.testing.assert_allclose(found, np.full(4096, value), rtol=0.01)
+
+
+# ---- rows
+
+
+def rows(job: tw.Job) -> list[Any]:
+    mx, kv = store_of()
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.5))
+    weight = mx.nd.ones((20, 3)).tostype("row_sparse")
+    kv.init("table", weight)
+    pushed = mx.nd.sparse.row_sparse_array((np.full((2, 3), 1.0 + job.rank, "f4"), [1, 5 + job.rank]), shape=(20, 3))
+    kv.push("table", pushed)
+    out = mx.nd.sparse.zeros("row_sparse", (20, 3))
+    kv.row_sparse_pull("table", out=out, row_ids=mx.nd.array([1, 6, 5, 1]))
+    whole = mx.nd.zeros((20, 3))
+    kv.pull("table", out=whole)
+    return [out.indices.asnumpy(), out.data.asnumpy(), whole.asnumpy()]
+
+
+def test_rows_are_pushed_and_pulled_by_their_numbers() -> None:
+    wanted = np.ones((20, 3), "f4")
+    wanted[1], wanted[5], wanted[6] = 1 - 1.5, 1 - 0.5, 1 - 1.0
+    for indices, found, whole in run_job(rows).ok():
+        assert indices.tolist() == [1, 5, 6]
+        np.testing.assert_array_equal(found, wanted[[1, 5, 6]])
+        np.testing.assert_array_equal(whole, wanted)
+
+
+def embed(job: tw.Job, sparse: bool) -> Any:
+    mx, kv = store_of()
+    net = mx.gluon.nn.Embedding(50, 4, sparse_grad=sparse)
+    net.initialize(mx.init.One())
+    trainer = mx.gluon.Trainer(net.collect_params(), "adagrad", {"learning_rate": 0.1}, kvstore=kv)
+    for step in range(4):
+        drawn = np.random.RandomState(10 * step + job.rank).randint(0, 50, (6,))
+        with mx.autograd.record():
+            loss = (net(mx.nd.array(drawn)) ** 2).sum()
+        loss.backward()
+        trainer.step(2)
+    return net.weight.data().asnumpy()
+
+
+def test_sparse_gradients_of_an_embedding_are_as_good_as_dense_ones() -> None:
+    sparse, dense = (run_job(embed, kind).ok() for kind in (True, False))
+    for found in (*sparse, *dense):
+        np.testing.assert_allclose(found, dense[0], rtol=1e-6)
+
+
+# ---- gluon's parameters
+
+
+def slots(job: tw.Job) -> list[Any]:
+    from tensorwire.observe import counters
+
+    mx, kv = store_of()
+    net = mx.gluon.nn.Dense(64, in_units=32)
+    net.initialize()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
+    copies = []
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = (net(mx.nd.ones((2, 32))) ** 2).sum()
+        loss.backward()
+        before = counters.copies
+        trainer.step(2)
+        mx.nd.waitall()
+        copies.append(counters.copies - before)
+    params = [net.weight, net.bias]
+    there = [any(p.grad() is key.slot for key in kv._keys.values()) for p in params]
+    return [copies, there]
+
+
+def test_backward_puts_gradients_where_pushes_leave_from() -> None:
+    for copies, there in run_job(slots).ok():
+        assert copies[1:] == [0, 0]
+        assert there == [True, True]
+
+
+def accumulate(job: tw.Job) -> list[Any]:
+    """``grad_req="add"``, and then other arrays for a parameter."""
+    mx, kv = store_of()
+    net = mx.gluon.nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero())
+    net.weight.grad_req = "add"
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore=kv)
+    found = []
+    for step in range(4):
+        if step == 2:
+            net.collect_params().reset_ctx(mx.cpu(0))
+        if step == 3:
+            net.collect_params().zero_grad()
+        for _ in range(2):
+            with mx.autograd.record():
+                loss = net(mx.nd.ones((1, 2))).sum()
+            loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+        found.append(float(net.weight.data()[0, 0].asscalar()))
+    return found
+
+
+def test_gradients_that_are_added_up_and_parameters_that_move() -> None:
+    two = run_job(accumulate).ok()
+    assert two[0] == two[1] == [-4.0, -12.0, -16.0, -20.0]
+
+
+def states(job: tw.Job, folder: str) -> list[Any]:
+    """A training that is saved on the way, and one that goes on from there."""
+    mx, kv = store_of()
+    mx.random.seed(1)
+    x = mx.nd.array(np.random.RandomState(job.rank).rand(4, 8))
+
+    def step(net: Any, trainer: Any) -> None:
+        with mx.autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+        trainer.step(8)
+
+    def trained(store: Any, path: str = "") -> tuple[Any, Any]:
+        net = mx.gluon.nn.Dense(3, in_units=8)
+        net.initialize()
+        if path:
+            net.load_parameters(path)
+        return net, mx.gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, kvstore=store)
+
+    whole = trained(kv)
+    for _ in range(3):
+        step(*whole)
+    mx.nd.waitall()
+    if job.rank == 0:
+        whole[0].save_parameters(f"{folder}/net")
+        whole[1].save_states(f"{folder}/states")
+    kv.barrier()
+    resumed = trained(tensorwire_store(), f"{folder}/net")
+    resumed[1].load_states(f"{folder}/states")
+    assert resumed[1]._optimizer.num_update == 3
+    for _ in range(2):
+        step(*whole)
+        step(*resumed)
+    return [net.weight.data().asnumpy() for net, _ in (whole, resumed)]
+
+
+def tensorwire_store() -> Any:
+    import tensorwire.mxnet
+
+    return tensorwire.mxnet.KVStore()
+
+
+def test_a_training_goes_on_from_saved_states(tmp_path: Path) -> None:
+    for whole, resumed in run_job(states, str(tmp_path)).ok():
+        np.testing.assert_array_equal(whole, resumed)
+
+
+def fit(job: tw.Job) -> Any:
+    mx, kv = store_of()
+    mx.random.seed(7)
+    np.random.seed(7)
+    data = mx.sym.Variable("data")
+    hidden = mx.sym.Activation(mx.sym.FullyConnected(data, num_hidden=16, name="a"), act_type="relu")
+    module = mx.mod.Module(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(hidden, num_hidden=2, name="b"), name="softmax"))
+    drawn = np.random.RandomState(job.rank)
+    x = drawn.rand(64, 8).astype("f4")
+    iterator = mx.io.NDArrayIter(x, (x.sum(1) > 4).astype("f4"), 16)
+    module.fit(iterator, num_epoch=12, kvstore=kv, optimizer="sgd", optimizer_params={"learning_rate": 0.5})
+    mx.nd.waitall()
+    (_, accuracy), *_ = module.score(iterator, "acc")
+    return accuracy, {name: array.asnumpy() for name, array in module.get_params()[0].items()}
+
+
+def test_module_trains() -> None:
+    (first, mine), (second, other) = run_job(fit).ok()
+    assert min(first, second) > 0.8
+    for name, array in mine.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
+# ---- what is refused
+
+
+def refused(job: tw.Job) -> list[str]:
+    mx, kv = store_of()
+    from tensorwire.mxnet import KVStore
+
+    said = []
+
+    def attempt(call: Any) -> None:
+        with pytest.raises((errors.TensorwireError, TypeError)) as raised:
+            call()
+        said.append(str(raised.value))
+
+    net = mx.gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    attempt(lambda: kv.pull("nothing", mx.nd.zeros((1,))))
+    attempt(lambda: kv.set_optimizer("sgd"))
+    attempt(lambda: kv.set_optimizer(mx.optimizer.create("nadam")))
+    attempt(lambda: kv.set_optimizer(mx.optimizer.create("dcasgd")))
+    attempt(lambda: kv.set_gradient_compression({"type": "1bit"}))
+    attempt(lambda: kv.set_updater(print))
+    attempt(lambda: KVStore(mode="sync"))
+    kv.init("a", mx.nd.zeros((2,)))
+    attempt(lambda: kv.init("a", mx.nd.zeros((2,))))
+    attempt(lambda: kv.push("a", mx.nd.zeros((3,))))
+    attempt(lambda: kv.push(["a", "b"], [mx.nd.zeros((2,))]))
+    attempt(lambda: kv.set_optimizer(mx.optimizer.create("sgd")))
+    attempt(lambda: kv.row_sparse_pull("a", mx.nd.zeros((2,)), row_ids=mx.nd.zeros((1,))))
+    with pytest.raises(errors.ArgumentError, match="there is no store"):
+        mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="tensorwire").step(1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="device")._init_kvstore()
+    said.append(str(warned[0].message))
+    return said
+
+
+def test_what_is_refused() -> None:
+    first, _ = run_job(refused).ok()
+    wanted = [
+        "there is no key 'nothing'",
+        "takes an optimizer of mx.optimizer",
+        "keeps one schedule",
+        "DCASGD has a dict as 'weight_previous'",
+        "no compression of type '1bit'",
+        "use set_optimizer()",
+        "mode must be",
+        "exists already",
+        "must be float32[2]",
+        "2 keys need a list",
+        "before keys are pushed",
+        "is dense",
+        "trains by itself, and its job has 2",
+    ]
+    assert len(first) == len(wanted)
+    for said, part in zip(first, wanted, strict=True):
+        assert part in said
+
+
+# ---- faults
+
+
+def die_on_the_way(job: tw.Job) -> None:
+    mx, kv = store_of()
+    kv.init(0, mx.nd.zeros((100,)))
+    out = mx.nd.zeros((100,))
+    for step in range(1000):
+        if job.rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.pushpull(0, mx.nd.ones((100,)), out=out)
+        out.wait_to_read()
+
+
+def test_a_killed_worker_ends_the_job_with_its_name() -> None:
+    ended = run_job(die_on_the_way)
+    assert ended.cause is not None
+    assert "worker 1" in str(ended.cause)
+    assert "worker 1" in ended.errors[0]

@@ -1,0 +1,52 @@
+"""Trainings with Gluon: the parameters have the bits of MXNet's own store, or those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tests.harness.jobs import run_job
+from tests.mxnet.own import train_on_its_own
+
+STATIC = {"static_alloc": True, "static_shape": True}
+SETTINGS = [
+    ({"optimizer": "sgd", "options": {"learning_rate": 0.05, "wd": 1e-3, "momentum": 0.9}}, "shm", 1),
+    ({"optimizer": "adam"}, "tcp", 2),
+    ({"optimizer": "sgd", "hybridize": STATIC}, "shm", 2),
+    ({"optimizer": "adam", "update_on_kvstore": False}, "shm", 1),
+]
+
+
+def train_on_ours(job: tw.Job, settings: dict[str, Any], kind: str = "dist_tensorwire_sync") -> list[Any]:
+    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
+    import mxnet as mx
+
+    from tests.mxnet.training import train
+
+    return train(mx, mx.kv.create(kind), settings)
+
+
+@pytest.mark.parametrize(("settings", "device", "servers"), SETTINGS, ids=str)
+def test_the_same_parameters_as_on_mxnets_own_store(
+    settings: dict[str, Any], device: str, servers: int, tmp_path: Path
+) -> None:
+    own = train_on_its_own(tmp_path, settings)
+    ours = run_job(train_on_ours, settings, servers=servers, device=device).ok()
+    for rank in range(2):
+        for mine, theirs in zip(ours[rank], own[rank], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("hybridize", [{}, STATIC], ids=str)
+def test_evaluations_between_steps_change_nothing(hybridize: dict[str, bool]) -> None:
+    """oneDNN rewrites the weights of a convolution in place, in a layout of its own."""
+    settings = {"convolutions": True, "shape": [3, 8, 8], "hybridize": hybridize, "workers": 1}
+    (without,) = run_job(train_on_ours, settings, workers=1).ok()
+    (evaluated,) = run_job(train_on_ours, {**settings, "evaluate": True}, workers=1).ok()
+    trained = [n for n, array in enumerate(without) if not np.array_equal(array, without[n] * 0)]
+    for number in trained[:4]:
+        np.testing.assert_array_equal(evaluated[number], without[number])
