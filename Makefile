@@ -12,7 +12,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup format docs stubs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup setup-mxnet test-mxnet format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -37,6 +37,23 @@ test-long: setup
 # the environments take minutes and gigabytes once. ARGS="3.10" for one; ARGS="3.10 -- tests/edge" for some of its tests.
 test-versions:
 	$(PYTHON) tests/versions.py $(ARGS)
+
+# The adapter for MXNet 1.9.1, in an environment of its own, with Python 3.10 or 3.11.
+MXNET := .venv-mxnet
+MXNET_PYTHON ?= $(shell for p in python3.11 python3.10 python3; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null && echo $$p && break; done)
+test-mxnet: setup-mxnet
+	$(MXNET)/bin/python -m pytest tests/mxnet $(ARGS)
+
+setup-mxnet: $(MXNET)/.setup
+
+$(MXNET)/.setup: $(NATIVE)
+	@test -n "$(MXNET_PYTHON)" || { echo "MXNet 1.9.1 needs Python 3.10 or 3.11, and neither is here. Try: make $(MAKECMDGOALS) MXNET_PYTHON=PATH"; exit 1; }
+	@echo "making $(MXNET)"
+	@test -x $(MXNET)/bin/python || $(MXNET_PYTHON) -m venv $(MXNET)
+	$(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
+	PATH="$(abspath $(MXNET)/bin):$$PATH" $(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-C build-dir=build/mxnet -e '.[mxnet,testing]' idx2numpy
+	@touch $@
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
 # run. ARGS="guest" for a part; see docs/testing.md for commands of your own.
@@ -87,4 +104,4 @@ stubs: setup
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:
-	rm -rf build dist site $(VENV) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site $(VENV) $(MXNET) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,6 @@ from tensorwire.mxnet.load import load_mxnet
 load_mxnet()
 
 from tensorwire.mxnet import choice  # noqa: E402, F401  # needs mxnet
-from tensorwire.mxnet.store import KVStore  # noqa: E402
+from tensorwire.mxnet.kvstore import KVStore  # noqa: E402
 
 __all__ = ["KVStore"]

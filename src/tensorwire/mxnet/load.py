@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.errors import Unsupported
+from tensorwire.errors import MissingPackage, Unsupported
+from tensorwire.extras import how_to_install
 
 
 def load_mxnet() -> Any:
@@ -27,4 +28,4 @@ def load_mxnet() -> Any:
     try:
         return importlib.import_module("mxnet")
     except ImportError as error:
-        raise Unsupported(f"cannot import mxnet ({error}): pip install 'tensorwire[mxnet]'") from None
+        raise MissingPackage(f"cannot import mxnet ({error}): {how_to_install('mxnet')}") from None

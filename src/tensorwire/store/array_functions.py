@@ -31,7 +31,7 @@ def array_function(spec: StoreSpec) -> ArrayFunction | None:
     return cast(ArrayFunction, found) if getattr(found, "numpy", False) else None
 
 
-class Options:
+class OptionsInForce:
     """The options of a rule, with the numbers that pushes carry."""
 
     def __init__(self, spec: StoreSpec) -> None:

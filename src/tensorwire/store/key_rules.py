@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tensorwire.errors import ProtocolError
-from tensorwire.store.array_functions import ArrayFunction, Options, array_function, kept_items, load_item
+from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ASSIGN, SUM
 from tensorwire.store.server_state import Stateful
@@ -123,7 +123,7 @@ class _FunctionRule(_ArrayRule):
         # A bucket may end with bytes that are nobody's.
         self._shaped = [v[: prod(shape)].reshape(shape) for v, shape in zip(self._values, shapes, strict=True)]
         self._state: list[dict[str, Any]] = [{} for _ in self._tensors]
-        self._function, self._options = function, Options(spec)
+        self._function, self._options = function, OptionsInForce(spec)
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
         """As `KeyRule`."""

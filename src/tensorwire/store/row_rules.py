@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorwire._native import add_rows
 from tensorwire.errors import ArgumentError, ProtocolError
-from tensorwire.store.array_functions import ArrayFunction, Options, array_function, kept_items, load_item
+from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
 from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
@@ -91,7 +91,7 @@ class _FunctionRows(RowRule):
 
     def __init__(self, function: ArrayFunction, spec: StoreSpec, first: int, values: Array) -> None:
         super().__init__(spec, first, values)
-        self._function, self._in_force = function, Options(spec)
+        self._function, self._in_force = function, OptionsInForce(spec)
         self._numbers: dict[str, Any] = {}  # what it keeps for all rows
         self._rows: dict[str, Array] = {}  # and for each
 

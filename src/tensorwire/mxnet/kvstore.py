@@ -20,8 +20,8 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue import KeyValue
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.mxnet import engine, gradients
-from tensorwire.mxnet.requests import Answer, Requests
-from tensorwire.mxnet.rule import RULE, numbers_of, settings_of
+from tensorwire.mxnet.key_requests import BegunRequest, KeyRequests
+from tensorwire.mxnet.server_rule import RULE, numbers_of, settings_of
 from tensorwire.store.modes import SSP, Async, Sync
 
 Key = int | str
@@ -53,7 +53,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._pending: dict[Key, Any] = {}  # what `init` was given, until something is done with it
         self._early: set[Key] = set()  # keys that were made before their `broadcast`
         self._store: KeyValue | None = None
-        self._requests = Requests()
+        self._requests = KeyRequests()
 
     def __del__(self) -> None:
         """Nothing: there is no object of MXNet's to free."""
@@ -383,7 +383,7 @@ class _Updater:
 class _Dense:
     """A key of dense arrays."""
 
-    def __init__(self, store: KeyValue, key: Key, requests: Requests) -> None:
+    def __init__(self, store: KeyValue, key: Key, requests: KeyRequests) -> None:
         self._store, self._key, self._requests = store, key, requests
         self._memory = store.slot(key)
         self.slot = _over(self._memory)
@@ -431,11 +431,11 @@ class _Dense:
             self.value.copyto(array)
 
     def _submit(
-        self, call: Callable[[], Answer], reads: Sequence[Any], numbers: dict[str, float], priority: int
+        self, call: Callable[[], BegunRequest], reads: Sequence[Any], numbers: dict[str, float], priority: int
     ) -> None:
         self._requests.check()
 
-        def begin() -> Answer:
+        def begin() -> BegunRequest:
             with self._requests.turn:
                 if numbers:
                     self._store.set_options(**numbers)
@@ -449,7 +449,7 @@ class _Dense:
 class _Rows:
     """A key of which rows are pushed: they are in ``row_sparse`` arrays."""
 
-    def __init__(self, store: KeyValue, key: Key, value: Any, requests: Requests) -> None:
+    def __init__(self, store: KeyValue, key: Key, value: Any, requests: KeyRequests) -> None:
         self._store, self._key, self._requests = store, key, requests
         self._shape, self._dtype = value.shape, np.dtype(value.dtype)
         dense = value.tostype("default").asnumpy()

@@ -12,7 +12,7 @@ from queue import PriorityQueue, SimpleQueue
 from typing import NamedTuple, Protocol
 
 
-class Answer(Protocol):
+class BegunRequest(Protocol):
     """A request that has begun."""
 
     def wait(self) -> object:
@@ -22,23 +22,23 @@ class Answer(Protocol):
 class _Request(NamedTuple):
     urgency: int
     number: int
-    begin: Callable[[], Answer]
+    begin: Callable[[], BegunRequest]
     ended: Callable[[], None]
 
 
-class Requests:
+class KeyRequests:
     """Requests to the servers. The first error of one is kept, and ends all that follow at once."""
 
     def __init__(self) -> None:
         self._waiting: PriorityQueue[_Request] = PriorityQueue()
-        self._begun: SimpleQueue[tuple[Answer, Callable[[], None]]] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[BegunRequest, Callable[[], None]]] = SimpleQueue()
         self._numbers = itertools.count()
         self.error: BaseException | None = None
         self.turn = threading.Lock()  # for what must not come between options and a push
         for name, loop in (("requests", self._begin), ("answers", self._finish)):
             threading.Thread(target=loop, name=f"tensorwire mxnet {name}", daemon=True).start()
 
-    def submit(self, begin: Callable[[], Answer], ended: Callable[[], None], priority: int) -> None:
+    def submit(self, begin: Callable[[], BegunRequest], ended: Callable[[], None], priority: int) -> None:
         """Calls ``begin`` in its turn, those of higher priority first, and ``ended`` when its answer has come."""
         self._waiting.put(_Request(-priority, next(self._numbers), begin, ended))
 
