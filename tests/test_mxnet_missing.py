@@ -23,5 +23,5 @@ def test_one_line_says_why_mxnet_cannot_be_imported(monkeypatch: pytest.MonkeyPa
     with pytest.raises(errors.MissingPackage, match=r"pip install '\.\[mxnet\]'"):
         importlib.import_module("tensorwire.mxnet")
     monkeypatch.setattr(sys, "version_info", (3, 12, 0))
-    with pytest.raises(errors.Unsupported, match="Python 3.12 lacks"):
+    with pytest.raises(errors.Unsupported, match=r"Python 3\.12 lacks"):
         importlib.import_module("tensorwire.mxnet")
