@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import Unsupported
+from tensorwire.mxnet import dmlc
 
 
 def load_mxnet() -> Any:
-    """The module ``mxnet``. Raises `Unsupported` with what to do."""
+    """The module ``mxnet``. Raises `Unsupported` with what to do, or what `dmlc.start` raises.
+
+    Where ``DMLC_`` variables make this process the scheduler or a server, it does not return.
+    """
     if sys.version_info >= (3, 12):
         raise Unsupported(
             f"MXNet 1.9.1 needs distutils, which Python {sys.version_info[0]}.{sys.version_info[1]} lacks: "
@@ -24,6 +28,7 @@ def load_mxnet() -> Any:
         )
     if "bool" not in vars(np):
         vars(np)["bool"] = bool  # removed in numpy 1.24
+    dmlc.start()  # not later: the variables would make the import of mxnet a server
     try:
         return importlib.import_module("mxnet")
     except ImportError as error:
