@@ -1,0 +1,74 @@
+"""Push and pull of one key by MXNet: ``server|worker INDEX STORE WORKERS DEVICE HOST``; the word is the size in bytes.
+
+All workers push whole numbers, so that their sum, which each of them pulls, is exact in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from mxnet_job import join, run, serve
+
+from tensorwire.bench.actors.lines import Lines, timed
+from tensorwire.bench.actors.transfer import counts, since
+
+_BLOCK = 1024  # elements, again and again
+
+
+def values(round: int, rank: int) -> np.ndarray[Any, Any]:
+    """A block of what a worker pushes in a round."""
+    digest = hashlib.shake_128(f"{round} {rank}".encode()).digest(_BLOCK)
+    return np.frombuffer(digest, np.uint8).astype(np.float32)
+
+
+class Key:
+    """A key: what is pushed, and what has been pulled."""
+
+    def __init__(self, mx: Any, kv: Any, nbytes: int) -> None:
+        self._kv, self._name, self._size = kv, str(nbytes), nbytes // 4
+        self._source, self._out = (mx.nd.zeros((self._size,), dtype="float32") for _ in range(2))
+        kv.init(self._name, self._source)
+
+    def fill(self, round: int) -> None:
+        """Puts a round's values into what is pushed; nothing is left of what was pulled."""
+        self._source[:] = np.resize(values(round, self._kv.rank), self._size)
+        self._out[:] = -1
+        self._source.wait_to_read()
+        self._out.wait_to_read()
+
+    def exchange(self, count: int) -> None:
+        """Pushes, then pulls."""
+        for _ in range(count):
+            self._kv.push(self._name, self._source)
+            self._kv.pull(self._name, out=self._out)
+            self._out.wait_to_read()
+
+    def check(self, round: int) -> None:
+        """Raises `SystemExit` unless the sum of all pushes was pulled."""
+        wanted = sum(values(round, rank) for rank in range(self._kv.num_workers))
+        if not np.array_equal(self._out.asnumpy(), np.resize(wanted, self._size)):
+            raise SystemExit(f"the key of {self._name} bytes is not the sum of what was pushed")
+
+
+def main(role: str, index: str, store: str, workers: str, device: str, host: str) -> None:
+    """Runs until its input ends."""
+    lines = Lines()
+    if role == "server":
+        serve(lines, store, int(workers), device, host)
+        return
+    mx, kv = join(lines, int(index), store, int(workers), device, host)
+    keys: dict[str, Key] = {}
+    for run in lines.runs():
+        if run.word not in keys:
+            keys[run.word] = Key(mx, kv, int(run.word))
+        key, before = keys[run.word], counts()
+        key.fill(run.round)
+        seconds = timed(run, key.exchange)
+        key.check(run.round)
+        lines.answer(seconds, **since(before))
+
+
+if __name__ == "__main__":
+    run(main)
