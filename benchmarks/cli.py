@@ -48,6 +48,7 @@ def group() -> None:
       python -m benchmarks modes
       python -m benchmarks edge --sizes 64KiB,1MiB
       python -m benchmarks device --peers all
+      python -m benchmarks mxnet --quick
     """
 
 
@@ -184,6 +185,43 @@ def modes(**options: Any) -> None:
       python -m benchmarks modes --width 4096 --seconds 75
     """
     _run("convergence", **options)
+
+
+def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    return tuple(map(int, names("", ("1", "2", "3", "4"))(context, parameter, value)))
+
+
+@group.command()
+@shown
+@click.option(
+    "--part",
+    type=click.Choice(["all", "pushpull", "train"]),
+    default="all",
+    show_default=True,
+    help="pushpull: of one key; train: two perceptrons.",
+)
+@devices("Our transports on one machine.", "shm,tcp", "shm", "tcp")
+@link("tcp over a shaped link, 1gbit or 10gbit or both, instead of one machine; needs root and iproute2.")
+@sizes
+@click.option(
+    "--workers",
+    "counts",
+    default="",
+    metavar="COUNTS",
+    callback=_counts,
+    help="Worker processes, 1 to 4; by default 1 for pushpull, and 1,2 for train.",
+)
+@_steps
+@click.option("--report", default="", metavar="FILE", help="Draw the seconds per epoch (.png, .svg, .pdf).")
+def mxnet(**options: Any) -> None:
+    """MXNet 1.9.1 with its own parameter server, and with ours: push and pull of a key, and training.
+
+    \b
+    One server. MXNet has a Python of its own: make setup-mxnet, or the one that TENSORWIRE_MXNET_PYTHON names.
+      python -m benchmarks mxnet --report epochs.svg
+      sudo python -m benchmarks mxnet --part pushpull --link 1gbit,10gbit
+    """
+    _run("mxnet", **options)
 
 
 def _run(name: str, **options: Any) -> None:

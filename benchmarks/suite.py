@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks import edges, graphs, modes, report, stores, training, writes
+from benchmarks import edges, graphs, modes, mxnet_paper, mxnet_training, report, stores, training, writes
+from benchmarks import mxnet as mxnet_keys
 from benchmarks.libraries import Libraries
+from benchmarks.mxnet_jobs import everywhere, find_python
 from tensorwire.bench import suite
 from tensorwire.bench.compare import Settings, compare_all
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.bench.suite import report_on
+from tensorwire.charts.bars import plot_bars
 from tensorwire.charts.curves import plot_curves
 from tensorwire.charts.figure import check_picture
 
@@ -31,6 +34,7 @@ class Options(suite.Options):
     datas: tuple[str, ...] = ()
     seconds: float = 20.0
     width: int = 256
+    counts: tuple[int, ...] = ()
 
     @property
     def shrink(self) -> int:
@@ -87,6 +91,39 @@ def convergence(options: Options) -> None:
     report_on(options, partial(_convergence, trained), shared=True)
     if options.report:
         plot_curves(options.report, trained[0].curves)
+
+
+def mxnet(options: Options) -> None:
+    """``python -m benchmarks mxnet``."""
+    find_python()
+    if options.report:
+        check_picture(options.report, option="--report")
+    epochs: list[mxnet_paper.Epoch] = []
+    _, described = report_on(options, partial(_mxnet, epochs), shared=True)
+    if not epochs:
+        return
+    print_table = report.markdown if options.markdown else report.show
+    print_table(mxnet_paper.TITLE, mxnet_paper.HEAD, mxnet_paper.rows(epochs))
+    if options.report:
+        caption = "\n".join(described)
+        plot_bars(options.report, mxnet_paper.bars(epochs), cases="workers", unit="seconds per epoch", caption=caption)
+
+
+def _mxnet(epochs: list[mxnet_paper.Epoch], options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    settings = replace(settings, rounds=options.rounds or (1 if options.quick else 5))
+    found: list[Record] = []
+    if options.part != "train":
+        sizes = options.sizes or (mxnet_keys.QUICK_SIZES if options.quick else mxnet_keys.SIZES)
+        keys = partial(mxnet_keys.measure, devices=options.devices, sizes=sizes, settings=settings, notes=notes)
+        found += everywhere(options.counts or (1,), options.links, notes, keys)
+    if options.part != "pushpull":
+        course = mxnet_training.Course(settings.rounds, options.steps, options.shrink)
+        devices = ("tcp",) if options.links else options.devices
+        trained = partial(
+            mxnet_training.measure, epochs, devices=devices, course=course, cores=settings.cores, notes=notes
+        )
+        found += everywhere(options.counts or (1, 2), options.links, notes, trained)
+    return found
 
 
 def _convergence(trained: list[modes.Trainings], options: Options, settings: Settings, notes: Notes) -> list[Record]:

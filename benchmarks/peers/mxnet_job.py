@@ -7,6 +7,7 @@ workers join when these two have met. All other names are Tensorwire's. Run by i
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -52,7 +53,7 @@ def join(lines: Lines, index: int, store: str, workers: int, device: str, host: 
     """MXNet, and the store of worker ``index``."""
     if store != OWN:
         store_job.join(lines, index, workers, 1, device)
-        import tensorwire.mxnet  # before MXNet
+        importlib.import_module("tensorwire.mxnet")  # before MXNet
     else:
         os.environ.update(_settings(lines.hello().split()[0], workers, host), DMLC_ROLE="worker")
     mx = load()
@@ -62,12 +63,10 @@ def join(lines: Lines, index: int, store: str, workers: int, device: str, host: 
 def load() -> Any:
     """MXNet, which asks numpy for a name that is gone."""
     vars(np).setdefault("bool", bool)
-    import mxnet
-
-    return mxnet
+    return importlib.import_module("mxnet")
 
 
-def run(main: Callable[..., None]) -> None:
+def run_program(main: Callable[..., None]) -> None:
     """Runs a program; after a failure it ends at once, because MXNet's own store would wait for the other workers."""
     try:
         main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mxnet_job import join, run, serve
+from mxnet_job import join, run_program, serve
 
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.transfer import counts, since
@@ -115,4 +115,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

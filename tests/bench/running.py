@@ -30,12 +30,12 @@ FIELDS = {
 }
 
 
-def bench(sandbox: Sandbox, *command: str) -> tuple[Result, list[dict[str, Any]]]:
+def bench(sandbox: Sandbox, *command: str, **environment: str) -> tuple[Result, list[dict[str, Any]]]:
     """Runs it for a short while; its records, of which there are none where it skipped everything."""
     file = sandbox.folder / "figures.json"
     cache = str(sandbox.folder / "cache")
     program = sandbox.start(
-        sys.executable, *command, "--quick", "--rounds", "1", "--json", str(file), XDG_CACHE_HOME=cache
+        sys.executable, *command, "--quick", "--rounds", "1", "--json", str(file), XDG_CACHE_HOME=cache, **environment
     )
     out, _ = program.process.communicate(timeout=patient(280))  # each of its processes may import torch
     err = (sandbox.folder / "stderr0").read_text()

@@ -32,6 +32,7 @@ MODES = {
     "pull": "from the last other worker's push until a worker has all parameters; nothing goes the other way",
     "push-and-pull": "gradients one way and parameters the other at once; the time of both",
     "pushpull": "every key pushed from its slot, summed and pulled; the time of all",
+    "push-then-pull": "one key pushed from, then pulled into, the program's own arrays; the time of both",
     "push-list": "pushes of 64 keys per call, applied one by one; time per push",
     "push-one": "pushes of one key per call, applied one by one; time per push",
     "push-to-answer": "one key after the other pushed and pulled; the mean time from a push to its answer",
