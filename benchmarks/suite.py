@@ -95,9 +95,9 @@ def convergence(options: Options) -> None:
 
 def mxnet(options: Options) -> None:
     """``python -m benchmarks mxnet``."""
-    find_python()
     if options.report:
         check_picture(options.report, option="--report")
+    find_python()
     epochs: list[mxnet_paper.Epoch] = []
     _, described = report_on(options, partial(_mxnet, epochs), shared=True)
     if not epochs:
