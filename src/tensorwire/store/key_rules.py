@@ -11,16 +11,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tensorwire._native import STREAMING_BYTES, gather
 from tensorwire.errors import ProtocolError
 from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ASSIGN, SUM
 from tensorwire.store.server_state import Stateful
-from tensorwire.store.sharding import StorePlan
+from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.state_transfer import Item
 from tensorwire.store.store_layout import StoreSpec
 
 Array = np.ndarray[Any, Any]
+
+
+def outgrows_caches(plan: StorePlan, bucket: Bucket) -> bool:
+    """Whether a bucket is a part of an array for which copies had better bypass the caches."""
+    return plan.tensors[bucket.pieces[0].tensor].nbytes >= STREAMING_BYTES
 
 
 class KeyRule(Stateful, Protocol):
@@ -57,10 +63,7 @@ class _ArrayRule:
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
         """As `KeyRule`."""
-        value, pushed = self._values[bucket], self._slot(bucket, pushes[0])
-        if len(pushes) > 1:
-            pushed = self._merged(bucket, pushes)
-        self.change(value, pushed)
+        raise NotImplementedError
 
     def _slot(self, bucket: int, push: Push) -> Array:
         slots = self._slots[bucket]
@@ -68,20 +71,18 @@ class _ArrayRule:
             slots[push.worker] = _array(push.slot, self._dtypes[bucket])
         return slots[push.worker]
 
-    def _merged(self, bucket: int, pushes: Sequence[Push]) -> Array:
-        first = self._slot(bucket, pushes[0])
-        total = first.astype(np.float32 if first.dtype == np.float16 else first.dtype)
-        for push in pushes[1:]:
+    def _merged(self, bucket: int, pushes: Sequence[Push], out: Array | None = None) -> Array:
+        """Two pushes or more, in ``out`` if it has the sum's dtype."""
+        first, second = (self._slot(bucket, push) for push in pushes[:2])
+        exact = np.float32 if first.dtype == np.float16 else first.dtype
+        total = np.add(first, second, out=out if out is not None and out.dtype == exact else None, dtype=exact)
+        for push in pushes[2:]:
             np.add(total, self._slot(bucket, push), out=total)
         if self._mean and total.dtype.kind == "f":
             total /= len(pushes)
         elif self._mean:
             total //= len(pushes)
         return total
-
-    def change(self, value: Array, pushed: Array) -> None:
-        """Changes a bucket's values in place."""
-        raise NotImplementedError
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         """As `KeyRule`."""
@@ -100,15 +101,25 @@ class _ArrayRule:
 class _Sum(_ArrayRule):
     """Adds what is pushed to the values."""
 
-    def change(self, value: Array, pushed: Array) -> None:
+    def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
+        value, several = self._values[bucket], len(pushes) > 1
+        pushed = self._merged(bucket, pushes) if several else self._slot(bucket, pushes[0])
         np.add(value, pushed, out=value, casting="same_kind")
 
 
 class _Assign(_ArrayRule):
     """The values become what is pushed."""
 
-    def change(self, value: Array, pushed: Array) -> None:
-        np.copyto(value, pushed, casting="same_kind")
+    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview) -> None:
+        super().__init__(spec, plan, server, values)
+        self._large = [outgrows_caches(plan, bucket) for bucket in plan.buckets[server]]
+
+    def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
+        value = self._values[bucket]
+        if len(pushes) == 1:
+            gather(value, self._slot(bucket, pushes[0]), self._large[bucket])
+        elif (merged := self._merged(bucket, pushes, value)) is not value:
+            np.copyto(value, merged, casting="same_kind")
 
 
 class _FunctionRule(_ArrayRule):

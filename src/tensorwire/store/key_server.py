@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from tensorwire._native import gather
 from tensorwire.control import Member
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -35,7 +36,7 @@ from tensorwire.store.key_layout import (
     key_inbox,
     unpack_request,
 )
-from tensorwire.store.key_rules import make_key_rule
+from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.server_state import take_state
@@ -80,6 +81,7 @@ class KeyServer:
         memory = memoryview(self._parameters)
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
+        self.large = [outgrows_caches(self.plan, b) for b in buckets]
         self._links = [_Link(self, worker) for worker in range(workers)]
         for link in self._links:
             link.publish()
@@ -344,7 +346,7 @@ class _Link:
         pull = self._pulls[bucket]
         if self._source is not None:
             pull.slot(number)  # what was sent last has left
-        np.copyto(self._targets[bucket], self._server.values[bucket])
+        gather(self._targets[bucket], self._server.values[bucket], self._server.large[bucket])
         counters.add(copies=1, copied_bytes=pull.nbytes)
         pull.send(number)
 
