@@ -30,7 +30,7 @@ def train(mx: Any, store: Any, settings: dict[str, Any]) -> list[Any]:
     )
     loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     drawn = np.random.RandomState(store.rank)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         x = mx.nd.array(drawn.rand(8, *settings.get("shape", [30])))
         ids = mx.nd.array(np.arange(8) % 4)
         with mx.autograd.record():
@@ -39,8 +39,6 @@ def train(mx: Any, store: Any, settings: dict[str, Any]) -> list[Any]:
         trainer.step(8 * settings.get("workers", 2))
         if settings.get("evaluate"):
             net(x).wait_to_read()
-        if step == 3 and settings.get("update_on_kvstore") is False:
-            trainer.set_learning_rate(0.01)
     mx.nd.waitall()
     return [param.data().asnumpy() for param in params.values()]
 

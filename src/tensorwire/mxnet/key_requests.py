@@ -23,7 +23,8 @@ class _Request(NamedTuple):
     urgency: int
     number: int
     begin: Callable[[], BegunRequest]
-    ended: Callable[[], None]
+    begun: Callable[[BegunRequest], None]
+    failed: Callable[[], None]
 
 
 class KeyRequests:
@@ -40,7 +41,20 @@ class KeyRequests:
 
     def submit(self, begin: Callable[[], BegunRequest], ended: Callable[[], None], priority: int) -> None:
         """Calls ``begin`` in its turn, those of higher priority first, and ``ended`` when its answer has come."""
-        self._waiting.put(_Request(-priority, next(self._numbers), begin, ended))
+        self._submit(begin, lambda request: self._begun.put((request, ended)), ended, priority)
+
+    def send(self, begin: Callable[[], BegunRequest], priority: int) -> SentRequest:
+        """The same in two halves, which begin when the engine calls them: the request leaves, and is answered."""
+        return SentRequest(self, begin, priority)
+
+    def _submit(
+        self,
+        begin: Callable[[], BegunRequest],
+        begun: Callable[[BegunRequest], None],
+        failed: Callable[[], None],
+        priority: int,
+    ) -> None:
+        self._waiting.put(_Request(-priority, next(self._numbers), begin, begun, failed))
 
     def check(self) -> None:
         """Raises the error of an earlier request."""
@@ -52,10 +66,10 @@ class KeyRequests:
             request = self._waiting.get()
             try:
                 self.check()
-                self._begun.put((request.begin(), request.ended))
+                request.begun(request.begin())
             except BaseException as error:  # a reader of the array must not wait for ever
                 self.error = self.error or error
-                request.ended()
+                request.failed()
 
     def _finish(self) -> None:
         while True:
@@ -65,3 +79,27 @@ class KeyRequests:
             except BaseException as error:
                 self.error = self.error or error
             ended()
+
+
+class SentRequest:
+    """A request whose leaving and whose answer end two operations of the engine."""
+
+    def __init__(self, requests: KeyRequests, begin: Callable[[], BegunRequest], priority: int) -> None:
+        self._requests, self._begin, self._priority = requests, begin, priority
+        self._request: BegunRequest | None = None
+
+    def leave(self, ended: Callable[[], None]) -> None:
+        """Ends when the request has left."""
+
+        def begun(request: BegunRequest) -> None:
+            self._request = request
+            ended()
+
+        self._requests._submit(self._begin, begun, ended, self._priority)
+
+    def finish(self, ended: Callable[[], None]) -> None:
+        """Ends when its answer has come; it begins after the request has left."""
+        if self._request is None:  # it failed, and the next call says why
+            ended()
+        else:
+            self._requests._begun.put((self._request, ended))

@@ -388,17 +388,22 @@ class _Dense:
         self._memory = store.slot(key)
         self.slot = _over(self._memory)
         self.value = _over(store.pull(key, copy=False).wait())
+        self._order = mx.nd.zeros((1,))  # a pull reads what pushes before it write: it leaves after them
 
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
         """As `KVStore.push`."""
         self._fill(values)
-        self._submit(
-            partial(self._store.push, self._key, self._memory, priority=priority), [self.slot], numbers, priority
-        )
+        self._requests.check()
+        call = partial(self._store.push, self._key, self._memory, priority=priority)
+        request = self._requests.send(partial(self._begin, call, numbers), priority)
+        name = f"tensorwire {self._key}"
+        engine.push(request.leave, [self.slot], [self._order], name)
+        engine.push(request.finish, [], [self.slot], name)  # nobody writes to the slot before servers have taken it
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`."""
-        self._submit(partial(self._store.pull, self._key, copy=False, priority=priority), [], {}, priority)
+        call = partial(self._store.pull, self._key, copy=False, priority=priority)
+        self._submit(partial(self._begin, call, {}), [self._order], [self.value], priority)
         self._give(outs)
 
     def push_and_pull(
@@ -407,7 +412,7 @@ class _Dense:
         """As `KVStore.pushpull`."""
         self._fill(values)
         call = partial(self._store.pushpull, self._key, self._memory, copy=False, priority=priority)
-        self._submit(call, [self.slot], numbers, priority)
+        self._submit(partial(self._begin, call, numbers), [self.slot], [self.value, self._order], priority)
         self._give(outs)
 
     def _fill(self, values: Sequence[Any]) -> None:
@@ -430,19 +435,18 @@ class _Dense:
         for array in outs:
             self.value.copyto(array)
 
+    def _begin(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> BegunRequest:
+        with self._requests.turn:
+            if numbers:
+                self._store.set_options(**numbers)
+            return call()
+
     def _submit(
-        self, call: Callable[[], BegunRequest], reads: Sequence[Any], numbers: dict[str, float], priority: int
+        self, begin: Callable[[], BegunRequest], reads: Sequence[Any], writes: Sequence[Any], priority: int
     ) -> None:
         self._requests.check()
-
-        def begin() -> BegunRequest:
-            with self._requests.turn:
-                if numbers:
-                    self._store.set_options(**numbers)
-                return call()
-
         engine.push(
-            lambda ended: self._requests.submit(begin, ended, priority), reads, [self.value], f"tensorwire {self._key}"
+            lambda ended: self._requests.submit(begin, ended, priority), reads, writes, f"tensorwire {self._key}"
         )
 
 
