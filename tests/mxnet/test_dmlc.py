@@ -43,7 +43,7 @@ WAITS = f"""
 kv.barrier()
 print("waits")
 if kv.rank == 1:
-    kv._job._worker.member.client.lookup("nothing", 600.0)
+    kv._worker.member.client.lookup("nothing", 600.0)
 kv.push("key", out)
 kv.pull("key", out=out)
 kv.barrier()
