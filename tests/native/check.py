@@ -26,7 +26,7 @@ TESTS = [
     "tensorwire.testing.conformance",
     "tests/device",
     "tests/edge",
-    "tests/native",
+    "tests/store/test_native_rows.py",
 ]
 # Shadow memory takes more address space than any limit would leave, freed memory is kept back for a while, SIGSEGV is
 # caught and told, and whoever forks while another thread holds a lock of the allocator has a child that waits for it.
