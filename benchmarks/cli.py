@@ -86,11 +86,12 @@ def edge(**options: Any) -> None:
 @_peer_python
 @click.option(
     "--part",
-    type=click.Choice(["steps", "pushes", "rows"]),
+    type=click.Choice(["steps", "pushes", "rows", "diloco"]),
     default="steps",
     show_default=True,
-    help="pushes: of 4 KiB; rows: of a table.",
+    help="pushes: of 4 KiB; rows: of a table; diloco: over --link, beside torchft.",
 )
+@link("diloco: over a shaped link, 100mbit, 1gbit or both; needs root and iproute2.")
 def store(**options: Any) -> None:
     """The parameter store's step, push and pull, or small pushes, or batches of rows, beside gRPC."""
     _run("store", **options)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.libraries import KEEP, Libraries, Peer
-from tensorwire.bench import key_modes, row_batches, stores
+from tensorwire.bench import key_modes, links, row_batches, stores
 from tensorwire.bench.compare import Workload
+from tensorwire.bench.models import Model
 from tensorwire.bench.programs import Contender
 from tensorwire.bench.records import Target
 from tensorwire.bench.stores import MIB, RULES, StoreJob
@@ -20,6 +21,7 @@ _MALLOC = {**KEEP, "MALLOC_ARENA_MAX": "1"}  # threads free what others allocate
 GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=_MALLOC)
 GRPC_PUSHES = replace(GRPC, script="grpc_pushes.py")
 GRPC_ROWS = replace(GRPC, script="grpc_rows.py")
+TORCHFT = Peer("torchft", "torchft_diloco.py", ("torchft", "tensorwire"), "pip install torchft opentelemetry-sdk")
 _ROWS = 5.0
 _PUSHES_TCP = 8.0
 # Of FCN-5 with two workers over shm: the least ratio to gRPC's time.
@@ -69,6 +71,21 @@ def rows(devices: Sequence[str], libraries: Libraries, *, quick: bool) -> list[W
         target = Target(shares={"grpc": _ROWS})
         made.append(replace(workload, contenders=(ours, *theirs), limits=("grpc",), target=target))
     return made
+
+
+def diloco(libraries: Libraries, model: Model, compute: float, names: tuple[str, str]) -> list[Contender]:
+    """torchft's own streaming DiLoCo, on the cable as ours."""
+    program = libraries.program(TORCHFT)
+    if not program:
+        return []
+    here, there = (links.inside(name) for name in names)
+    words = (model.name, str(compute))
+    commands = (
+        (*here, *program, "server", "0", *words, links.ADDRESSES[0]),
+        (*here, *program, "worker", "1", *words, links.ADDRESSES[0]),
+        (*there, *program, "worker", "0", *words, links.ADDRESSES[1]),
+    )
+    return [Contender(TORCHFT.name, commands, servers=1)]
 
 
 def _target(job: StoreJob, workload: Workload) -> Target | None:

@@ -9,7 +9,7 @@ from benchmarks import edges, graphs, modes, mxnet_paper, mxnet_training, report
 from benchmarks import mxnet as mxnet_keys
 from benchmarks.libraries import Libraries
 from benchmarks.mxnet_jobs import everywhere, find_python
-from tensorwire.bench import suite
+from tensorwire.bench import local_training, suite
 from tensorwire.bench.compare import Settings, compare_all
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.records import Record
@@ -18,6 +18,7 @@ from tensorwire.bench.suite import report_on
 from tensorwire.charts.bars import plot_bars
 from tensorwire.charts.curves import plot_curves
 from tensorwire.charts.figure import check_picture
+from tensorwire.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ def _edge(options: Options, settings: Settings, notes: Notes) -> list[Record]:
 
 def _store(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     libraries = Libraries(options.peer_python, notes)
+    if options.part == "diloco":
+        if not options.links:
+            raise ArgumentError("--part diloco needs --link, such as 1gbit")
+        peers = partial(stores.diloco, libraries)
+        return suite.local(options, settings, notes, partial(local_training.measure, peers=peers))
     if options.part != "steps":
         settings = replace(settings, rounds=options.rounds or (1 if options.quick else 5))
         rows = partial(stores.rows, quick=options.quick)

@@ -21,6 +21,7 @@ MISTAKES = [
     (["modes", "--report", "losses.txt"], "--report losses.txt: the name of a picture must end with .png, .svg, .pdf"),
     (["mxnet", "--workers", "5"], "'5' is not one of 1, 2, 3, 4"),
     (["mxnet", "--report", "epochs.txt"], "--report epochs.txt: the name of a picture must end with .png, .svg, .pdf"),
+    (["store", "--part", "diloco"], "--part diloco needs --link, such as 1gbit"),
     (["train", "--report", "/nowhere/steps.png"], "--report /nowhere/steps.png: there is no folder /nowhere"),
     (["train", "--link", "10gbit"], "--link measures tcp: give --device tcp"),
     (["train", "--workload", "resnet"], "'resnet' is not one of alexnet, inception, vgg16"),

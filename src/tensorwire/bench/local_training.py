@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 from tensorwire.bench import links
@@ -27,26 +28,42 @@ QUICK_COMPUTE = 20.0
 EXPOSED = 0.02
 SYNC = f"{OURS}, sync"
 _SYNC_STEPS = 2
+Peers = Callable[[Model, float, tuple[str, str]], list[Contender]]
+
+
+def _no_peers(model: Model, compute: float, names: tuple[str, str]) -> list[Contender]:
+    return []
 
 
 def measure(
-    model: Model, rate: str, names: tuple[str, str], *, settings: Settings, notes: Notes, quick: bool
+    model: Model,
+    rate: str,
+    names: tuple[str, str],
+    *,
+    settings: Settings,
+    notes: Notes,
+    quick: bool,
+    peers: Peers = _no_peers,
 ) -> list[Record]:
-    """DiLoCo and sync in turns; a round of DiLoCo is ``EVERY`` steps after as many that warm up."""
+    """DiLoCo and sync in turns, and ``peers`` with them; DiLoCo warms up by ``EVERY`` steps, and a round has as many.
+
+    ``peers(model, compute, names)``: programs of other libraries that do the same.
+    """
     compute = QUICK_COMPUTE if quick else COMPUTE.get(model.name, OTHERS) * (10 if rate == SLOW else 1)
     title = f"tcp over a link of {rate}, {model.title}, {compute:g} ms of computation, H = {EVERY}, DiLoCo"
-    samples = {OURS: Samples(), SYNC: Samples()}
-    modes = {OURS: "diloco", SYNC: "sync"}
+    made = [_contender(OURS, model, "diloco", compute, names), *peers(model, compute, names)]
+    made.append(_contender(SYNC, model, "sync", compute, names))
+    samples = {contender.name: Samples() for contender in made}
     with contextlib.ExitStack() as stack:
         stages = {}
-        for who, mode in modes.items():
-            notes.progress(f"{title}: starting {who}")
-            stages[who] = stack.enter_context(Stage(_contender(who, model, mode, compute, names), settings.cores))
-        shares: dict[str, list[float]] = {who: [] for who in modes}
+        for contender in made:
+            notes.progress(f"{title}: starting {contender.name}")
+            stages[contender.name] = stack.enter_context(Stage(contender, settings.cores))
+        shares: dict[str, list[float]] = {who: [] for who in samples}
         for number in range(settings.rounds):
             for who, stage in stages.items():
                 notes.progress(f"{title}: round {number + 1} of {settings.rounds}: {who}")
-                warm, count = (EVERY if not number else 0, EVERY) if who == OURS else (0, _SYNC_STEPS)
+                warm, count = (0, _SYNC_STEPS) if who == SYNC else (EVERY if not number else 0, EVERY)
                 answers = stage.run(warm, count)
                 samples[who].add(answers, warm, count, 1)
                 shares[who].append(max(a["exposed"] for a in answers[1:]))

@@ -167,7 +167,7 @@ def _store(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
 
 def _modes(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
     """The parts about training modes."""
-    from tensorwire.bench import key_modes, local_training, row_batches, stores, unequal
+    from tensorwire.bench import key_modes, local_training, row_batches, unequal
 
     quick = options.quick
     if options.part == "keys":
@@ -179,11 +179,20 @@ def _modes(options: Options, settings: Settings, notes: show.Notes) -> list[Reco
     if options.part == "unequal":
         settings = replace(settings, seconds=0.3 if quick else 6.0)
         return unequal.measure(options.workloads, options.devices, settings, notes)
+    return local(options, settings, notes, local_training.measure)
+
+
+def local(
+    options: Options, settings: Settings, notes: show.Notes, measure: Callable[..., list[Record]]
+) -> list[Record]:
+    """``measure`` for each model on each link, as `local_training.measure`."""
+    from tensorwire.bench import stores
+
     settings = at_most(settings, 2)
     jobs = stores.jobs(options.workloads, options.workers, options.servers)
     cables = [(job.model, rate) for job in jobs for rate in options.links]
-    measure = partial(local_training.measure, settings=settings, notes=notes, quick=quick)
-    return [record for model, rate in cables for record in _on_cable(rate, notes, partial(measure, model, rate))]
+    made = partial(measure, settings=settings, notes=notes, quick=options.quick)
+    return [record for model, rate in cables for record in _on_cable(rate, notes, partial(made, model, rate))]
 
 
 def update(
