@@ -13,8 +13,12 @@ def test_lines_that_only_one_side_has() -> None:
     assert shown("a\nb\nc", "a\nd\nc\nc") == ["--- worker 0", "+++ worker 1", "-b", "+d", "+c"]
 
 
+def test_one_line_on_each_side_is_one_line() -> None:
+    assert shown("a\nmode Sync()", "a\nmode Async()") == ["worker 0 has mode Sync(), worker 1 mode Async()"]
+
+
 def test_lines_in_another_order() -> None:
-    assert shown("a\nb\nc", "a\nc\nb") == ["--- worker 0", "+++ worker 1", "-(line 2) b", "+(line 2) c"]
+    assert shown("a\nb\nc", "a\nc\nb") == ["worker 0 has (line 2) b, worker 1 (line 2) c"]
 
 
 def test_texts_that_read_the_same() -> None:

@@ -231,4 +231,5 @@ def _mismatch(meeting: _Meeting, member: str, message: frames.Compare) -> Cause 
     if message.digest == first.digest:
         return None
     lines = differing_lines(first_name, first.text, member, message.text)
-    return Cause(member, f"does not agree with {first_name} on {message.name}:\n{lines}")
+    separator = "\n" if "\n" in lines else " "
+    return Cause(member, f"does not agree with {first_name} on {message.name}:{separator}{lines}")

@@ -10,7 +10,10 @@ _WIDTH = 200
 
 
 def differing_lines(a_name: str, a: str, b_name: str, b: str) -> str:
-    """The lines that only ``a`` has (``-``) and that only ``b`` has (``+``), or where their order first differs."""
+    """The lines that only ``a`` has (``-``) and that only ``b`` has (``+``), or where their order first differs.
+
+    One line, if there is one on each side.
+    """
     ours, theirs = a.splitlines(), b.splitlines()
     only_a, only_b = _without(ours, theirs), _without(theirs, ours)
     if not only_a and not only_b:
@@ -20,6 +23,8 @@ def differing_lines(a_name: str, a: str, b_name: str, b: str) -> str:
                 break
         else:
             return "their descriptions read the same; the details differ"
+    if len(only_a) == len(only_b) == 1:
+        return f"{a_name} has {_shown('', only_a)[0]}, {b_name} {_shown('', only_b)[0]}"
     return "\n".join([f"--- {a_name}", f"+++ {b_name}", *_shown("-", only_a), *_shown("+", only_b)])
 
 
