@@ -249,8 +249,8 @@ def test_a_failed_job_ends_the_process_past_atexit_and_finally(sandbox: Sandbox)
         if job.rank == 1:
             job.barrier()
             raise ValueError("broken data")
+        job.barrier()  # which raises, where the job has ended before its answer came
         atexit.register(print, "atexit")
-        job.barrier()
         try:
             while True:
                 pass
