@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +384,47 @@ def test_what_is_refused() -> None:
     assert len(first) == len(wanted)
     for said, part in zip(first, wanted, strict=True):
         assert part in said
+
+
+# ---- order
+
+
+class Answered:
+    """A request that is answered at once."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def order_of(job: tw.Job, priorities: list[int]) -> list[int]:
+    """The priorities of requests in the order in which they began, behind one that was held up."""
+    import tensorwire.mxnet  # noqa: F401
+    from tensorwire.mxnet.key_requests import KeyRequests
+
+    requests, begun, done = KeyRequests(), [], threading.Semaphore(0)
+    held, all_there = threading.Event(), threading.Event()
+
+    def held_up() -> Answered:
+        held.set()
+        all_there.wait()
+        return Answered()
+
+    def begin(priority: int) -> Answered:
+        begun.append(priority)
+        return Answered()
+
+    requests.submit(held_up, done.release, 0)
+    held.wait()
+    for priority in priorities:
+        requests.submit(partial(begin, priority), done.release, priority)
+    all_there.set()
+    for _ in range(1 + len(priorities)):
+        done.acquire()
+    return begun
+
+
+def test_of_requests_that_wait_those_of_higher_priority_begin_first() -> None:
+    assert run_job(order_of, [-3, -1, 0, -1, 5], workers=1).ok() == [[5, 0, -1, -1, -3]]
 
 
 # ---- faults

@@ -34,3 +34,8 @@ def keeps_a_name(parameter: Any, gradient: Any, state: dict[str, Any], options: 
 
 
 keeps_a_name.numpy = True  # type: ignore[attr-defined]
+
+
+def of_tensors(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Does not say that it takes arrays."""
+    parameter += gradient

@@ -161,6 +161,17 @@ def test_what_is_neither_a_number_nor_an_array_cannot_be_saved(tmp_path: Path) -
     assert "neither a number nor an array" in str(ended.cause) + str(ended.results)
 
 
+def rows_by_a_rule_of_tensors(job: tw.Job) -> None:
+    kv = KeyValue(Async(), "tests.store.array_rules:of_tensors")
+    kv.init_rows("table", (8, 2))
+    kv.row_sparse_push("table", np.array([1]), np.ones((1, 2), "f4")).wait()
+
+
+def test_rows_refuse_a_function_of_tensors() -> None:
+    ended = run_job(rows_by_a_rule_of_tensors, workers=1)
+    assert "rows take functions of numpy arrays" in str(ended.cause)
+
+
 def give_a_function_of_arrays(job: tw.Job) -> str:
     with pytest.raises(errors.Unsupported) as raised:
         tw.torch.StoreOptimizer([("p", torch.nn.Parameter(torch.zeros(3)))], momentum, lr=0.1)

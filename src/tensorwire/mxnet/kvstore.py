@@ -21,7 +21,7 @@ from tensorwire.keyvalue import KeyValue
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.mxnet import engine, gradients
 from tensorwire.mxnet.key_requests import BegunRequest, KeyRequests
-from tensorwire.mxnet.server_rule import RULE, numbers_of, settings_of
+from tensorwire.mxnet.server_rule import RULE, UPDATES, numbers_of, over, settings_of
 from tensorwire.store.modes import SSP, Async, Sync
 
 Key = int | str
@@ -217,12 +217,6 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             raise ArgumentError(f"there is no key {key!r:.100}: call init() first")
         return self._keys[key]
 
-    def _dense(self, key: Any) -> _Dense:
-        found = self._found(key)
-        if isinstance(found, _Rows):
-            raise Unsupported(f"key {key!r} has rows: push row_sparse gradients to it, and pull it")
-        return found
-
     def _numbers(self, key: Key) -> dict[str, float]:
         return {} if self._optimizer is None else numbers_of(self._optimizer, key)
 
@@ -380,14 +374,47 @@ class _Updater:
         self.optimizer = optimizer
 
 
-class _Dense:
-    """A key of dense arrays."""
+class _Keyed:
+    """A key, and how its requests get to the servers. ``value``: where its values come to."""
+
+    value: Any
 
     def __init__(self, store: KeyValue, key: Key, requests: KeyRequests) -> None:
         self._store, self._key, self._requests = store, key, requests
+
+    def _begin(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> BegunRequest:
+        """Calls with these options in force."""
+        with self._requests.turn:
+            if numbers:
+                self._store.set_options(**numbers)
+            return call()
+
+    def _fetch(
+        self, begin: Callable[[], BegunRequest], reads: Sequence[Any], writes: Sequence[Any], priority: int
+    ) -> None:
+        """Begins a request in its turn, once ``reads`` are there; ``value`` and ``writes`` wait for its answer."""
+        self._requests.check()
+        engine.push(
+            lambda ended: self._requests.submit(begin, ended, priority), reads, [self.value, *writes], self._name
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"tensorwire {self._key}"
+
+    def _give(self, outs: Sequence[Any]) -> None:
+        for array in outs:
+            self.value.copyto(array)
+
+
+class _Dense(_Keyed):
+    """A key of dense arrays."""
+
+    def __init__(self, store: KeyValue, key: Key, requests: KeyRequests) -> None:
+        super().__init__(store, key, requests)
         self._memory = store.slot(key)
-        self.slot = _over(self._memory)
-        self.value = _over(store.pull(key, copy=False).wait())
+        self.slot = over(self._memory)
+        self.value = over(store.pull(key, copy=False).wait())
         self._order = mx.nd.zeros((1,))  # a pull reads what pushes before it write: it leaves after them
 
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
@@ -396,14 +423,15 @@ class _Dense:
         self._requests.check()
         call = partial(self._store.push, self._key, self._memory, priority=priority)
         request = self._requests.send(partial(self._begin, call, numbers), priority)
-        name = f"tensorwire {self._key}"
-        engine.push(request.leave, [self.slot], [self._order], name)
-        engine.push(request.finish, [], [self.slot], name)  # nobody writes to the slot before servers have taken it
+        engine.push(request.leave, [self.slot], [self._order], self._name)
+        engine.push(
+            request.finish, [], [self.slot], self._name
+        )  # nobody writes to the slot before servers have taken it
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`."""
         call = partial(self._store.pull, self._key, copy=False, priority=priority)
-        self._submit(partial(self._begin, call, {}), [self._order], [self.value], priority)
+        self._fetch(partial(self._begin, call, {}), [self._order], [], priority)
         self._give(outs)
 
     def push_and_pull(
@@ -412,7 +440,7 @@ class _Dense:
         """As `KVStore.pushpull`."""
         self._fill(values)
         call = partial(self._store.pushpull, self._key, self._memory, copy=False, priority=priority)
-        self._submit(partial(self._begin, call, numbers), [self.slot], [self.value, self._order], priority)
+        self._fetch(partial(self._begin, call, numbers), [self.slot], [self._order], priority)
         self._give(outs)
 
     def _fill(self, values: Sequence[Any]) -> None:
@@ -431,30 +459,12 @@ class _Dense:
         first = values[0].context
         mx.nd.add_n(*(array.as_in_context(first) for array in values)).copyto(self.slot)
 
-    def _give(self, outs: Sequence[Any]) -> None:
-        for array in outs:
-            self.value.copyto(array)
 
-    def _begin(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> BegunRequest:
-        with self._requests.turn:
-            if numbers:
-                self._store.set_options(**numbers)
-            return call()
-
-    def _submit(
-        self, begin: Callable[[], BegunRequest], reads: Sequence[Any], writes: Sequence[Any], priority: int
-    ) -> None:
-        self._requests.check()
-        engine.push(
-            lambda ended: self._requests.submit(begin, ended, priority), reads, writes, f"tensorwire {self._key}"
-        )
-
-
-class _Rows:
+class _Rows(_Keyed):
     """A key of which rows are pushed: they are in ``row_sparse`` arrays."""
 
     def __init__(self, store: KeyValue, key: Key, value: Any, requests: KeyRequests) -> None:
-        self._store, self._key, self._requests = store, key, requests
+        super().__init__(store, key, requests)
         self._shape, self._dtype = value.shape, np.dtype(value.dtype)
         dense = value.tostype("default").asnumpy()
         store.init_rows(key, value.shape, self._dtype.name, values=dense)
@@ -475,23 +485,16 @@ class _Rows:
                 indices.append(self._all)
                 rows.append(array.asnumpy())
         self._requests.check()
-        with self._requests.turn:
-            if numbers:
-                self._store.set_options(**numbers)
-            self._store.row_sparse_push(self._key, np.concatenate(indices), np.concatenate(rows))
+        call = partial(self._store.row_sparse_push, self._key, np.concatenate(indices), np.concatenate(rows))
+        self._begin(call, numbers)
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`: all rows."""
         if self._whole is None:
             self._whole = np.zeros(self._shape, self._dtype)
-            self.value = _over(self._whole)
-        self._requests.check()
-        call = partial(self._store.row_sparse_pull, self._key, self._all, out=self._whole)
-        engine.push(
-            lambda ended: self._requests.submit(call, ended, priority), [], [self.value], f"tensorwire {self._key}"
-        )
-        for array in outs:
-            self.value.copyto(array)
+            self.value = over(self._whole)
+        self._fetch(partial(self._store.row_sparse_pull, self._key, self._all, out=self._whole), [], [], priority)
+        self._give(outs)
 
     def fetch(self, out: Any, row_ids: Any) -> None:
         """Fetches rows into a row_sparse array."""
@@ -500,11 +503,6 @@ class _Rows:
         rows = self._store.row_sparse_pull(self._key, ids).wait()
         with mx.autograd.pause():
             mx.nd.sparse.row_sparse_array((rows, ids), shape=self._shape, dtype=self._dtype).copyto(out)
-
-
-def _over(memory: Any) -> Any:
-    """An NDArray over an array's memory."""
-    return mx.nd.from_numpy(memory.view(), zero_copy=True)  # which makes the array that it is given read-only
 
 
 def _pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
@@ -524,7 +522,7 @@ def _updates(path: str) -> list[tuple[Key, int]]:
     from tensorwire.store.key_files import read_arrays
 
     _, arrays = read_arrays(path)
-    return [(saved.key, int(array.reshape(-1)[0])) for saved, array in arrays if saved.name == "updates"]
+    return [(saved.key, int(array.reshape(-1)[0])) for saved, array in arrays if saved.name == UPDATES]
 
 
 def _named(name: str, mode: Sync | Async | SSP) -> None:

@@ -19,7 +19,7 @@ import mxnet as mx
 from tensorwire.errors import Unsupported
 
 RULE = f"{__name__}:update"
-_UPDATES = "updates"  # the state's count of updates
+UPDATES = "updates"  # the state's count of updates
 _SENT = ("lr", "wd", "rescale_grad")  # with every push
 # What an optimizer of MXNet has for its own bookkeeping: workers apply it, and servers count by themselves.
 _OWN = (
@@ -75,22 +75,22 @@ def update(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[s
         optimizer, names = _optimizer(options["optimizer"], options["settings"], str(parameter.dtype), parameter.ndim)
         for name in _SENT:
             setattr(optimizer, name, options[name])
-        optimizer._index_update_count[0] = optimizer.num_update = int(state.get(_UPDATES, 0))
-        weight, pushed = _over(parameter), _over(gradient)
+        optimizer._index_update_count[0] = optimizer.num_update = int(state.get(UPDATES, 0))
+        weight, pushed = over(parameter), over(gradient)
         if names is not None and not all(name in state for name in _leaves(names)):
             made = optimizer.create_state_multi_precision(0, weight)
             state.update(zip(_leaves(names), (each.asnumpy() for each in _leaves(made)), strict=True))
-        kept = _spread(names, lambda name: _over(state[name]))
+        kept = _spread(names, lambda name: over(state[name]))
         optimizer.update_multi_precision(0, weight, pushed, kept)
         for each in (weight, *_leaves(kept)):
             each.wait_to_read()
-        state[_UPDATES] = optimizer._index_update_count[0]
+        state[UPDATES] = optimizer._index_update_count[0]
 
 
 update.numpy = True  # type: ignore[attr-defined]
 
 
-def _over(array: Any) -> Any:
+def over(array: Any) -> Any:
     """An NDArray over the memory of an array."""
     return mx.nd.from_numpy(array.view(), zero_copy=True)  # which makes the array it is given read-only
 

@@ -71,6 +71,10 @@ class _ArrayRule:
             slots[push.worker] = _array(push.slot, self._dtypes[bucket])
         return slots[push.worker]
 
+    def _pushed(self, bucket: int, pushes: Sequence[Push]) -> Array:
+        """The only push, in its slot, or what several come to."""
+        return self._merged(bucket, pushes) if len(pushes) > 1 else self._slot(bucket, pushes[0])
+
     def _merged(self, bucket: int, pushes: Sequence[Push], out: Array | None = None) -> Array:
         """Two pushes or more, in ``out`` if it has the sum's dtype."""
         first, second = (self._slot(bucket, push) for push in pushes[:2])
@@ -102,9 +106,8 @@ class _Sum(_ArrayRule):
     """Adds what is pushed to the values."""
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
-        value, several = self._values[bucket], len(pushes) > 1
-        pushed = self._merged(bucket, pushes) if several else self._slot(bucket, pushes[0])
-        np.add(value, pushed, out=value, casting="same_kind")
+        value = self._values[bucket]
+        np.add(value, self._pushed(bucket, pushes), out=value, casting="same_kind")
 
 
 class _Assign(_ArrayRule):
@@ -138,9 +141,8 @@ class _FunctionRule(_ArrayRule):
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
         """As `KeyRule`."""
-        pushed = self._merged(bucket, pushes) if len(pushes) > 1 else self._slot(bucket, pushes[0])
         value = self._shaped[bucket]
-        gradient = pushed[: value.size].reshape(value.shape).astype(value.dtype, copy=False)
+        gradient = self._pushed(bucket, pushes)[: value.size].reshape(value.shape).astype(value.dtype, copy=False)
         self._function(value, gradient, self._state[bucket], self._options.of(options))
 
     def state(self) -> Iterator[Item]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tensorwire._native import add_rows
-from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
 from tensorwire.store.rule_names import is_foreign
@@ -39,6 +39,10 @@ def make_row_rule(spec: StoreSpec, first: int, values: Array) -> RowRule:
     """The rule for ``values``, whose first row is number ``first`` of the table."""
     if function := array_function(spec):
         return _FunctionRows(function, spec, first, values)
+    if is_foreign(spec.rule):
+        raise Unsupported(
+            f"rows take functions of numpy arrays, with an attribute numpy = True, and {spec.rule} is none"
+        )
     kind = _OptimizerRows if spec.rule in ROW_OPTIMIZERS else RowRule
     return kind(spec, first, values)
 
