@@ -125,17 +125,21 @@ def test_several_machines_share_a_file(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-def test_a_killed_worker_ends_all_others_with_one_message(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("killed", ["worker 1", "server 0"])
+def test_a_killed_process_ends_all_others_with_one_message(sandbox: Sandbox, killed: str) -> None:
     cluster = Cluster(sandbox, WAITS)
-    scheduler, server = cluster.start("scheduler"), cluster.start("server")
-    other, victim = (cluster.start("worker", DMLC_WORKER_ID=str(rank)) for rank in (0, 1))
-    for worker in (other, victim):
-        worker.expect("waits")
+    scheduler = cluster.start("scheduler")
+    programs = {"server 0": cluster.start("server")}
+    programs |= {f"worker {rank}": cluster.start("worker", DMLC_WORKER_ID=str(rank)) for rank in (0, 1)}
+    for name in ("worker 0", "worker 1"):
+        programs[name].expect("waits")
+    victim = programs.pop(killed)
     victim.signal(signal.SIGKILL)
     assert victim.finish().status == -signal.SIGKILL
     ended = scheduler.finish()
-    assert ended.one_line() == "tensorwire: worker 1 is gone: its connection closed without a word"
-    assert [ended.status, *((r.status, r.err) for r in (server.finish(), other.finish()))] == [1, (1, ""), (1, "")]
+    assert ended.one_line() == f"tensorwire: {killed} is gone: its connection closed without a word"
+    others = [program.finish() for program in programs.values()]
+    assert [ended.status, *((result.status, result.err) for result in others)] == [1, (1, ""), (1, "")]
     sandbox.nothing_left()
 
 

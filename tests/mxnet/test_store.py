@@ -15,6 +15,8 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.store.fates import Fate
+from tensorwire.trace.push_fates import read_fates
 from tests.harness.jobs import run_job
 
 
@@ -151,6 +153,57 @@ def compressed(job: tw.Job, settings: dict[str, Any]) -> Any:
 def test_compressed_pushes(settings: dict[str, Any], value: float) -> None:
     for found in run_job(compressed, settings).ok():
         np.testing.assert_allclose(found, np.full(4096, value), rtol=0.01)
+
+
+# ---- each push by itself
+
+
+SHAPE = (30, 7)
+
+
+def push_at_own_pace(job: tw.Job) -> list[list[Any]]:
+    """What a worker pushed, and the values that it pulled after each push."""
+    mx, kv = store_of("dist_tensorwire_async")
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01))
+    kv.init("w", mx.nd.ones(SHAPE))
+    drawn, pushed, pulled = np.random.RandomState(job.rank), [], []
+    for _ in range(20 + 5 * job.rank):
+        pushed.append(drawn.randn(*SHAPE).astype("f4"))
+        out = mx.nd.zeros(SHAPE)
+        kv.push("w", mx.nd.array(pushed[-1]))
+        kv.pull("w", out)
+        pulled.append(out.asnumpy())
+    return [pushed, pulled]
+
+
+def log_into(folder: str) -> None:
+    os.environ["TENSORWIRE_FATES"] = folder
+
+
+def apply(job: tw.Job, pushes: list[Any]) -> list[Any]:
+    """The value before, between and after updates by MXNet's own optimizer."""
+    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
+    import mxnet as mx
+
+    updater = mx.optimizer.get_updater(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01))
+    weight = mx.nd.ones(SHAPE)
+    versions = [weight.asnumpy()]
+    for pushed in pushes:
+        updater("w", mx.nd.array(pushed), weight)
+        versions.append(weight.asnumpy())
+    return versions
+
+
+def test_pushes_that_are_applied_alone_equal_their_replay(tmp_path: Path) -> None:
+    """The server's own record says in what order they came."""
+    workers = run_job(push_at_own_pace, workers=3, device="tcp", prepare=partial(log_into, str(tmp_path))).ok()
+    fates = sorted((f for f in read_fates([tmp_path]) if isinstance(f, Fate)), key=lambda fate: fate.version)
+    assert [fate.version for fate in fates] == list(range(1, 20 + 25 + 30 + 1))
+    (versions,) = run_job(apply, [workers[fate.worker][0][fate.round - 1] for fate in fates], workers=1).ok()
+    for rank, (_, pulled) in enumerate(workers):
+        own = [fate.version for fate in fates if fate.worker == rank]
+        for value, first in zip(pulled, own, strict=True):
+            assert any(np.array_equal(value, version) for version in versions[first:])
 
 
 # ---- rows

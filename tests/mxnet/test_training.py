@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SETTINGS = [
 
 
 def train_on_ours(job: tw.Job, settings: dict[str, Any], kind: str = "dist_tensorwire_sync") -> list[Any]:
+    os.environ.update(settings.get("environment", {}))
     import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
     import mxnet as mx
 
@@ -38,6 +40,25 @@ def test_the_same_parameters_as_on_mxnets_own_store(
     for rank in range(2):
         for mine, theirs in zip(ours[rank], own[rank], strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_network_that_was_cast_trains_as_without_a_store() -> None:
+    """MXNet's own store is no peer here: its servers compute in single precision."""
+    settings = {"optimizer": "adam", "cast": "float64", "workers": 1}
+    (served,), (alone,) = (
+        run_job(train_on_ours, settings, kind, workers=1).ok() for kind in ("dist_tensorwire_sync", "local")
+    )
+    for mine, wanted in zip(served, alone, strict=True):
+        assert mine.dtype == np.float64
+        np.testing.assert_array_equal(mine, wanted)
+
+
+def test_gradients_that_are_pushed_while_others_are_computed_change_nothing() -> None:
+    settings = {"optimizer": "adam", "environment": {"MXNET_EXEC_BULK_EXEC_TRAIN": "0"}}
+    together = run_job(train_on_ours, {"optimizer": "adam"}).ok()
+    for mine, wanted in zip(run_job(train_on_ours, settings).ok(), together, strict=True):
+        for array, other in zip(mine, wanted, strict=True):
+            np.testing.assert_array_equal(array, other)
 
 
 def test_workers_that_update_have_the_parameters_of_servers_that_do() -> None:

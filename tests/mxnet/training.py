@@ -31,7 +31,7 @@ def train(mx: Any, store: Any, settings: dict[str, Any]) -> list[Any]:
     loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     drawn = np.random.RandomState(store.rank)
     for _ in range(STEPS):
-        x = mx.nd.array(drawn.rand(8, *settings.get("shape", [30])))
+        x = mx.nd.array(drawn.rand(8, *settings.get("shape", [30])), dtype=settings.get("cast", "float32"))
         ids = mx.nd.array(np.arange(8) % 4)
         with mx.autograd.record():
             loss = loss_of(net(x), ids)
@@ -55,6 +55,7 @@ def network(mx: Any, settings: dict[str, Any]) -> Any:
         inputs = 64 * 8 * 8
     net.add(nn.Dense(64, in_units=inputs, activation="relu"), nn.Dense(4, in_units=64))
     net.initialize(mx.init.Xavier())
+    net.cast(settings.get("cast", "float32"))
     if settings.get("hybridize"):
         net.hybridize(**settings["hybridize"])
     return net
