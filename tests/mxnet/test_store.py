@@ -56,6 +56,31 @@ def test_pushes_are_summed_over_devices_and_workers(device: str) -> None:
             np.testing.assert_array_equal(array, np.full_like(array, value))
 
 
+def large(job: tw.Job) -> tuple[int, list[bool]]:
+    """A key that is cut, pushed from two devices, and pulled into a weight that oneDNN has given a layout of its own."""
+    mx, kv = store_of()
+    net = mx.gluon.nn.Dense(2100, in_units=2100)
+    net.initialize()
+    net(mx.nd.ones((8, 2100))).wait_to_read()
+    value = np.arange(2100 * 2100, dtype="f4").reshape(2100, 2100)
+    kv.init("large", mx.nd.zeros(value.shape))
+    found = []
+    for step in range(1, 3):
+        kv.push("large", [mx.nd.array(value * step, mx.cpu(device)) for device in range(2)])
+        kv.pull("large", out=net.weight.data())
+        found.append(np.array_equal(net.weight.data().asnumpy(), value * step * 4))
+        net(mx.nd.ones((8, 2100))).wait_to_read()
+    into = mx.nd.array(value.T)
+    kv.pushpull("large", into)
+    found.append(np.array_equal(into.asnumpy(), value.T * 2))
+    kv.barrier()
+    return len(kv._keys["large"]._parts), found
+
+
+def test_a_large_key_is_cut() -> None:
+    assert run_job(large, servers=2).ok() == [(2, [True] * 3)] * 2
+
+
 def many_pushes(job: tw.Job) -> float:
     """ps-lite's own check of a worker: pushes of 100,000 values within a window, then a pull."""
     mx, kv = store_of()

@@ -61,10 +61,12 @@ def test_gradients_that_are_pushed_while_others_are_computed_change_nothing() ->
             np.testing.assert_array_equal(array, other)
 
 
-def test_workers_that_update_have_the_parameters_of_servers_that_do() -> None:
+@pytest.mark.parametrize("wide", [64, 2100])
+def test_workers_that_update_have_the_parameters_of_servers_that_do(wide: int) -> None:
     """MXNet's own store gives others from run to run: its pull may overwrite a gradient that is still summed."""
     workers, servers = (
-        run_job(train_on_ours, {"optimizer": "adam", "update_on_kvstore": on}).ok() for on in (False, True)
+        run_job(train_on_ours, {"optimizer": "adam", "wide": wide, "update_on_kvstore": on}).ok()
+        for on in (False, True)
     )
     for rank in range(2):
         for mine, theirs in zip(workers[rank], servers[rank], strict=True):

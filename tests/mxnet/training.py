@@ -53,7 +53,11 @@ def network(mx: Any, settings: dict[str, Any]) -> Any:
         net.add(nn.Conv2D(64, 3, padding=1, in_channels=64, activation="relu"))
         net.add(nn.BatchNorm(in_channels=64), nn.Flatten())
         inputs = 64 * 8 * 8
-    net.add(nn.Dense(64, in_units=inputs, activation="relu"), nn.Dense(4, in_units=64))
+    wide = settings.get("wide", 64)
+    net.add(nn.Dense(wide, in_units=inputs, activation="relu"))
+    if wide > 64:
+        net.add(nn.Dense(wide, in_units=wide, activation="relu"))
+    net.add(nn.Dense(4, in_units=wide))
     net.initialize(mx.init.Xavier())
     net.cast(settings.get("cast", "float32"))
     if settings.get("hybridize"):

@@ -39,8 +39,8 @@ def push_all(kv: KeyValue, rank: int, steps: range) -> None:
             kv.push(name, gradient(rank, step, name))
 
 
-def train(job: tw.Job, path: str, steps: range, loads: bool) -> list[Any]:
-    kv = KeyValue(Sync(), RULE, bucket_bytes=4096, lr=0.1, momentum=0.9)
+def train(job: tw.Job, path: str, steps: range, loads: bool, elementwise: bool) -> list[Any]:
+    kv = KeyValue(Sync(), RULE, bucket_bytes=4096, elementwise=elementwise, lr=0.1, momentum=0.9)
     kv.init(list(SHAPES), [first(name) for name in SHAPES])
     if loads:
         kv.load(path)
@@ -67,15 +67,19 @@ def alone(steps: int, workers: int) -> list[Any]:
     return list(values.values())
 
 
-@pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("tcp", 2)])
+@pytest.mark.parametrize(
+    ("device", "servers", "cut"),
+    [("shm", 1, (False, False)), ("tcp", 2, (False, False)), ("tcp", 2, (True, True)), ("shm", 1, (False, True))],
+)
 def test_keys_have_the_values_of_the_function_alone_also_after_loading(
-    device: str, servers: int, tmp_path: Path
+    device: str, servers: int, cut: tuple[bool, bool], tmp_path: Path
 ) -> None:
+    """``cut``: whether the function gets flat parts of keys, before and after."""
     path = str(tmp_path / "keys.npz")
-    for values in run_job(train, path, range(3), False, servers=servers, device=device).ok():
+    for values in run_job(train, path, range(3), False, cut[0], servers=servers, device=device).ok():
         for mine, theirs in zip(values, alone(3, 2), strict=True):
             np.testing.assert_array_equal(mine, theirs)
-    for values in run_job(train, path, range(3, STEPS), True, servers=3 - servers, device=device).ok():
+    for values in run_job(train, path, range(3, STEPS), True, cut[1], servers=3 - servers, device=device).ok():
         for mine, theirs in zip(values, alone(STEPS, 2), strict=True):
             np.testing.assert_array_equal(mine, theirs)
 

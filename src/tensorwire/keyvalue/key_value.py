@@ -65,6 +65,8 @@ class KeyValue(RowKeys):
             by its name, such as ``"SGD"``, or for a class of optimizers or a function by its import path, such as
             ``"package.module:function"``; servers import it, workers do not. A function gets (parameter, gradient,
             state, options): tensors of torch, or numpy arrays if it has an attribute ``numpy = True``.
+        elementwise: Whether a rule given by import path treats every element alike and by itself. Then keys are cut
+            into buckets, over all servers, and it gets flat parts of them; else it gets them whole.
         reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
         compression: By what code arrays of floating-point numbers are pushed, as for ``StoreOptimizer``: ``"fp16"``,
@@ -88,6 +90,7 @@ class KeyValue(RowKeys):
         reduce: str = "sum",
         bucket_bytes: int = BUCKET_BYTES,
         compression: str | None = None,
+        elementwise: bool = False,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -100,7 +103,7 @@ class KeyValue(RowKeys):
             raise ArgumentError("nobody knows which value a push to a key came of: pass max_staleness=None")
         if reduce not in ("sum", "mean"):
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
-        self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
+        self._mode, self._reduce, self._bucket_bytes, self._elementwise = mode, reduce, bucket_bytes, elementwise
         self._compression = str(parse_compression(compression) or "")
         self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
@@ -410,7 +413,7 @@ class KeyValue(RowKeys):
             [self._group],
             self._numeric,
             self._bucket_bytes,
-            is_foreign(self._rule) or self._rule in WHOLE,
+            self._rule in WHOLE or (is_foreign(self._rule) and not self._elementwise),
             "mean" if self._rule == MEAN else self._reduce,
             mode_settings=settings_of(self._mode),
             keys=True,

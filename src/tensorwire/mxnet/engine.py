@@ -1,7 +1,8 @@
 """Operations of ours in MXNet's engine: they start when their arrays are there, and end when we say so.
 
-No thread of the engine waits for one: it hands the operation over and goes on (``FnProperty::kAsync``), and whoever
-reads an array that the operation writes waits for its end. The layouts are those of MXNet 1.9.1.
+No thread of the engine waits for one: it hands the operation over and goes on, and whoever reads an array that the
+operation writes waits for its end. Operations are started by threads that compute nothing, or requests would stand in
+line behind copies and layers. The layouts are those of MXNet 1.9.1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import mxnet as mx
 
-_ASYNC = 4  # FnProperty::kAsync
+_PRIORITIZED = 3  # FnProperty::kCPUPrioritized; kAsync, 4, takes its turn among computations
 _START = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _END = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _CPU = 1
@@ -46,7 +47,7 @@ def _start(_: int, on_complete: int, number: int) -> None:
 
 
 _start_function = _START(_start)
-_context, _property = _Context(_CPU, 0), ctypes.c_int(_ASYNC)
+_context, _property = _Context(_CPU, 0), ctypes.c_int(_PRIORITIZED)
 
 
 def push(begin: Callable[[Ended], None], reads: Sequence[Any], writes: Sequence[Any], name: str) -> None:

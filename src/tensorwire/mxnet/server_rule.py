@@ -37,6 +37,7 @@ _OWN = (
     *_SENT,
 )
 _ONE_FOR_ALL = ("Nadam",)  # keep a number for all parameters together
+_ELEMENTWISE = ("AdaDelta", "AdaGrad", "Adam", "Adamax", "FTML", "Ftrl", "NAG", "RMSProp", "SGD", "Signum")
 _turn = threading.Lock()  # the optimizer is one for all of a server's threads
 
 
@@ -57,6 +58,12 @@ def settings_of(optimizer: Any) -> dict[str, str]:
             )
         plain[name] = value
     return {"optimizer": f"{cls.__module__}:{cls.__qualname__}", "settings": json.dumps(plain, sort_keys=True)}
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer treats each element of a parameter by itself."""
+    cls = type(optimizer)
+    return cls.__name__ in _ELEMENTWISE and cls is getattr(mx.optimizer, cls.__name__)
 
 
 def numbers_of(optimizer: Any, key: int | str) -> dict[str, float]:

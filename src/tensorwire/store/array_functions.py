@@ -44,8 +44,13 @@ class OptionsInForce:
         return {**self._group, **dict(zip(self._numeric, values, strict=True))}
 
 
-def kept_items(tensor: int, state: dict[str, Any], like: Array) -> Iterator[Item]:
-    """What a function keeps for the tensor of that number, whose values are ``like``, as entries."""
+def kept_items(
+    tensor: int, state: dict[str, Any], like: Array, start: int = 0, shape: tuple[int, ...] | None = None
+) -> Iterator[Item]:
+    """What a function keeps for the tensor of that number, whose values are ``like``, as entries.
+
+    With ``shape``, that of the tensor, ``like`` is a flat part of it, its elements from ``start`` on.
+    """
     for key, value in state.items():
         if isinstance(value, (bool, int, float)):
             number = np.array([float(value)])
@@ -57,7 +62,8 @@ def kept_items(tensor: int, state: dict[str, Any], like: Array) -> Iterator[Item
             )
         flat = np.ascontiguousarray(value).reshape(-1)
         rows = value.shape == like.shape
-        yield Entry(tensor, key, value.dtype.name, value.shape, rows, 0, flat.size), flat.view(np.uint8).data
+        whole, at = (shape, start) if rows and shape is not None else (value.shape, 0)
+        yield Entry(tensor, key, value.dtype.name, whole, rows, at, at + flat.size), flat.view(np.uint8).data
 
 
 def load_item(state: dict[str, Any], entry: Entry, data: memoryview) -> None:

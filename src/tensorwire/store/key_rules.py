@@ -6,9 +6,9 @@ Sums are taken in worker order; those of float16 in float32. Nothing of this imp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, gather
@@ -126,17 +126,19 @@ class _Assign(_ArrayRule):
 
 
 class _FunctionRule(_ArrayRule):
-    """A function of arrays, and what it keeps for each key. No key is cut, so that a bucket is one."""
+    """A function of arrays, and what it keeps for each bucket: a whole key, or a flat part of one."""
 
     def __init__(
         self, function: ArrayFunction, spec: StoreSpec, plan: StorePlan, server: int, values: memoryview
     ) -> None:
         super().__init__(spec, plan, server, values)
-        self._tensors = [b.pieces[0].tensor for b in plan.buckets[server]]
-        shapes = [plan.tensors[tensor].shape for tensor in self._tensors]
+        self._plan, self._whole = plan, spec.whole
+        self._pieces = [b.pieces[0] for b in plan.buckets[server]]
         # A bucket may end with bytes that are nobody's.
-        self._shaped = [v[: prod(shape)].reshape(shape) for v, shape in zip(self._values, shapes, strict=True)]
-        self._state: list[dict[str, Any]] = [{} for _ in self._tensors]
+        flat = [v[: p.stop - p.start] for v, p in zip(self._values, self._pieces, strict=True)]
+        shapes = [plan.tensors[piece.tensor].shape for piece in self._pieces]
+        self._shaped = [v.reshape(s) for v, s in zip(flat, shapes, strict=True)] if spec.whole else flat
+        self._state: list[dict[str, Any]] = [{} for _ in self._pieces]
         self._function, self._options = function, OptionsInForce(spec)
 
     def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
@@ -147,15 +149,23 @@ class _FunctionRule(_ArrayRule):
 
     def state(self) -> Iterator[Item]:
         """What the function keeps: arrays and numbers."""
-        for tensor, state, value in zip(self._tensors, self._state, self._shaped, strict=True):
-            yield from kept_items(tensor, state, value)
+        for piece, state, value in zip(self._pieces, self._state, self._shaped, strict=True):
+            shape = None if self._whole else self._plan.tensors[piece.tensor].shape
+            yield from kept_items(piece.tensor, state, value, piece.start, shape)
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `KeyRule`."""
-        loaded: dict[int, dict[str, Any]] = {tensor: {} for tensor in self._tensors}
+        loaded: list[dict[str, Any]] = [{} for _ in self._pieces]
         for entry, data in items:
-            load_item(loaded[entry.tensor], entry, data)
-        self._state = list(loaded.values())
+            for piece, state in zip(self._pieces, loaded, strict=True):
+                if piece.tensor != entry.tensor:
+                    continue
+                if self._whole or not entry.rows:
+                    load_item(state, entry, data)
+                elif piece.start <= entry.start < piece.stop:
+                    size, start, stop = (n - piece.start for n in (piece.stop, entry.start, entry.stop))
+                    load_item(state, msgspec.structs.replace(entry, shape=(size,), start=start, stop=stop), data)
+        self._state = loaded
 
 
 _ARRAY_RULES = {SUM: _Sum, ASSIGN: _Assign}
