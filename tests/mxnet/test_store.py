@@ -57,7 +57,7 @@ def test_pushes_are_summed_over_devices_and_workers(device: str) -> None:
 
 
 def large(job: tw.Job) -> tuple[int, list[bool]]:
-    """A key that is cut, pushed from two devices, and pulled into a weight that oneDNN has given a layout of its own."""
+    """A key that is cut, pushed from two devices, and pulled into a weight whose layout oneDNN has changed."""
     mx, kv = store_of()
     net = mx.gluon.nn.Dense(2100, in_units=2100)
     net.initialize()

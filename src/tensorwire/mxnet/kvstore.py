@@ -1,34 +1,27 @@
 """The store as a KVStore of MXNet.
 
-A key of dense arrays has two NDArrays over registered memory: the slot that pushes leave from, and the values that
-servers write. Requests are operations of MXNet's engine on these two, so that backward, copies and readers of a weight
-wait for one another as for any of MXNet's own. Gradients of Gluon's parameters are moved into the slots; weights stay
-where MXNet has put them, because oneDNN changes the layout of their memory in place when a network is evaluated.
+Gradients of Gluon's parameters are moved into the slots that pushes leave from; weights stay where MXNet has put them,
+because oneDNN changes the layout of their memory in place when a network is evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 
 import tensorwire
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue import KeyValue
 from tensorwire.launch.worker import Worker, current_worker
-from tensorwire.mxnet import engine, gradients
-from tensorwire.mxnet.key_requests import BegunRequest, KeyRequests
-from tensorwire.mxnet.server_rule import RULE, UPDATES, is_elementwise, numbers_of, over, settings_of
+from tensorwire.mxnet import gradients
+from tensorwire.mxnet.key_requests import KeyRequests
+from tensorwire.mxnet.server_rule import RULE, UPDATES, is_elementwise, numbers_of, settings_of
+from tensorwire.mxnet.worker_keys import DenseKey, Key, KeyParts, RowKey, parts_of
 from tensorwire.store.modes import SSP, Async, Sync
 
-Key = int | str
 _COLLECTIVE_SECONDS = 600.0
-# Larger ones: fewer requests. Smaller ones: copies, transfers and updates overlap more. Measured with 5 to 270 MB.
-_BUCKET_BYTES = 2 << 20
-_PART_BYTES = 16 << 20
+_BUCKET_BYTES = 2 << 20  # smaller: transfers and updates overlap more; larger: fewer messages
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trainer refuses sparse gradients
@@ -52,7 +45,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._mode, self._worker = mode, _this_worker()
         self._optimizer: Any = None
         self._compression: str | None = None
-        self._keys: dict[Key, _Dense | _Parts | _Rows] = {}
+        self._keys: dict[Key, DenseKey | KeyParts | RowKey] = {}
         self._pending: dict[Key, Any] = {}  # what `init` was given, until something is done with it
         self._early: set[Key] = set()  # keys that were made before their `broadcast`
         self._store: KeyValue | None = None
@@ -175,7 +168,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         moved = []
         for each, _ in _pairs(key, value):
             found = self._keys[each]
-            if each in params and isinstance(found, _Dense) and gradients.move(params[each], found.slot):
+            if each in params and isinstance(found, DenseKey) and gradients.move(params[each], found.slot):
                 moved.append(params[each])
         gradients.build_anew(moved)
 
@@ -194,24 +187,23 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         pending, self._pending = self._pending, {}
         params = getattr(self._optimizer, "param_dict", {})
         store = self._key_value()
-        dense = {}
+        dense: dict[Key, dict[Key, Any]] = {}  # each in parts
         for key, value in pending.items():
             sparse = value.stype != "default" or getattr(params.get(key), "_grad_stype", "default") != "default"
             if sparse:
-                self._keys[key] = _Rows(store, key, value, self._requests)
+                self._keys[key] = RowKey(store, key, value, self._requests)
+            elif self._optimizer is None:
+                dense[key] = parts_of(key, value.asnumpy())
+            else:  # which may look at all of a key
+                dense[key] = {key: value.asnumpy()}
+        parts = {name: part for each in dense.values() for name, part in each.items()}
+        if parts:
+            store.init(list(parts), list(parts.values()))
+        for key, each in dense.items():
+            if len(each) > 1:
+                self._keys[key] = KeyParts(store, key, pending[key], list(each), self._requests)
             else:
-                dense[key] = value.asnumpy()
-        # An optimizer may look at a whole key. Without one, large keys are cut, so that copies of one part and the
-        # transfer of another overlap.
-        cut = {key: _cut(key, value) for key, value in dense.items() if self._optimizer is None}
-        first = dict(pair for key, value in dense.items() for pair in (cut.get(key) or {key: value}).items())
-        if first:
-            store.init(list(first), list(first.values()))
-        for key, value in dense.items():
-            if cut.get(key):
-                self._keys[key] = _Parts(store, key, value, list(cut[key]), self._requests)
-            else:
-                self._keys[key] = _Dense(store, key, self._requests)
+                self._keys[key] = DenseKey(store, key, self._requests)
 
     def _key_value(self) -> KeyValue:
         if self._store is None:
@@ -229,7 +221,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             )
         return self._store
 
-    def _found(self, key: Any) -> _Dense | _Parts | _Rows:
+    def _found(self, key: Any) -> DenseKey | KeyParts | RowKey:
         self._place()
         if key not in self._keys:
             raise ArgumentError(f"there is no key {key!r:.100}: call init() first")
@@ -288,7 +280,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             _pairs(key, value), _pairs(key, value if out is None else out), strict=True
         ):
             found = self._found(each)
-            if isinstance(found, _Rows):
+            if isinstance(found, RowKey):
                 found.push(values, self._numbers(each), priority)
                 found.pull(outs, priority)
             else:
@@ -311,7 +303,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         several = isinstance(row_ids, (list, tuple))
         for number, (each, outs) in enumerate(pairs):
             found = self._found(each)
-            if not isinstance(found, _Rows):
+            if not isinstance(found, RowKey):
                 raise ArgumentError(f"key {each!r} is dense: give init() a row_sparse array")
             ids = row_ids[number if len(pairs) > 1 else 0] if several else row_ids
             for place, array in enumerate(outs):
@@ -390,187 +382,6 @@ class _Updater:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-
-
-class _Keyed:
-    """A key, and how its requests get to the servers. ``value``: where its values come to."""
-
-    value: Any
-
-    def __init__(self, store: KeyValue, key: Key, requests: KeyRequests) -> None:
-        self._store, self._key, self._requests = store, key, requests
-
-    def _begin(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> BegunRequest:
-        """Calls with these options in force."""
-        with self._requests.turn:
-            if numbers:
-                self._store.set_options(**numbers)
-            return call()
-
-    def _fetch(
-        self, begin: Callable[[], BegunRequest], reads: Sequence[Any], writes: Sequence[Any], priority: int
-    ) -> None:
-        """Begins a request in its turn, once ``reads`` are there; ``value`` and ``writes`` wait for its answer."""
-        self._requests.check()
-        engine.push(
-            lambda ended: self._requests.submit(begin, ended, priority), reads, [self.value, *writes], self._name
-        )
-
-    @property
-    def _name(self) -> str:
-        return f"tensorwire {self._key}"
-
-    def _give(self, outs: Sequence[Any]) -> None:
-        for array in outs:
-            self.value.copyto(array)
-
-
-class _Dense(_Keyed):
-    """A key of dense arrays."""
-
-    def __init__(self, store: KeyValue, key: Key, requests: KeyRequests) -> None:
-        super().__init__(store, key, requests)
-        self._memory = store.slot(key)
-        self.slot = over(self._memory)
-        self.value = over(store.pull(key, copy=False).wait())
-        self._order = mx.nd.zeros((1,))  # a pull reads what pushes before it write: it leaves after them
-
-    def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
-        """As `KVStore.push`."""
-        self._fill(values)
-        self._requests.check()
-        call = partial(self._store.push, self._key, self._memory, priority=priority)
-        request = self._requests.send(partial(self._begin, call, numbers), priority)
-        engine.push(request.leave, [self.slot], [self._order], self._name)
-        engine.push(
-            request.finish, [], [self.slot], self._name
-        )  # nobody writes to the slot before servers have taken it
-
-    def pull(self, outs: Sequence[Any], priority: int) -> None:
-        """As `KVStore.pull`."""
-        call = partial(self._store.pull, self._key, copy=False, priority=priority)
-        self._fetch(partial(self._begin, call, {}), [self._order], [], priority)
-        self._give(outs)
-
-    def push_and_pull(
-        self, values: Sequence[Any], outs: Sequence[Any], numbers: dict[str, float], priority: int
-    ) -> None:
-        """As `KVStore.pushpull`."""
-        self._fill(values)
-        call = partial(self._store.pushpull, self._key, self._memory, copy=False, priority=priority)
-        self._fetch(partial(self._begin, call, numbers), [self.slot], [self._order], priority)
-        self._give(outs)
-
-    def _fill(self, values: Sequence[Any]) -> None:
-        _check(self._key, values, self.slot.shape, self.slot.dtype)
-        if len(values) == 1:
-            if values[0].handle.value != self.slot.handle.value:
-                values[0].copyto(self.slot)
-            return
-        first = values[0].context
-        mx.nd.add_n(*(array.as_in_context(first) for array in values)).copyto(self.slot)
-
-
-class _Parts:
-    """A key of dense arrays in parts, which are keys of their own."""
-
-    def __init__(self, store: KeyValue, key: Key, value: Any, names: Sequence[Key], requests: KeyRequests) -> None:
-        self._key, self._shape, self._dtype = key, value.shape, value.dtype.type
-        self._parts = [_Dense(store, name, requests) for name in names]
-
-    def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
-        """As `KVStore.push`."""
-        _check(self._key, values, self._shape, self._dtype)
-        for part, mine in self._each(values):
-            part.push(mine, numbers, priority)
-
-    def pull(self, outs: Sequence[Any], priority: int) -> None:
-        """As `KVStore.pull`."""
-        _check(self._key, outs, self._shape, self._dtype)
-        for part, mine in self._each(outs):
-            part.pull(mine, priority)
-
-    def push_and_pull(
-        self, values: Sequence[Any], outs: Sequence[Any], numbers: dict[str, float], priority: int
-    ) -> None:
-        """As `KVStore.pushpull`."""
-        _check(self._key, [*values, *outs], self._shape, self._dtype)
-        for (part, mine), (_, into) in zip(self._each(values), self._each(outs), strict=True):
-            part.push_and_pull(mine, into, numbers, priority)
-
-    def _each(self, arrays: Sequence[Any]) -> Iterator[tuple[_Dense, list[Any]]]:
-        """Every part, with what arrays have of it, in place."""
-        with mx.autograd.pause():
-            flat = [array.reshape((-1,)) for array in arrays]
-            start = 0
-            for part in self._parts:
-                end = start + part.slot.size
-                yield part, [array[start:end] for array in flat]
-                start = end
-
-
-class _Rows(_Keyed):
-    """A key of which rows are pushed: they are in ``row_sparse`` arrays."""
-
-    def __init__(self, store: KeyValue, key: Key, value: Any, requests: KeyRequests) -> None:
-        super().__init__(store, key, requests)
-        self._shape, self._dtype = value.shape, np.dtype(value.dtype)
-        dense = value.tostype("default").asnumpy()
-        store.init_rows(key, value.shape, self._dtype.name, values=dense)
-        self._all = np.arange(value.shape[0])
-        self._whole: Any = None  # all rows, where somebody wants them
-        self.value: Any = None
-
-    def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
-        """As `KVStore.push`; it waits until the gradients are there."""
-        indices, rows = [], []
-        for array in values:
-            if array.shape != self._shape or array.dtype != self._dtype.type:
-                raise ArgumentError(f"the value for key {self._key!r} must be {self._dtype}{list(self._shape)}")
-            if array.stype == "row_sparse":
-                indices.append(array.indices.asnumpy())
-                rows.append(array.data.asnumpy())
-            else:
-                indices.append(self._all)
-                rows.append(array.asnumpy())
-        self._requests.check()
-        call = partial(self._store.row_sparse_push, self._key, np.concatenate(indices), np.concatenate(rows))
-        self._begin(call, numbers)
-
-    def pull(self, outs: Sequence[Any], priority: int) -> None:
-        """As `KVStore.pull`: all rows."""
-        if self._whole is None:
-            self._whole = np.zeros(self._shape, self._dtype)
-            self.value = over(self._whole)
-        self._fetch(partial(self._store.row_sparse_pull, self._key, self._all, out=self._whole), [], [], priority)
-        self._give(outs)
-
-    def fetch(self, out: Any, row_ids: Any) -> None:
-        """Fetches rows into a row_sparse array."""
-        self._requests.check()
-        ids = np.unique(row_ids.asnumpy().astype(np.int64))
-        rows = self._store.row_sparse_pull(self._key, ids).wait()
-        with mx.autograd.pause():
-            mx.nd.sparse.row_sparse_array((rows, ids), shape=self._shape, dtype=self._dtype).copyto(out)
-
-
-def _cut(key: Key, value: Any) -> dict[Key, Any]:
-    """The parts of a large array by their names; nothing, if it is small."""
-    flat, most = value.reshape(-1), _PART_BYTES // value.itemsize
-    starts = range(0, flat.size, most) if flat.size > most else ()
-    return {f"{key!r} from {start}": flat[start : start + most] for start in starts}
-
-
-def _check(key: Key, arrays: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> None:
-    """Refuses arrays that do not fit a dense key. Raises `ArgumentError` or `Unsupported`."""
-    for array in arrays:
-        if array.stype != "default":
-            raise Unsupported(f"key {key!r} is dense in every worker: it takes no {array.stype} array")
-        if (array.shape, array.dtype) != (shape, dtype):
-            raise ArgumentError(
-                f"the value for key {key!r} must be {dtype.__name__}{list(shape)}, "
-                f"not {array.dtype.__name__}{list(array.shape)}"
-            )
 
 
 def _pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
