@@ -196,10 +196,10 @@ def _counts(context: click.Context, parameter: click.Parameter, value: str) -> t
 @shown
 @click.option(
     "--part",
-    type=click.Choice(["all", "pushpull", "train"]),
+    type=click.Choice(["all", "pushpull", "train", "kill"]),
     default="all",
     show_default=True,
-    help="pushpull: of one key; train: two perceptrons.",
+    help="pushpull: of one key; train: two perceptrons; kill, which all leaves out: what a killed process leaves.",
 )
 @devices("Our transports on one machine.", "shm,tcp", "shm", "tcp")
 @link("tcp over a shaped link, 1gbit or 10gbit or both, instead of one machine; needs root and iproute2.")

@@ -20,7 +20,7 @@ from tensorwire.bench.show import Notes
 from tensorwire.errors import MissingPackage, Unsupported
 
 OWN = "mxnet"
-_STORES = {OURS: "dist_tensorwire_sync", OWN: "dist_sync"}
+STORES = {OURS: "dist_tensorwire_sync", OWN: "dist_sync"}
 _PYTHON = "TENSORWIRE_MXNET_PYTHON"
 
 
@@ -58,7 +58,7 @@ class Job:
     ) -> tuple[str, ...]:
         host = links.ADDRESSES[place % 2] if self.ends else "127.0.0.1"
         inside = links.inside(self.ends[place % 2]) if self.ends else ()
-        words = (role, index, _STORES[peer], self.workers, device, host, *arguments)
+        words = (role, index, STORES[peer], self.workers, device, host, *arguments)
         return (*inside, self.python, str(PROGRAMS / script), *map(str, words))
 
     @property

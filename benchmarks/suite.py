@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks import edges, graphs, modes, mxnet_paper, mxnet_training, report, stores, training, writes
+from benchmarks import edges, graphs, modes, mxnet_kills, mxnet_paper, mxnet_training, report, stores, training, writes
 from benchmarks import mxnet as mxnet_keys
 from benchmarks.libraries import Libraries
 from benchmarks.mxnet_jobs import everywhere, find_python
@@ -13,7 +13,7 @@ from tensorwire.bench import local_training, suite
 from tensorwire.bench.compare import Settings, compare_all
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.records import Record
-from tensorwire.bench.show import Notes
+from tensorwire.bench.show import Notes, notes
 from tensorwire.bench.suite import report_on
 from tensorwire.charts.bars import plot_bars
 from tensorwire.charts.curves import plot_curves
@@ -98,12 +98,17 @@ def mxnet(options: Options) -> None:
     """``python -m benchmarks mxnet``."""
     if options.report:
         check_picture(options.report, option="--report")
-    find_python()
+    python = find_python()
+    print_table = report.markdown if options.markdown else report.show
+    if options.part == "kill":
+        with notes() as said:
+            found = mxnet_kills.rows(python, 4.0 if options.quick else mxnet_kills.PATIENCE, said)
+        print_table(mxnet_kills.TITLE, mxnet_kills.HEAD, found)
+        return
     epochs: list[mxnet_paper.Epoch] = []
     _, described = report_on(options, partial(_mxnet, epochs), shared=True)
     if not epochs:
         return
-    print_table = report.markdown if options.markdown else report.show
     print_table(mxnet_paper.TITLE, mxnet_paper.HEAD, mxnet_paper.rows(epochs))
     if options.report:
         caption = "\n".join(described)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mxnet
+from benchmarks import mxnet, mxnet_kills
 from benchmarks.cli import main
 from benchmarks.mxnet_jobs import OWN, find_python
 from benchmarks.mxnet_paper import Epoch, rows
 from tensorwire.bench.compare import Samples, Workload, records
+from tensorwire.bench.programs import OURS
 from tensorwire.errors import MissingPackage
+from tensorwire.testing.patience import patient
 from tests.bench.running import BESIDE, bench
 from tests.harness.sandbox import Sandbox, nothing_kept
 
@@ -81,3 +83,12 @@ def test_the_papers_figures_stand_below_those_of_the_same_network() -> None:
         ("the paper, IP over InfiniBand", "11.8"),
         ("the paper, RDMA", "7.6"),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", mxnet_kills.KILLED)
+def test_a_job_of_ours_ends_when_one_of_its_processes_is_killed(python: str, killed: str) -> None:
+    ended = mxnet_kills.kill(python, OURS, killed, patient(30.0))
+    assert {role: text.partition(", ")[2] for role, text in ended.items()} == {
+        role: "status -9" if role == killed else "status 1" for role in mxnet_kills.ROLES
+    }
