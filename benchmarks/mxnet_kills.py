@@ -65,7 +65,11 @@ def kill(python: str, store: str, killed: str, patience: float) -> dict[str, str
 
 
 def _await_workers(processes: Mapping[str, subprocess.Popen[str]]) -> None:
-    guard = Timer(_BEGIN_SECONDS, lambda: [process.kill() for process in processes.values()])
+    def give_up() -> None:
+        for process in processes.values():
+            process.kill()
+
+    guard = Timer(_BEGIN_SECONDS, give_up)
     guard.start()
     try:
         for role, process in processes.items():
