@@ -52,7 +52,7 @@ $(MXNET)/.setup: $(NATIVE)
 	@test -x $(MXNET)/bin/python || $(MXNET_PYTHON) -m venv $(MXNET)
 	$(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
 	PATH="$(abspath $(MXNET)/bin):$$PATH" $(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		-C build-dir=build/mxnet -e '.[mxnet,testing]' idx2numpy
+		-C build-dir=build/mxnet -e '.[mxnet,testing,verbs]' idx2numpy
 	@touch $@
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
