@@ -12,7 +12,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup setup-mxnet test-mxnet format docs stubs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -53,6 +53,21 @@ $(MXNET)/.setup: $(NATIVE)
 	$(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
 	PATH="$(abspath $(MXNET)/bin):$$PATH" $(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		-C build-dir=build/mxnet -e '.[mxnet,testing,verbs]' idx2numpy
+	@touch $@
+
+# The adapter for TensorFlow 2.21, likewise.
+TENSORFLOW := .venv-tensorflow
+test-tensorflow: setup-tensorflow
+	$(TENSORFLOW)/bin/python -m pytest tests/tensorflow $(ARGS)
+
+setup-tensorflow: $(TENSORFLOW)/.setup
+
+$(TENSORFLOW)/.setup: $(NATIVE)
+	@echo "making $(TENSORFLOW)"
+	@test -x $(TENSORFLOW)/bin/python || $(PYTHON) -m venv $(TENSORFLOW)
+	$(TENSORFLOW)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
+	PATH="$(abspath $(TENSORFLOW)/bin):$$PATH" $(TENSORFLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-C build-dir=build/tensorflow -e '.[tensorflow,testing,verbs]'
 	@touch $@
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot
@@ -104,4 +119,4 @@ stubs: setup
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:
-	rm -rf build dist site $(VENV) $(MXNET) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site $(VENV) $(MXNET) $(TENSORFLOW) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

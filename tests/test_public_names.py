@@ -35,6 +35,7 @@ LAYERS = [
     "doctor",
     "torch",
     "mxnet",
+    "tensorflow",
     "bench",
     "cli",
     "testing",
@@ -259,7 +260,8 @@ def test_a_star_import_leaves_the_name_torch_alone() -> None:
 
 
 def test_every_module_imports() -> None:
-    left_out = () if find_spec("mxnet") else ("tensorwire.mxnet",)  # `make test-mxnet` has it
+    # `make test-mxnet` and `make test-tensorflow` have them.
+    left_out = tuple(f"tensorwire.{name}" for name in ("mxnet", "tensorflow") if not find_spec(name))
     for info in pkgutil.walk_packages(tensorwire.__path__, "tensorwire.", onerror=lambda _: None):
         if not info.name.endswith("__main__") and not info.name.startswith(left_out):
             assert inspect.ismodule(importlib.import_module(info.name))

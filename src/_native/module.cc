@@ -9,6 +9,7 @@
 #include <optional>
 #include <system_error>
 
+#include "async_ends.h"
 #include "count.h"
 #include "death_notifier.h"
 #include "engine.h"
@@ -361,6 +362,8 @@ NB_MODULE(_native, m) {
         .def("left", &Sleepers::left, nb::call_guard<Unlocked>(), "A waiter that was sent to attend does not come back.")
         .def("close", &Sleepers::close, nb::call_guard<Unlocked>());
     m.attr("ATTEND") = static_cast<int>(Outcome::attend);
+
+    bind_async_ends(m);
 
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;

@@ -368,6 +368,76 @@ class Sleepers:
 
 ATTEND: int = 4
 
+class Watcher:
+    """A thread that looks at the words of one region for others."""
+
+    def __init__(self, words: Memory) -> None: ...
+    def close(self) -> None:
+        """Whatever waits for a word is told that it is lost."""
+
+class AsyncProducer:
+    """The sending end of an edge, for programs in C++."""
+
+    @staticmethod
+    def mapped(
+        watcher: Watcher,
+        credit: int,
+        peer: Liveness,
+        seconds: float,
+        slots: Memory,
+        ring: tuple[int, int, int, int],
+        words: Memory,
+        arrival: int,
+    ) -> AsyncProducer: ...
+    @staticmethod
+    def posted(
+        watcher: Watcher,
+        credit: int,
+        peer: Liveness,
+        seconds: float,
+        connection: Connection,
+        source: Memory,
+        ours: tuple[int, int, int, int],
+        key: int,
+        theirs: tuple[int, int, int, int],
+        words_key: int,
+        arrival: int,
+    ) -> AsyncProducer: ...
+    @property
+    def address(self) -> int: ...
+
+class AsyncConsumer:
+    """The receiving end of an edge, for programs in C++."""
+
+    @staticmethod
+    def mapped(
+        watcher: Watcher,
+        arrival: int,
+        peer: Liveness,
+        seconds: float,
+        memory: Memory,
+        ring: tuple[int, int, int, int],
+        words: Memory,
+        credit: int,
+    ) -> AsyncConsumer: ...
+    @staticmethod
+    def posted(
+        watcher: Watcher,
+        arrival: int,
+        peer: Liveness,
+        seconds: float,
+        memory: Memory,
+        ring: tuple[int, int, int, int],
+        connection: Connection,
+        words_key: int,
+        credit: int,
+    ) -> AsyncConsumer: ...
+    @property
+    def address(self) -> int: ...
+
+def async_edges() -> int:
+    """The address of the functions that tensorwire/async_edges.h describes."""
+
 NO_SIGNAL: int = 18446744073709551615
 
 PAGE: int = 4096

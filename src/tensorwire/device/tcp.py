@@ -211,7 +211,7 @@ class TcpChannel(Channel):
 
     def __init__(self, device: TcpDevice, connection: Connection, liveness: Liveness, peer_device: int) -> None:
         super().__init__(device, liveness)
-        self._connection = connection
+        self.connection = self._connection = connection
         self._peer_device = peer_device
         self._engine = device._engine
 

@@ -1,0 +1,242 @@
+#include "async_ends.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cstring>
+
+#include "../tensorwire/include/tensorwire/async_edges.h"
+#include "count.h"
+#include "memory.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tw {
+namespace {
+
+constexpr double post_seconds = 60;  // how long a full connection may take to drain
+
+void count_copy(u64 nbytes) {
+    count(Counter::copies);
+    count(Counter::copied_bytes, nbytes);
+}
+
+void fill(char* slot, const char* head, u64 head_bytes, const char* data, u64 data_bytes) {
+    if (head_bytes) std::memcpy(slot, head, head_bytes);
+    copy(slot + head_bytes, data, data_bytes);
+    count_copy(data_bytes);
+}
+
+class Mapped final : public Carrier, public Announcement {
+  public:
+    Mapped(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 offset)
+        : slots_(std::move(slots)), ring_(ring), words_(std::move(words)), offset_(offset) {}
+
+    bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) override {
+        if (slots_->closed()) return false;
+        fill(slots_->base + ring_.at(step), head, head_bytes, data, data_bytes);
+        count(Counter::mapped_bytes, head_bytes + data_bytes);
+        return raise(step);
+    }
+
+    bool raise(u64 step) override {
+        if (words_->closed()) return false;
+        count(Counter::messages);
+        tw::raise(*words_, offset_, step);
+        return true;
+    }
+
+  private:
+    const std::shared_ptr<Span> slots_;
+    const Ring ring_;
+    const std::shared_ptr<Span> words_;
+    const u64 offset_;
+};
+
+class Posted final : public Carrier, public Announcement {
+  public:
+    Posted(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs)
+        : connection_(std::move(connection)), source_(std::move(source)), ours_(ours), theirs_(theirs) {}
+
+    bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) override {
+        fill(source_->base + ours_.at(step), head, head_bytes, data, data_bytes);
+        Frame frame;
+        frame.op = static_cast<u32>(Op::write);
+        frame.key = theirs_.key;
+        frame.offset = theirs_.ring.at(step);
+        frame.length = head_bytes + data_bytes;
+        return post(frame, source_, ours_.at(step), step);
+    }
+
+    bool raise(u64 step) override {
+        Frame frame;
+        frame.op = static_cast<u32>(Op::write);
+        frame.offset = no_signal;
+        return post(frame, nullptr, 0, step);
+    }
+
+  private:
+    bool post(Frame& frame, const std::shared_ptr<Span>& memory, u64 offset, u64 step) {
+        frame.signal_key = theirs_.words_key;
+        frame.signal_offset = theirs_.arrival;
+        frame.signal_value = step;
+        const double end = now() + post_seconds;
+        for (u64 id = 0;;) {
+            const Outcome outcome = connection_->post(frame, memory, offset, std::max(0.0, end - now()), false, id);
+            if (outcome != Outcome::interrupted) return outcome == Outcome::reached;
+        }
+    }
+
+    const std::shared_ptr<Connection> connection_;
+    const std::shared_ptr<Span> source_;
+    const Ring ours_;
+    const RemoteRing theirs_;
+};
+
+}  // namespace
+
+void AsyncProducer::send(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes, std::function<void(Outcome)> sent) {
+    {
+        std::lock_guard g(mutex_);
+        waiting_.insert_or_assign(step, Waiting{head, data, head_bytes, data_bytes, std::move(sent)});
+    }
+    advance(Outcome::reached);
+}
+
+// Sends what can be sent now. No lock is held while others are called.
+void AsyncProducer::advance(Outcome outcome) {
+    std::vector<std::pair<std::function<void(Outcome)>, Outcome>> calls;
+    u64 credit = 0;  // to wait for
+    {
+        std::lock_guard g(mutex_);
+        if (outcome != Outcome::reached) {  // nothing that waits will ever be sent
+            for (auto& [step, each] : waiting_) calls.emplace_back(std::move(each.sent), outcome);
+            waiting_.clear();
+        }
+        for (auto at = waiting_.begin(); at != waiting_.end() && at->first == last_ + 1; at = waiting_.erase(at)) {
+            if (!free(at->first)) {
+                if (!watching_) credit = at->first - ring_.count;
+                watching_ = true;
+                break;
+            }
+            const Waiting& w = at->second;
+            const bool carried = !peer_->lost() && carrier_->carry(at->first, w.head, w.head_bytes, w.data, w.data_bytes);
+            last_ = at->first;
+            calls.emplace_back(std::move(at->second.sent), carried ? Outcome::reached : Outcome::lost);
+        }
+    }
+    if (credit)
+        watcher_->when(word_, credit, peer_, seconds_, [this](Outcome found) {
+            {
+                std::lock_guard g(mutex_);
+                watching_ = false;
+            }
+            advance(found);
+        });
+    for (auto& [call, found] : calls) call(found);
+}
+
+u64 AsyncConsumer::receive(u64 step, std::function<void(Outcome)> arrived) {
+    if (watcher_->reached(word_, step)) {
+        arrived(Outcome::reached);
+        return 0;
+    }
+    return watcher_->when(word_, step, peer_, seconds_, std::move(arrived));
+}
+
+void AsyncConsumer::release(u64 step) {
+    std::lock_guard g(mutex_);
+    released_.insert(step);
+    const u64 before = last_;
+    for (auto at = released_.begin(); at != released_.end() && *at == last_ + 1; at = released_.erase(at)) last_ = *at;
+    if (last_ != before && !peer_->lost()) credit_->raise(last_);
+}
+
+std::unique_ptr<Carrier> mapped_carrier(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 arrival) {
+    return std::make_unique<Mapped>(std::move(slots), ring, std::move(words), arrival);
+}
+
+std::unique_ptr<Announcement> mapped_announcement(std::shared_ptr<Span> words, u64 offset) {
+    return std::make_unique<Mapped>(nullptr, Ring{0, 0, 0, 1}, std::move(words), offset);
+}
+
+std::unique_ptr<Carrier> posted_carrier(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs) {
+    return std::make_unique<Posted>(std::move(connection), std::move(source), ours, theirs);
+}
+
+std::unique_ptr<Announcement> posted_announcement(std::shared_ptr<Connection> connection, u64 key, u64 offset) {
+    return std::make_unique<Posted>(std::move(connection), nullptr, Ring{0, 0, 0, 1}, RemoteRing{0, {0, 0, 0, 1}, key, offset});
+}
+
+// ---- what other languages see
+
+namespace {
+
+int number_of(Outcome outcome) {
+    return outcome == Outcome::reached ? TW_DONE : outcome == Outcome::timed_out ? TW_TIMED_OUT : TW_LOST;
+}
+
+const tw_async_edges functions = {
+    TENSORWIRE_ASYNC_EDGES_VERSION,
+    [](void* producer, uint64_t step, const void* head, uint64_t head_bytes, const void* data, uint64_t data_bytes, tw_call sent, void* context) {
+        static_cast<AsyncProducer*>(producer)->send(step, static_cast<const char*>(head), head_bytes, static_cast<const char*>(data), data_bytes,
+                                                    [sent, context](Outcome outcome) { sent(context, number_of(outcome)); });
+    },
+    [](void* consumer, uint64_t step, tw_call arrived, void* context) {
+        return static_cast<AsyncConsumer*>(consumer)->receive(step, [arrived, context](Outcome outcome) { arrived(context, number_of(outcome)); });
+    },
+    [](void* consumer, uint64_t ticket) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->cancel(ticket)); },
+    [](void* consumer, uint64_t step) -> const void* { return static_cast<AsyncConsumer*>(consumer)->slot(step); },
+    [](void* consumer, uint64_t step) { static_cast<AsyncConsumer*>(consumer)->release(step); },
+    [](uint64_t nbytes) { count_copy(nbytes); },
+    [](void* end, char* text, uint64_t nbytes) {
+        const std::string reason = static_cast<AsyncEnd*>(end)->reason();
+        if (!nbytes) return;
+        text[reason.copy(text, nbytes - 1)] = 0;
+    },
+};
+
+Ring ring_of(const std::tuple<u64, u64, u64, u64>& numbers) {
+    const auto [first, stride, nbytes, count] = numbers;
+    if (!count || stride < nbytes || stride > largest || count > largest / std::max<u64>(stride, 1)) throw nb::value_error("no such ring of slots");
+    return {first, stride, nbytes, count};
+}
+
+void check_ring(const Memory& memory, const Ring& ring) { check(memory, ring.first, ring.stride * (ring.count - 1) + ring.nbytes); }
+
+}  // namespace
+
+void bind_async_ends(nb::module_& m) {
+    using Numbers = std::tuple<u64, u64, u64, u64>;
+    nb::class_<Watcher>(m, "Watcher", "A thread that looks at the words of one region for others.")
+        .def(nb::new_([](const Memory& words) { return std::make_shared<Watcher>(words.span); }), "words"_a)
+        .def("close", &Watcher::close, nb::call_guard<Unlocked>(), "Whatever waits for a word is told that it is lost.");
+    nb::class_<AsyncProducer>(m, "AsyncProducer", "The sending end of an edge, for programs in C++.")
+        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, const Memory& slots, Numbers ring, const Memory& words, u64 arrival) {
+                 check_ring(slots, ring_of(ring)); check_writable(slots);
+                 word(words, arrival); check_writable(words);
+                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), mapped_carrier(slots.span, ring_of(ring), words.span, arrival), ring_of(ring));
+             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "slots"_a, "ring"_a, "words"_a, "arrival"_a)
+        .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, std::shared_ptr<Connection> connection, const Memory& source, Numbers ours, u64 key, Numbers theirs, u64 words_key, u64 arrival) {
+                 check_ring(source, ring_of(ours));
+                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds),
+                                                        posted_carrier(std::move(connection), source.span, ring_of(ours), {key, ring_of(theirs), words_key, arrival}), ring_of(ours));
+             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "connection"_a, "source"_a, "ours"_a, "key"_a, "theirs"_a, "words_key"_a, "arrival"_a)
+        .def_prop_ro("address", [](AsyncProducer& p) { return reinterpret_cast<uintptr_t>(&p); });
+    nb::class_<AsyncConsumer>(m, "AsyncConsumer", "The receiving end of an edge, for programs in C++.")
+        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, const Memory& words, u64 credit) {
+                 check_ring(memory, ring_of(ring));
+                 word(words, credit); check_writable(words);
+                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), mapped_announcement(words.span, credit));
+             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "words"_a, "credit"_a)
+        .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, std::shared_ptr<Connection> connection, u64 words_key, u64 credit) {
+                 check_ring(memory, ring_of(ring));
+                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), posted_announcement(std::move(connection), words_key, credit));
+             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "connection"_a, "words_key"_a, "credit"_a)
+        .def_prop_ro("address", [](AsyncConsumer& c) { return reinterpret_cast<uintptr_t>(&c); });
+    m.def("async_edges", [] { return reinterpret_cast<uintptr_t>(&functions); }, "The address of the functions that tensorwire/async_edges.h describes.");
+}
+
+}  // namespace tw

@@ -1,0 +1,104 @@
+// The ends of edges that need no Python: see tensorwire/async_edges.h.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <map>
+#include <set>
+
+#include "engine.h"
+#include "watcher.h"
+
+namespace tw {
+
+// `count` slots, `stride` bytes apart; step n uses slot n % count.
+struct Ring {
+    u64 first, stride, nbytes, count;
+    u64 at(u64 step) const { return first + (step % count) * stride; }
+};
+
+// A word by which the other end learns of a step, and how it gets there.
+class Announcement {
+  public:
+    virtual ~Announcement() = default;
+    virtual bool raise(u64 step) = 0;  // false: the peer is lost
+};
+
+// How a producer's bytes get into the consumer's slots.
+class Carrier {
+  public:
+    virtual ~Carrier() = default;
+    // Brings both parts into the slot of `step`, which is free, and announces it. False: the peer is lost.
+    virtual bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) = 0;
+};
+
+// The consumer's memory is mapped here.
+std::unique_ptr<Carrier> mapped_carrier(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 arrival);
+std::unique_ptr<Announcement> mapped_announcement(std::shared_ptr<Span> words, u64 offset);
+
+struct RemoteRing {
+    u64 key;  // of the slots
+    Ring ring;
+    u64 words_key, arrival;
+};
+// Over a connection of the tcp engine, from slots of our own.
+std::unique_ptr<Carrier> posted_carrier(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs);
+std::unique_ptr<Announcement> posted_announcement(std::shared_ptr<Connection> connection, u64 key, u64 offset);
+
+// What both ends have: their word, their peer, and how long they wait.
+class AsyncEnd {
+  public:
+    AsyncEnd(std::shared_ptr<Watcher> watcher, u64 word, std::shared_ptr<Liveness> peer, double seconds)
+        : watcher_(std::move(watcher)), word_(word), peer_(std::move(peer)), seconds_(seconds) {}
+    std::string reason() { return peer_->lost() ? peer_->reason() : "the edge was closed"; }
+
+  protected:
+    const std::shared_ptr<Watcher> watcher_;
+    const u64 word_;  // the credit, or the arrival
+    const std::shared_ptr<Liveness> peer_;
+    const double seconds_;
+};
+
+class AsyncProducer : public AsyncEnd {
+  public:
+    AsyncProducer(AsyncEnd end, std::unique_ptr<Carrier> carrier, Ring ring) : AsyncEnd(std::move(end)), carrier_(std::move(carrier)), ring_(ring) {}
+    void send(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes, std::function<void(Outcome)> sent);
+
+  private:
+    struct Waiting {
+        const char *head, *data;
+        u64 head_bytes, data_bytes;
+        std::function<void(Outcome)> sent;
+    };
+    bool free(u64 step) const { return step <= ring_.count || watcher_->reached(word_, step - ring_.count); }
+    void advance(Outcome outcome);
+
+    const std::unique_ptr<Carrier> carrier_;
+    const Ring ring_;
+    std::mutex mutex_;
+    std::map<u64, Waiting> waiting_;  // by step
+    u64 last_ = 0;                    // the last step that was sent
+    bool watching_ = false;           // the watcher will call `advance`
+};
+
+class AsyncConsumer : public AsyncEnd {
+  public:
+    AsyncConsumer(AsyncEnd end, std::shared_ptr<Span> memory, Ring ring, std::unique_ptr<Announcement> credit)
+        : AsyncEnd(std::move(end)), memory_(std::move(memory)), ring_(ring), credit_(std::move(credit)) {}
+    u64 receive(u64 step, std::function<void(Outcome)> arrived);
+    bool cancel(u64 ticket) { return watcher_->cancel(ticket); }
+    const char* slot(u64 step) const { return memory_->base + ring_.at(step); }
+    void release(u64 step);
+
+  private:
+    const std::shared_ptr<Span> memory_;
+    const Ring ring_;
+    const std::unique_ptr<Announcement> credit_;
+    std::mutex mutex_;
+    std::set<u64> released_;  // above `last_`
+    u64 last_ = 0;            // up to here all slots came back
+};
+
+void bind_async_ends(nanobind::module_& m);
+
+}  // namespace tw

@@ -1,0 +1,109 @@
+#include "watcher.h"
+
+#include <algorithm>
+
+namespace tw {
+
+Watcher::Watcher(std::shared_ptr<Span> words) : words_(std::move(words)) {}
+
+Watcher::~Watcher() { close(); }
+
+Outcome Watcher::look(const Entry& entry, double time) const {
+    if (reached(entry.offset, entry.at_least)) return Outcome::reached;
+    if (words_->closed() || (words_->own && words_->own->lost()) || (entry.peer && entry.peer->lost())) return Outcome::lost;
+    return time >= entry.end ? Outcome::timed_out : Outcome::interrupted;
+}
+
+u64 Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call) {
+    u64 ticket;
+    {
+        std::lock_guard g(mutex_);
+        ticket = ++tickets_;
+        if (!closed_ && !(words_->own && words_->own->forked())) {
+            entries_.emplace(ticket, Entry{offset, at_least, std::move(peer), now() + seconds, std::move(call)});
+            call = nullptr;
+            if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+        }
+    }
+    if (call) {
+        call(Outcome::lost);
+        return ticket;
+    }
+    added_.notify_one();
+    // The thread may have looked before the entry was there, and sleep through what has happened since.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (reached(offset, at_least)) ring(words_->header->futex);
+    return ticket;
+}
+
+bool Watcher::cancel(u64 ticket) {
+    std::lock_guard g(mutex_);
+    return entries_.erase(ticket) > 0;
+}
+
+void Watcher::close() {
+    {
+        std::lock_guard g(mutex_);
+        closed_ = true;
+    }
+    added_.notify_one();
+    words_->header->futex.bell.fetch_add(1, std::memory_order_release);
+    ring(words_->header->futex);
+    if (!thread_.joinable()) return;
+    if (words_->own && words_->own->forked()) thread_.detach();  // the child has no such thread
+    else if (thread_.get_id() == std::this_thread::get_id()) thread_.detach();
+    else thread_.join();
+}
+
+// Takes what is due; `next`: when to look again at the latest.
+void Watcher::collect(std::vector<Due>& due, double& next) {
+    const double time = now();
+    next = time + slice_seconds;
+    for (auto at = entries_.begin(); at != entries_.end();) {
+        const Outcome outcome = closed_ ? Outcome::lost : look(at->second, time);
+        if (outcome == Outcome::interrupted) {
+            next = std::min(next, at->second.end);
+            ++at;
+            continue;
+        }
+        due.push_back({std::move(at->second.call), outcome});
+        at = entries_.erase(at);
+    }
+}
+
+void Watcher::run() {
+    Futex& futex = words_->header->futex;
+    std::vector<Due> due;
+    double idle_since = now();
+    for (;;) {
+        double next = 0;
+        futex.parked.fetch_add(1, std::memory_order_seq_cst);
+        const u32 seen = futex.bell.load(std::memory_order_acquire);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        bool sleep = false;
+        {
+            std::unique_lock lock(mutex_);
+            collect(due, next);
+            if (due.empty() && entries_.empty()) {
+                futex.parked.fetch_sub(1, std::memory_order_relaxed);
+                if (closed_) return;
+                added_.wait(lock, [this] { return closed_ || !entries_.empty(); });
+                idle_since = now();
+                continue;
+            }
+            // It looks again for a moment before it sleeps: what is waited for is often nearly there.
+            sleep = due.empty() && now() - idle_since >= spin_seconds;
+        }
+        if (sleep) park(futex, seen, std::max(0.0, next - now()));
+        futex.parked.fetch_sub(1, std::memory_order_relaxed);
+        if (due.empty()) {
+            if (!sleep) relax();
+            continue;
+        }
+        for (Due& each : due) each.call(each.outcome);
+        due.clear();
+        idle_since = now();
+    }
+}
+
+}  // namespace tw

@@ -1,0 +1,55 @@
+// A thread that looks at words for others: it calls back when one has reached a number, and sleeps while nothing is due.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <thread>
+
+#include "span.h"
+
+namespace tw {
+
+class Watcher {
+  public:
+    using Call = std::function<void(Outcome)>;
+
+    // All words lie in one span, whose futex announces them.
+    explicit Watcher(std::shared_ptr<Span> words);
+    ~Watcher();
+    Watcher(const Watcher&) = delete;
+    Watcher& operator=(const Watcher&) = delete;
+
+    bool reached(u64 offset, u64 at_least) const { return words_->word(offset)->load(std::memory_order_acquire) >= at_least; }
+    // Calls back once: `reached`, `timed_out`, or `lost` with the peer or when this is closed. Returns a ticket, never 0.
+    u64 when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call);
+    // Whether the call was still to come, and will not.
+    bool cancel(u64 ticket);
+    // All calls that are still to come are made now, with `lost`.
+    void close();
+
+  private:
+    struct Entry {
+        u64 offset, at_least;
+        std::shared_ptr<Liveness> peer;
+        double end;
+        Call call;
+    };
+    struct Due {
+        Call call;
+        Outcome outcome;
+    };
+    Outcome look(const Entry& entry, double time) const;
+    void collect(std::vector<Due>& due, double& next);
+    void run();
+
+    const std::shared_ptr<Span> words_;
+    std::mutex mutex_;
+    std::condition_variable added_;
+    std::map<u64, Entry> entries_;  // by ticket
+    u64 tickets_ = 0;
+    bool closed_ = false;
+    std::thread thread_;  // from the first entry on
+};
+
+}  // namespace tw

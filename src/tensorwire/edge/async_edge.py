@@ -1,0 +1,144 @@
+"""Static edges whose ends need no Python, for adapters written in C++: tensorwire/async_edges.h is what they call.
+
+Python connects them. Each has one slot or more in the consumer's memory, an arrival word there, and a credit word at
+the producer, as in `tensorwire.edge.static`. The words of a device lie in one region, at which one thread looks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal
+
+import msgspec
+
+from tensorwire._native import AsyncConsumer, AsyncProducer, Connection, Memory, Watcher
+from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.device.meeting import Meeting, exchange
+from tensorwire.device.tcp import TcpChannel
+from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError, Unsupported
+from tensorwire.sizes import round_up
+
+_LINE = 64  # bytes from one word or slot to the next: no two share a cache line
+MOST_EDGES = 1 << 14  # of a device
+
+Side = Literal["producer", "consumer"]
+
+
+class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 1", forbid_unknown_fields=True):
+    """One end's message: what it takes the edge for, and where its word and its slots lie."""
+
+    side: Side
+    carries: str
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+    depth: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    words: bytes
+    word: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+    slots: bytes = b""
+
+
+_offer = msgspec.msgpack.Decoder(_Offer)
+
+
+class AsyncEdges:
+    """The edges of one device. They live as long as the device: programs in C++ may use their ends until then.
+
+    Args:
+        device: The device.
+        seconds: How long a send or a receive may take.
+
+    Raises:
+        OutOfMemory: There is no memory for their words.
+    """
+
+    def __init__(self, device: Device, seconds: float) -> None:
+        self._device, self._seconds = device, seconds
+        self._words = device.allocate(_LINE * MOST_EDGES)
+        self._watcher = Watcher(self._words)
+        self._numbers = itertools.count()
+        self._kept: list[object] = []
+
+    def connect(
+        self, channel: Channel, pipe: Meeting, side: Side, *, carries: str, nbytes: int, depth: int = 2, timeout: float
+    ) -> AsyncProducer | AsyncConsumer:
+        """One end of an edge to the process at the other end of ``channel``, which connects the other end.
+
+        Args:
+            channel: The channel.
+            pipe: As for ``connect_edge``.
+            side: Which end this process has.
+            carries: What both ends take the edge for, in words that they must share, such as a dtype and a shape.
+            nbytes: Bytes of a slot.
+            depth: How many slots.
+            timeout: Seconds to wait for the other process.
+
+        Returns:
+            The end; its ``address`` is what the functions take.
+
+        Raises:
+            ArgumentError: The two ends differ.
+            OutOfMemory: There is no memory for this end.
+            PeerLost, WaitTimeout: The other process ends, or does not answer in time.
+            ProtocolError: Something else than Tensorwire answers.
+            Unsupported: The device can do this by Python alone.
+        """
+        mapped = channel.device.capabilities.maps
+        if not mapped:
+            _connection(channel)
+        number = next(self._numbers)
+        if number >= MOST_EDGES:
+            raise OutOfMemory(f"a device has {MOST_EDGES} edges for programs in C++")
+        word, ring = _LINE * number, (0, max(_LINE, round_up(nbytes, _LINE)), nbytes, depth)
+        ours = None if side == "producer" and mapped else self._device.allocate(max(_LINE, ring[1] * depth))
+        self._kept.append(ours)
+        slots = b"" if side == "producer" or ours is None else ours.remote("write").pack()
+        offer = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, slots)
+        theirs = _agree(offer, pipe, timeout)
+        words, common = RemoteRegion.unpack(theirs.words), (self._watcher, word, channel.liveness, self._seconds)
+        end: AsyncProducer | AsyncConsumer
+        if side == "producer":
+            there = RemoteRegion.unpack(theirs.slots)
+            if ours is None:
+                end = AsyncProducer.mapped(*common, _map(channel, there), ring, _map(channel, words), theirs.word)
+            else:
+                keys = (there.key, ring, words.key, theirs.word)
+                end = AsyncProducer.posted(*common, _connection(channel), ours, ring, *keys)
+        else:
+            assert ours is not None
+            if mapped:
+                end = AsyncConsumer.mapped(*common, ours, ring, _map(channel, words), theirs.word)
+            else:
+                end = AsyncConsumer.posted(*common, ours, ring, _connection(channel), words.key, theirs.word)
+        self._kept.append(end)
+        return end
+
+    def close(self) -> None:
+        """Whatever still waits is told that it is lost. Idempotent."""
+        self._watcher.close()
+
+
+def _map(channel: Channel, region: RemoteRegion) -> Memory:
+    found = channel.map(region.view())
+    assert found is not None  # the device maps
+    return found
+
+
+def _connection(channel: Channel) -> Connection:
+    if not isinstance(channel, TcpChannel):
+        raise Unsupported(f"{channel.device.name} has no edges for programs in C++: use shm or tcp")
+    return channel.connection
+
+
+def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:
+    """The other end's offer. Raises `ProtocolError` or `ArgumentError`."""
+    message = exchange(pipe, msgspec.msgpack.encode(ours), timeout)
+    try:
+        theirs = _offer.decode(message)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ProtocolError("the other process does not connect an edge here: use the same version in both") from None
+    if theirs.side == ours.side:
+        raise ArgumentError(f"both ends are the {ours.side}'s: one process sends, the other receives")
+    for name in ("carries", "nbytes", "depth"):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise ArgumentError(f"the two ends differ: {name} is {here!r} here and {there!r} there")
+    return theirs

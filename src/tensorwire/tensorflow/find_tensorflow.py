@@ -1,0 +1,34 @@
+"""Imports TensorFlow where it is the version that this package is written for, and says in one line where it is not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+from tensorwire.errors import MissingPackage, Unsupported
+from tensorwire.extras import how_to_install
+
+VERSION = "2.21"
+_PACKAGES = ("tensorflow", "tensorflow-cpu")
+
+
+def load_tensorflow() -> Any:
+    """The module ``tensorflow``. Raises `MissingPackage` or `Unsupported` with what to do."""
+    found = [version for name in _PACKAGES if (version := _installed(name))]
+    if found and not any(version.startswith(f"{VERSION}.") for version in found):
+        raise Unsupported(
+            f"tensorwire.tensorflow is written for TensorFlow {VERSION}, and this is {found[0]}: "
+            f"pip install 'tensorflow-cpu=={VERSION}.*'"
+        )
+    try:
+        return importlib.import_module("tensorflow")
+    except ImportError as error:
+        raise MissingPackage(f"cannot import tensorflow ({error}): {how_to_install('tensorflow')}") from None
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

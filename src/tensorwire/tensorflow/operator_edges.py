@@ -1,0 +1,123 @@
+"""The edges of a job's operators: connected by key, in the background, when an operator with that key is made."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tensorwire._native import async_edges
+from tensorwire.control.settings import step_timeout
+from tensorwire.device import Device
+from tensorwire.edge.async_edge import AsyncEdges, Side
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.launch.worker import Worker, current_worker
+from tensorwire.tensorflow.build import operator_library
+
+_DEPTH = 2  # slots of an edge
+
+
+class OperatorEdges:
+    """The edges of one worker's operators. All workers of the job that use TensorFlow have one."""
+
+    def __init__(self, worker: Worker, library: ctypes.CDLL) -> None:
+        self.worker, self._library = worker, library
+        self._lock = threading.Lock()
+        self._ends: dict[str, tuple[Side, str]] = {}  # by key
+        self._devices: dict[str, AsyncEdges] = {}
+        worker.at_close(self._leave)
+
+    def connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
+        """Begins to connect an end, if it is not there yet. Operators wait for it.
+
+        Args:
+            key: The edge.
+            side: Which end this worker has.
+            peer: The other worker's rank.
+            carries: Dtype and shape.
+            nbytes: Bytes of a tensor.
+
+        Raises:
+            ArgumentError: The key has another end here, or other tensors, or there is no such worker.
+        """
+        if not 0 <= peer < self.worker.num_workers or peer == self.worker.rank:
+            others = [rank for rank in range(self.worker.num_workers) if rank != self.worker.rank]
+            raise ArgumentError(f"worker {self.worker.rank} exchanges tensors with ranks {others}, not with {peer}")
+        with self._lock:
+            known = self._ends.get(key)
+            self._ends.setdefault(key, (side, carries))
+        if known is not None and known != (side, carries):
+            raise ArgumentError(f"{key} carries {known[1]}, and now {carries}: take another key")
+        if known is not None:
+            return
+        threading.Thread(
+            target=self._connect, args=(key, side, peer, carries, nbytes), name=f"tensorwire {key}", daemon=True
+        ).start()
+
+    def _connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
+        try:
+            member, timeout = self.worker.member, step_timeout()
+            channel = member.channel("worker", peer)
+
+            def meet(ours: bytes) -> bytes:
+                member.client.publish(f"tensorflow/{key}/{self.worker.rank}", ours, to=[f"worker {peer}"])
+                return member.client.lookup(f"tensorflow/{key}/{peer}", timeout)
+
+            edges = self._edges(channel.device, timeout)
+            end = edges.connect(channel, meet, side, carries=carries, nbytes=nbytes, depth=_DEPTH, timeout=timeout)
+        except TensorwireError as error:
+            self._know(key, None, f"tensorwire: {key} cannot be connected: {error}")
+        else:
+            self._know(key, end.address, "")
+
+    def _edges(self, device: Device, seconds: float) -> AsyncEdges:
+        with self._lock:
+            if device.name not in self._devices:
+                self._devices[device.name] = AsyncEdges(device, seconds)
+            return self._devices[device.name]
+
+    def _know(self, key: str, address: int | None, failure: str) -> None:
+        self._library.tensorwire_know(key.encode(), address, failure.encode())
+
+    def _leave(self) -> None:
+        """Returns when no worker uses an operator any more."""
+        with contextlib.suppress(TensorwireError):
+            self.worker.member.client.barrier("tensorflow is over", self.worker.num_workers, step_timeout())
+        for edges in self._devices.values():
+            edges.close()
+
+
+_current: OperatorEdges | None = None
+
+
+def operator_edges() -> OperatorEdges:
+    """This process's. Raises `ArgumentError` where it is in no job."""
+    global _current
+    worker = current_worker()
+    if _current is None or _current.worker is not worker:
+        _current = OperatorEdges(worker, load_operators().library)
+    return _current
+
+
+class Operators(NamedTuple):
+    """What the library of operators has for TensorFlow, and what for us."""
+
+    ops: Any
+    library: ctypes.CDLL
+
+
+@functools.cache
+def load_operators() -> Operators:
+    """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
+    path = str(operator_library())
+    ops, library = tf.load_op_library(path), ctypes.CDLL(path)
+    library.tensorwire_begin.argtypes = [ctypes.c_void_p]
+    library.tensorwire_know.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p]
+    library.tensorwire_know.restype = None
+    if not library.tensorwire_begin(async_edges()):
+        raise Unsupported("the operators for TensorFlow are of another version of Tensorwire: install it again")
+    return Operators(ops, library)

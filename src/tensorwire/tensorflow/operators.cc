@@ -1,0 +1,327 @@
+// TensorFlow's side of edges: a send and a receive that block no thread of the executor.
+//
+// TensorwireSend hands its tensor over and is done; a table keeps the tensor until it has left. TensorwireReceive is done
+// when its tensor is there, and its output is the memory of the edge's slot, which goes back when TensorFlow lets go of it.
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorwire/async_edges.h"
+
+namespace {
+
+using namespace tensorflow;
+
+const tw_async_edges* edges = nullptr;  // before the first operator runs
+
+// One end of an edge, by its key; known once Python has connected it, or failed to.
+struct End {
+    std::mutex mutex;
+    void* edge = nullptr;
+    std::string failure;
+    std::vector<std::function<void()>> waiting;  // until it is known
+    int64_t runs = 0;                            // of operators without a step
+    absl::Status error;                          // of an earlier send; under the mutex
+};
+
+struct Registry {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<End>> ends;
+
+    std::shared_ptr<End> find(const std::string& key) {
+        std::lock_guard<std::mutex> g(mutex);
+        std::shared_ptr<End>& end = ends[key];
+        if (!end) end = std::make_shared<End>();
+        return end;
+    }
+};
+
+Registry& registry() {
+    static Registry* r = new Registry;  // threads may use it while the process ends
+    return *r;
+}
+
+void when_known(End& end, std::function<void()> call) {
+    {
+        std::lock_guard<std::mutex> g(end.mutex);
+        if (!end.edge && end.failure.empty()) {
+            end.waiting.push_back(std::move(call));
+            return;
+        }
+    }
+    call();
+}
+
+absl::Status status_of(End& end, int outcome, const std::string& what) {
+    if (outcome == TW_DONE) return absl::OkStatus();
+    if (outcome == TW_TIMED_OUT) return errors::DeadlineExceeded(what, " did not happen in time; TENSORWIRE_TIMEOUT says how long it may take");
+    char text[512] = "";
+    edges->reason(end.edge, text, sizeof text);
+    return errors::Unavailable(what, " cannot happen: ", text);
+}
+
+class KeyedKernel : public AsyncOpKernel {
+  public:
+    explicit KeyedKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
+        OP_REQUIRES_OK(c, c->GetAttr("key", &key_));
+        end_ = registry().find(key_);
+    }
+
+  protected:
+    // The step of this run: an input, or the number of this run.
+    int64_t step(OpKernelContext* c, int input) {
+        const int64_t given = c->input(input).scalar<int64_t>()();
+        if (given) return given;
+        std::lock_guard<std::mutex> g(end_->mutex);
+        return ++end_->runs;
+    }
+
+    std::string key_;
+    std::shared_ptr<End> end_;
+};
+
+class SendKernel : public KeyedKernel {
+  public:
+    using KeyedKernel::KeyedKernel;
+
+    void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
+        Tensor* token = nullptr;
+        OP_REQUIRES_OK_ASYNC(c, c->allocate_output(0, TensorShape({}), &token), done);
+        token->scalar<float>()() = 0;
+        {
+            std::lock_guard<std::mutex> g(end_->mutex);
+            OP_REQUIRES_OK_ASYNC(c, end_->error, done);
+        }
+        const int64_t number = step(c, 1);
+        OP_REQUIRES_ASYNC(c, number > 0, errors::InvalidArgument("tensorwire: steps count from 1, and this is ", number), done);
+        auto* sending = new Sending{end_, key_, c->input(0), number};
+        when_known(*end_, [sending] { sending->begin(); });
+        done();
+    }
+
+  private:
+    // A tensor that has not left.
+    struct Sending {
+        std::shared_ptr<End> end;
+        std::string key;
+        Tensor tensor;
+        int64_t step;
+
+        void begin() {
+            if (!end->edge) return finish(errors::Unavailable(end->failure));
+            const auto data = tensor.tensor_data();
+            edges->send(end->edge, step, nullptr, 0, data.data(), data.size(), [](void* self, int outcome) {
+                auto* sending = static_cast<Sending*>(self);
+                sending->finish(status_of(*sending->end, outcome, "tensorwire: sending " + sending->key));
+            }, this);
+        }
+
+        void finish(const absl::Status& status) {
+            if (!status.ok()) {
+                std::lock_guard<std::mutex> g(end->mutex);
+                if (end->error.ok()) end->error = status;
+            }
+            delete this;
+        }
+    };
+};
+
+// The memory of a slot. OwnsMemory is false, or an operator might write its result there.
+class Received : public TensorBuffer {
+  public:
+    Received(void* edge, int64_t step, size_t nbytes)
+        : TensorBuffer(const_cast<void*>(edges->slot(edge, step))), edge_(edge), step_(step), nbytes_(nbytes) {}
+    ~Received() override { edges->release(edge_, step_); }
+    size_t size() const override { return nbytes_; }
+    TensorBuffer* root_buffer() override { return this; }
+    bool OwnsMemory() const override { return false; }
+    void FillAllocationDescription(AllocationDescription* description) const override {
+        description->set_requested_bytes(static_cast<int64_t>(nbytes_));
+        description->set_allocator_name("tensorwire");
+    }
+
+  private:
+    void* const edge_;
+    const int64_t step_;
+    const size_t nbytes_;
+};
+
+class ReceiveKernel : public KeyedKernel {
+  public:
+    explicit ReceiveKernel(OpKernelConstruction* c) : KeyedKernel(c) {
+        OP_REQUIRES_OK(c, c->GetAttr("T", &dtype_));
+        OP_REQUIRES_OK(c, c->GetAttr("shape", &shape_));
+        OP_REQUIRES_OK(c, c->GetAttr("copy", &copy_));
+    }
+
+    void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
+        const int64_t number = step(c, 1);
+        OP_REQUIRES_ASYNC(c, number > 0, errors::InvalidArgument("tensorwire: steps count from 1, and this is ", number), done);
+        auto receiving = std::make_shared<Receiving>(this, c, std::move(done), number);
+        if (CancellationManager* manager = c->cancellation_manager()) {
+            receiving->token = manager->get_cancellation_token();
+            if (!manager->RegisterCallback(receiving->token, [receiving] { receiving->cancel(); })) {
+                c->SetStatus(errors::Cancelled("tensorwire: receiving ", key_, " was cancelled"));
+                return receiving->done();
+            }
+        }
+        when_known(*end_, [receiving] { receiving->begin(receiving); });
+    }
+
+  private:
+    struct Receiving {
+        ReceiveKernel* kernel;
+        OpKernelContext* context;
+        DoneCallback done;
+        int64_t step;
+        CancellationToken token = CancellationManager::kInvalidToken;
+        std::mutex mutex;
+        bool begun = false, cancelled = false, over = false;
+        uint64_t ticket = 0;
+        std::shared_ptr<Receiving> self;  // while the edge will call
+
+        Receiving(ReceiveKernel* k, OpKernelContext* c, DoneCallback d, int64_t n) : kernel(k), context(c), done(std::move(d)), step(n) {}
+
+        void begin(const std::shared_ptr<Receiving>& me) {
+            End& end = *kernel->end_;
+            if (!end.edge) return finish(errors::Unavailable(end.failure));
+            {
+                std::lock_guard<std::mutex> g(mutex);
+                if (cancelled || over) return;
+                self = me;
+            }
+            const uint64_t given = edges->receive(end.edge, step, [](void* at, int outcome) {
+                auto* receiving = static_cast<Receiving*>(at);
+                const std::shared_ptr<Receiving> me = receiving->self;
+                me->arrived(outcome);
+            }, this);
+            bool late = false;
+            {
+                std::lock_guard<std::mutex> g(mutex);
+                ticket = given;
+                late = cancelled && given;
+            }
+            if (late) give_up();
+        }
+
+        void arrived(int outcome) {
+            absl::Status status = status_of(*kernel->end_, outcome, "tensorwire: receiving " + kernel->key_);
+            {
+                std::lock_guard<std::mutex> g(mutex);
+                if (over) return;
+                if (status.ok() && !cancelled) kernel->put(context, step);
+            }
+            finish(status);
+        }
+
+        void cancel() {
+            {
+                std::lock_guard<std::mutex> g(mutex);
+                if (over) return;
+                cancelled = true;
+            }
+            give_up();
+        }
+
+        void give_up() {
+            if (ticket && !edges->cancel(kernel->end_->edge, ticket)) return;  // it is being called
+            finish(errors::Cancelled("tensorwire: receiving ", kernel->key_, " was cancelled"));
+        }
+
+        void finish(const absl::Status& status) {
+            const std::shared_ptr<Receiving> me = self;
+            {
+                std::lock_guard<std::mutex> g(mutex);
+                if (over) return;
+                over = true;
+                self.reset();
+            }
+            if (CancellationManager* manager = context->cancellation_manager(); manager && !cancelled) manager->TryDeregisterCallback(token);
+            if (!status.ok()) context->SetStatus(status);
+            const DoneCallback call = std::move(done);
+            call();
+        }
+    };
+
+    void put(OpKernelContext* c, int64_t step) {
+        const size_t nbytes = static_cast<size_t>(shape_.num_elements()) * DataTypeSize(dtype_);
+        core::RefCountPtr<TensorBuffer> buffer(new Received(end_->edge, step, nbytes));
+        Tensor tensor(dtype_, shape_, std::move(buffer));
+        if (!copy_) return c->set_output(0, tensor);
+        Tensor* own = nullptr;
+        if (!c->allocate_output(0, shape_, &own).ok()) return c->SetStatus(errors::ResourceExhausted("tensorwire: no memory for ", key_));
+        std::memcpy(const_cast<char*>(own->tensor_data().data()), tensor.tensor_data().data(), nbytes);
+        edges->copied(nbytes);
+    }
+
+    DataType dtype_;
+    TensorShape shape_;
+    bool copy_;
+};
+
+absl::Status given_shape(shape_inference::InferenceContext* c) {
+    PartialTensorShape shape;
+    TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
+    shape_inference::ShapeHandle handle;
+    TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &handle));
+    c->set_output(0, handle);
+    return absl::OkStatus();
+}
+
+REGISTER_OP("TensorwireSend")
+    .Input("tensor: T")
+    .Input("step: int64")
+    .Output("token: float")
+    .Attr("T: type")
+    .Attr("key: string")
+    .SetIsStateful()
+    .SetShapeFn([](shape_inference::InferenceContext* c) {
+        c->set_output(0, c->Scalar());
+        return absl::OkStatus();
+    });
+REGISTER_OP("TensorwireReceive")
+    .Input("anchor: float")
+    .Input("step: int64")
+    .Output("tensor: T")
+    .Attr("T: type")
+    .Attr("shape: shape")
+    .Attr("key: string")
+    .Attr("copy: bool = false")
+    .SetIsStateful()
+    .SetShapeFn(given_shape);
+REGISTER_KERNEL_BUILDER(Name("TensorwireSend").Device(DEVICE_CPU), SendKernel);
+REGISTER_KERNEL_BUILDER(Name("TensorwireReceive").Device(DEVICE_CPU), ReceiveKernel);
+
+}  // namespace
+
+// ---- for Python
+
+extern "C" int tensorwire_begin(const tw_async_edges* functions) {
+    if (functions->version != TENSORWIRE_ASYNC_EDGES_VERSION) return 0;
+    edges = functions;
+    return 1;
+}
+
+// The end of that key is connected, or, with a `failure`, cannot be.
+extern "C" void tensorwire_know(const char* key, void* edge, const char* failure) {
+    const std::shared_ptr<End> end = registry().find(key);
+    std::vector<std::function<void()>> waiting;
+    {
+        std::lock_guard<std::mutex> g(end->mutex);
+        end->edge = edge;
+        end->failure = failure;
+        waiting.swap(end->waiting);
+    }
+    for (auto& call : waiting) call();
+}

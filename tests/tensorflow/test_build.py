@@ -1,0 +1,54 @@
+"""The library of operators is compiled once, by whoever comes first, and says why it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorwire.testing.patience import patient
+
+SCRIPT = "from tensorwire.tensorflow.build import operator_library; print(operator_library())"
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "XDG_CACHE_HOME": str(cache), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
+    ended = [(p, p.communicate(timeout=patient(200.0))) for p in [start(tmp_path), start(tmp_path)]]
+    assert [p.returncode for p, _ in ended] == [0, 0], ended
+    (library,) = {said.strip() for _, (said, _) in ended}
+    assert [str(path) for path in (tmp_path / "tensorwire").iterdir()] == [library]
+    before = Path(library).stat().st_mtime_ns
+    assert start(tmp_path).communicate(timeout=patient(100.0))[0].strip() == library
+    assert Path(library).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("compiler", "part"),
+    [("/nowhere/g++", "there is no /nowhere/g++: install g++"), ("/bin/false", "/bin/false cannot compile")],
+)
+def test_one_line_says_why_it_cannot_be_compiled(compiler: str, part: str, tmp_path: Path) -> None:
+    process = start(tmp_path, CXX=compiler)
+    _, said = process.communicate(timeout=patient(100.0))
+    assert process.returncode == 1
+    assert part in said.splitlines()[-1]
+    assert not any((tmp_path / "tensorwire").glob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tensorwire").write_text("in the way")
+    process = start(tmp_path)
+    _, said = process.communicate(timeout=patient(100.0))
+    assert process.returncode == 1
+    assert f"cannot be kept in {tmp_path}/tensorwire" in said.splitlines()[-1]

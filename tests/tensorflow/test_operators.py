@@ -1,0 +1,354 @@
+"""Send and receive: every dtype, either end first, loops, gradients, what is kept, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.harness.jobs import run_job
+
+
+def load() -> tuple[Any, Any]:
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import tensorflow as tf
+
+    import tensorwire.tensorflow as twt
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return tf, twt
+
+
+SHAPES = [(), (0, 3), (1,), (7, 5), (300, 1000)]
+DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+
+
+def drawn(tf: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    numbers = np.random.default_rng(len(shape)).integers(0, 2 if dtype == "bool" else 100, shape)
+    return tf.cast(tf.constant(numbers), dtype)
+
+
+def every_tensor(job: tw.Job, traced: bool) -> list[str]:
+    tf, twt = load()
+    wrong = []
+    for dtype in DTYPES.split():
+        for shape in SHAPES:
+            wanted, key = drawn(tf, dtype, shape), f"{dtype} {shape}"
+
+            def cross(tensor: Any, key: str = key, shape: Any = shape, dtype: str = dtype) -> Any:
+                if job.rank == 0:
+                    return twt.send(tensor, key, to=1)
+                return twt.recv(key, shape, dtype, source=0)
+
+            found = (tf.function(cross) if traced else cross)(wanted)
+            if job.rank == 1 and not (found.dtype == dtype and (found.numpy() == wanted.numpy()).all()):
+                wrong.append(key)
+    return wrong
+
+
+@pytest.mark.parametrize(("device", "traced"), [("shm", False), ("shm", True), ("tcp", True)])
+def test_every_dtype_and_shape_arrives(device: str, traced: bool) -> None:
+    assert run_job(every_tensor, traced, servers=0, device=device).ok() == [[], []]
+
+
+def either_first(job: tw.Job, receiver_first: bool) -> list[float]:
+    """The two ends, one of which begins after the other has, several steps ahead."""
+    _, twt = load()
+    twt.send(0.0, "warm", to=1) if job.rank == 0 else twt.recv("warm", [], source=0)
+    first = job.rank == (1 if receiver_first else 0)
+    found: list[float] = []
+
+    def run() -> None:
+        for step in range(10):
+            if job.rank == 0:
+                twt.send(float(step), "key", to=1)
+            else:
+                found.append(float(twt.recv("key", [], source=0)))
+
+    thread = threading.Thread(target=run)
+    if first:
+        thread.start()
+    job.barrier()
+    if not first:
+        thread.start()
+    thread.join()
+    job.barrier()
+    return found
+
+
+@pytest.mark.parametrize("receiver_first", [True, False])
+def test_either_end_may_come_first(receiver_first: bool) -> None:
+    assert run_job(either_first, receiver_first, servers=0).ok() == [[], list(map(float, range(10)))]
+
+
+def loops(job: tw.Job) -> list[Any]:
+    """In a loop and a branch, with steps of our own, which come in another order at either end."""
+    tf, twt = load()
+
+    @tf.function
+    def run() -> Any:
+        total = tf.zeros([4])
+        for number in tf.range(1, 7):
+            if job.rank == 0:
+                twt.send(tf.fill([4], tf.cast(7 - number, tf.float32)), "loop", to=1, step=7 - number)
+            else:
+                got = twt.recv("loop", [4], source=0, step=number)
+                total = total * 10 + got
+        if tf.reduce_sum(total) >= 0:
+            if job.rank == 0:
+                twt.send(total, "branch", to=1)
+            else:
+                total += twt.recv("branch", [4], source=0)
+        else:
+            twt.send(total, "never", to=1 - job.rank)
+        return total
+
+    return [float(value) for value in run()]
+
+
+def test_operators_work_in_loops_and_branches() -> None:
+    assert run_job(loops, servers=0).ok()[1] == [123456.0] * 4
+
+
+# ---- gradients
+
+LAYERS = {"first": (20, 30), "second": (30, 4)}
+
+
+def weight(tf: Any, name: str) -> Any:
+    return tf.Variable(np.random.default_rng(len(name)).standard_normal(LAYERS[name]).astype("f4") / 5)
+
+
+def batch(tf: Any, step: int, width: int) -> Any:
+    return tf.constant(np.random.default_rng(step).standard_normal((16, width)), tf.float32)
+
+
+def half_a_model(job: tw.Job) -> list[Any]:
+    """A layer on each worker; the tensor between them, and its gradient, cross."""
+    tf, twt = load()
+    w = weight(tf, "first" if job.rank == 0 else "second")
+
+    @tf.function
+    def first(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            token = twt.send(tf.nn.relu(x @ w), "hidden", to=1)
+        w.assign_sub(0.1 * tape.gradient(token, w))
+
+    @tf.function
+    def second(y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((twt.recv("hidden", [16, 30], source=0) @ w - y) ** 2)
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    losses = []
+    for step in range(5):
+        if job.rank == 0:
+            first(batch(tf, step, 20))
+        else:
+            losses.append(float(second(batch(tf, step + 100, 4))))
+    return [w.numpy(), losses]
+
+
+def whole_model(job: tw.Job) -> list[Any]:
+    tf, _ = load()
+    first, second = weight(tf, "first"), weight(tf, "second")
+
+    @tf.function
+    def train(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.nn.relu(x @ first) @ second - y) ** 2)
+        for w, gradient in zip((first, second), tape.gradient(loss, [first, second]), strict=True):
+            w.assign_sub(0.1 * gradient)
+        return loss
+
+    losses = [float(train(batch(tf, step, 20), batch(tf, step + 100, 4))) for step in range(5)]
+    return [first.numpy(), second.numpy(), losses]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_the_gradient_of_a_send_is_a_receive(device: str) -> None:
+    (first, _), (second, losses) = run_job(half_a_model, servers=0, device=device).ok()
+    ((whole_first, whole_second, whole_losses),) = run_job(whole_model, workers=1, servers=0).ok()
+    np.testing.assert_array_equal(first, whole_first)
+    np.testing.assert_array_equal(second, whole_second)
+    assert losses == whole_losses
+
+
+# ---- what is kept
+
+
+def keep(job: tw.Job) -> list[Any]:
+    """Results of many calls are kept, in every way that a function has; and what is only used is not copied."""
+    tf, twt = load()
+    from tensorwire.observe import counters
+
+    kept = tf.Variable(tf.zeros([4, 2]))
+    names = ("returned", "reshaped", "assigned", "listed", "used")
+
+    @tf.function
+    def run(x: Any) -> Any:
+        if job.rank == 0:
+            for number, name in enumerate(names):
+                twt.send(x + float(number), name, to=1)
+            return x
+        got = {name: twt.recv(name, [4, 2], source=0) for name in names}
+        kept.assign(got["assigned"])
+        listed = tf.TensorArray(tf.float32, 1).write(0, got["listed"]).stack()
+        return got["returned"], tf.reshape(got["reshaped"], [-1])[2:6], listed, tf.reduce_sum(got["used"] * 2.0)
+
+    results = [run(tf.ones([4, 2]) * call) for call in range(6)]
+    job.barrier()
+    copies = counters.copies
+    if job.rank == 0:
+        return [copies]
+    return [copies, kept.numpy().tolist(), [[float(tf.reduce_max(each)) for each in result] for result in results]]
+
+
+def test_what_outlives_its_call_is_copied_and_holds_no_slot() -> None:
+    (sent,), (received, kept, results) = run_job(keep, servers=0).ok()
+    assert sent == 6 * 5  # one copy each, into the slot
+    assert received == 6 * 4  # of all but the one that is used
+    assert kept == [[5.0 + 2] * 2] * 4
+    assert results == [[call, call + 1, call + 3, 8 * 2 * (call + 4.0)] for call in range(6)]
+
+
+# ---- errors
+
+
+def die(job: tw.Job, key: str) -> str:
+    tf, twt = load()
+    twt.send(1.0, "ready", to=1 - job.rank)
+    twt.recv("ready", [], source=1 - job.rank)
+    job.barrier()
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        twt.recv(key, [], source=1)
+    except tf.errors.OpError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return ""
+
+
+@pytest.mark.parametrize(("device", "key"), [("shm", "ready"), ("tcp", "ready"), ("shm", "never")])
+def test_a_receive_from_a_worker_that_died_fails(device: str, key: str) -> None:
+    ended = run_job(die, key, servers=0, device=device)
+    assert ended.cause is not None
+    assert "worker 1" in str(ended.cause)
+    assert ended.results[0].startswith("UnavailableError: ")
+    assert key in ended.results[0]
+
+
+def cancel(job: tw.Job) -> str:
+    tf, twt = load()
+    from tensorflow.python.eager import cancellation  # private to TensorFlow 2.21
+
+    if job.rank == 1:
+        twt.send(1.0, "first", to=0)
+        job.barrier()
+        twt.send(2.0, "second", to=0)
+        return ""
+    function = tf.function(lambda: twt.recv("second", [], source=1)).get_concrete_function()
+    manager = cancellation.CancellationManager()
+    cancelable = manager.get_cancelable_function(function)
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            cancelable()
+        except tf.errors.CancelledError:
+            said.append("cancelled")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    float(twt.recv("first", [], source=1))
+    while not said:  # it may not have begun when it is cancelled
+        manager.start_cancel()
+        time.sleep(0.01)
+    thread.join()
+    job.barrier()
+    return said[0]
+
+
+def test_a_receive_can_be_cancelled() -> None:
+    assert run_job(cancel, servers=0).ok()[0] == "cancelled"
+
+
+def run_out_of_time(job: tw.Job) -> str:
+    os.environ["TENSORWIRE_TIMEOUT"] = "2"
+    tf, twt = load()
+    if job.rank == 1:
+        twt.send(1.0, "key", to=0)
+        job.barrier()
+        return ""
+    float(twt.recv("key", [], source=1))
+    with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+        twt.recv("key", [], source=1)
+    job.barrier()
+    return str(raised.value.message)
+
+
+def test_a_receive_that_takes_too_long_says_what_did_not_come() -> None:
+    said = run_job(run_out_of_time, servers=0).ok()[0]
+    assert "tensorwire: receiving key from worker 1 to worker 0 did not happen in time" in said
+
+
+def refused(job: tw.Job) -> list[str]:
+    tf, twt = load()
+    said = []
+    for call in (
+        lambda: twt.send(1.0, "key", to=job.rank),
+        lambda: twt.send(1.0, "key", to=2),
+        lambda: twt.send(1.0, "", to=1 - job.rank),
+        lambda: twt.send(tf.constant("text"), "key", to=1 - job.rank),
+        lambda: twt.recv("key", [None], source=1 - job.rank),
+        lambda: (twt.send(1.0, "twice", to=1 - job.rank), twt.send([1.0], "twice", to=1 - job.rank)),
+    ):
+        with pytest.raises(errors.ArgumentError) as raised:
+            call()
+        said.append(str(raised.value))
+    twt.recv("twice", [], source=1 - job.rank)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        twt.send(1.0, "twice", to=1 - job.rank, step=-1)
+    return said
+
+
+def test_what_is_refused() -> None:
+    first, _ = run_job(refused, servers=0).ok()
+    parts = [
+        "with ranks [1], not with 0",
+        "not with 2",
+        "must be a string",
+        "of string",
+        "must be known",
+        "take another key",
+    ]
+    assert len(first) == len(parts)
+    for said, part in zip(first, parts, strict=True):
+        assert part in said
+
+
+def differ(job: tw.Job) -> str:
+    tf, twt = load()
+    try:
+        if job.rank == 0:
+            twt.send([1.0], "key", to=1)
+            twt.recv("back", [], source=1)
+        else:
+            twt.send(1.0, "back", to=0)
+            twt.recv("key", [2], source=0)
+    except tf.errors.UnavailableError as error:
+        return str(error.message)
+    return ""
+
+
+def test_two_ends_that_differ_are_told_apart() -> None:
+    said = run_job(differ, servers=0).ok()[1]
+    assert "carries is 'float32[2]' here and 'float32[1]' there" in said
