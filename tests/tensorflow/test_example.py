@@ -1,4 +1,4 @@
-"""The example trains."""
+"""The examples train."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tensorwire.testing.patience import patient
 
 
-def test_the_example_learns() -> None:
-    script = Path(__file__).parents[2] / "examples/tensorflow_halves.py"
+@pytest.mark.parametrize("name", ["tensorflow_halves.py", "tensorflow_cut.py"])
+def test_the_examples_learn(name: str) -> None:
+    script = Path(__file__).parents[2] / "examples" / name
     command = [Path(sys.executable).parent / "tensorwire", "run", "--workers", "2", "--", sys.executable, script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(180.0))
     assert done.returncode == 0, done.stderr

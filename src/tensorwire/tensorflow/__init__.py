@@ -1,6 +1,7 @@
 """TensorFlow's tensors cross between workers by edges: ``import tensorwire.tensorflow``.
 
-`send` and `recv` are operators, for use inside and outside of ``tf.function``.
+`distribute` cuts a ``tf.function`` over workers, where it says so; `send` and `recv` are operators, for use inside and
+outside of functions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from tensorwire.tensorflow.find_tensorflow import load_tensorflow
 
 load_tensorflow()
 
-from tensorwire.tensorflow.operators import recv, send  # noqa: E402  # need tensorflow
+from tensorwire.tensorflow.distribute import distribute  # noqa: E402  # need tensorflow
+from tensorwire.tensorflow.operators import recv, send  # noqa: E402
+from tensorwire.tensorflow.placement import worker  # noqa: E402
 
-__all__ = ["recv", "send"]
+__all__ = ["distribute", "recv", "send", "worker"]

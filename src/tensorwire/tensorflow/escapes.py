@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-RECEIVE, _SEND = "TensorwireReceive", "TensorwireSend"
+RECEIVE, SEND = "TensorwireReceive", "TensorwireSend"
 # These return the memory of an input, or a part of it; some of them only where there is nothing to do.
 # fmt: off
 _HAND_ON = frozenset((
@@ -53,7 +53,7 @@ def _escapes(tensor: Any, outputs: set[int]) -> bool:
         for op in found.consumers():
             if op.type in _HAND_ON:
                 waiting += op.outputs
-            elif op.type != _SEND and _keeps(op):
+            elif op.type != SEND and _keeps(op):
                 return True
     return False
 

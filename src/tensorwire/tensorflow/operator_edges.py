@@ -15,10 +15,16 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.build import operator_library
 
 _DEPTH = 2  # slots of an edge
+
+
+def edge_name(key: str, source: int, target: int) -> str:
+    """What the operators of both ends call an edge."""
+    return f"{key} from worker {source} to worker {target}"
 
 
 class OperatorEdges:
@@ -57,6 +63,13 @@ class OperatorEdges:
         threading.Thread(
             target=self._connect, args=(key, side, peer, carries, nbytes), name=f"tensorwire {key}", daemon=True
         ).start()
+
+    def connect_value(self, value: str, source: int, target: int, spec: TensorSpec) -> str:
+        """Begins to connect this worker's end of the edge of a graph's value, and returns its key."""
+        key = edge_name(value, source, target)
+        side: Side = "producer" if source == self.worker.rank else "consumer"
+        self.connect(key, side, target if side == "producer" else source, str(spec), spec.nbytes or 0)
+        return key
 
     def _connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
         try:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tensorwire.errors import ArgumentError
 from tensorwire.tensorflow.escapes import when_traced
-from tensorwire.tensorflow.operator_edges import load_operators, operator_edges
+from tensorwire.tensorflow.operator_edges import edge_name, load_operators, operator_edges
 
 
 def send(tensor: Any, key: str, *, to: int, step: Any = None) -> Any:
@@ -33,7 +33,7 @@ def send(tensor: Any, key: str, *, to: int, step: Any = None) -> Any:
         ArgumentError: This process is in no job, or the key is taken for something else.
     """
     tensor = tf.convert_to_tensor(tensor)
-    return _send(tensor, _edge_name(key, operator_edges().worker.rank, to), to, step)
+    return _send(tensor, edge_name(_checked(key), operator_edges().worker.rank, to), to, step)
 
 
 def recv(
@@ -57,14 +57,14 @@ def recv(
     Raises:
         ArgumentError: As for `send`.
     """
-    name = _edge_name(key, source, operator_edges().worker.rank)
+    name = edge_name(_checked(key), source, operator_edges().worker.rank)
     return _receive(name, tf.TensorShape(shape), tf.as_dtype(dtype), source, step, copy)
 
 
-def _edge_name(key: str, source: int, target: int) -> str:
+def _checked(key: str) -> str:
     if not isinstance(key, str) or not key:
         raise ArgumentError(f"key must be a string, not {key!r:.100}")
-    return f"{key} from worker {source} to worker {target}"
+    return key
 
 
 def _send(tensor: Any, name: str, to: int, step: Any) -> Any:
@@ -114,12 +114,12 @@ def _peers(name: str) -> tuple[str, int, int]:
 def _gradient_of_send(op: Any, _: Any) -> list[Any]:
     tensor, step = op.inputs
     key, source, target = _peers(op.get_attr("key").decode())
-    back = _edge_name(f"gradient of {key}", target, source)
+    back = edge_name(f"gradient of {key}", target, source)
     return [_receive(back, tensor.shape, tensor.dtype, target, step, None), None]
 
 
 @tf.RegisterGradient("TensorwireReceive")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
     key, source, target = _peers(op.get_attr("key").decode())
-    _send(gradient, _edge_name(f"gradient of {key}", target, source), source, op.inputs[1])
+    _send(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1])
     return [None, None]

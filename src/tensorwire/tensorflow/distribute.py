@@ -1,0 +1,116 @@
+"""A ``tf.function`` whose operators run on several workers, each where the function says by ``tf.device``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tensorwire.control.settings import step_timeout
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.graph.analysis import Analysis, analyze
+from tensorwire.graph.ir import TensorSpec
+from tensorwire.launch.worker import current_worker
+from tensorwire.tensorflow.graph_importer import Imported, import_function
+from tensorwire.tensorflow.graph_part import PartBuilder
+from tensorwire.tensorflow.operator_edges import operator_edges
+from tensorwire.tensorflow.placement import gradients_beside_their_operators
+
+_numbers = itertools.count()  # of graphs: the same on all workers
+
+
+def distribute(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cuts a function over the workers of the job. Every worker calls the result, with the same arguments.
+
+    ::
+
+        @tw.tensorflow.distribute
+        @tf.function
+        def step(x, y):
+            with tf.device("/job:worker/task:0"):
+                hidden = tf.nn.relu(x @ w0)
+            with tf.device("/job:worker/task:1"):
+                return tf.reduce_mean((hidden @ w1 - y) ** 2)
+
+    What no device is said of runs where its operands are; what only needs arguments and constants, wherever it is
+    needed. Variables belong to the worker of their `worker` scope, else to worker 0; on others they keep their value.
+
+    Args:
+        function: A ``tf.function``, or a function that becomes one.
+
+    Returns:
+        A function that returns on every worker what ``function`` returns.
+
+    Raises:
+        ArgumentError: This is no function.
+    """
+    if not callable(function):
+        raise ArgumentError(f"distribute() takes a function, not {function!r:.100}")
+    traced = function if hasattr(function, "get_concrete_function") else tf.function(function)
+    return functools.wraps(function)(_Distributed(traced))
+
+
+class _Distributed:
+    """A function, and a part of it for each signature that it was called with."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._name = function, getattr(function, "__name__", "function")
+        self._parts: dict[Any, tuple[Any, Callable[..., list[Any]]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with gradients_beside_their_operators():
+            concrete = self._function.get_concrete_function(*args, **kwargs)
+        if id(concrete) not in self._parts:
+            self._parts[id(concrete)] = concrete, _part_of(concrete, f"{self._name} {next(_numbers)}")
+        _, run = self._parts[id(concrete)]
+        flat = concrete.function_type.unpack_inputs(concrete.function_type.bind(*args, **kwargs))
+        results, structure = iter(run(*flat)), concrete.structured_outputs
+        leaves = tf.nest.flatten(structure, expand_composites=True)
+        found = [None if leaf is None else next(results) for leaf in leaves]
+        return tf.nest.pack_sequence_as(structure, found, expand_composites=True)
+
+
+def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
+    worker, edges = current_worker(), operator_edges()
+    imported, analysis = _analyzed(function, name, worker.num_workers)
+    plan = analysis.plan
+    worker.member.client.compare(f"tensorflow/{name}", plan.digest, plan.text, worker.num_workers, step_timeout())
+
+    def connect(value: str, source: int, target: int, spec: TensorSpec) -> str:
+        return edges.connect_value(f"{value} of {name}", source, target, spec)
+
+    return PartBuilder(function, imported, analysis, worker.rank, connect).build()
+
+
+def _analyzed(function: Any, title: str, workers: int) -> tuple[Imported, Analysis]:
+    """Twice, if operators wait for others on other workers: then what says that these have run crosses, too."""
+    imported = import_function(function, title, workers)
+    analysis = analyze(imported.graph)
+    runs = analysis.crossing.runs
+    waited = {
+        earlier.name
+        for name, before in imported.waits.items()
+        for earlier in before
+        if name in runs and earlier.name in runs and not runs[name] <= runs[earlier.name]
+    }
+    if waited:
+        imported = import_function(function, title, workers, waited)
+        analysis = analyze(imported.graph)
+    for value in analysis.crossing.sent:
+        _check(imported, value)
+    return imported, analysis
+
+
+def _check(imported: Imported, value: str) -> None:
+    node = imported.graph.node(value)
+    if node.spec is None:
+        raise Unsupported(
+            f"{value} ({node.op}) would cross to another worker, and is no tensor of numbers of known rank"
+        )
+    if not node.spec.static:
+        raise Unsupported(
+            f"{value} ({node.op}) would cross to another worker, and its shape, {node.spec}, is not known"
+        )

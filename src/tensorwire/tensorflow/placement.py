@@ -1,0 +1,104 @@
+"""Where the operators and variables of a function belong: devices of the form ``/job:worker/task:1``, and `worker`.
+
+Without a cluster TensorFlow traces functions that name unknown devices, but refuses to run them, and to create
+variables there. So a variable only notes its worker. Gradients get the device of their forward operator, which
+TensorFlow leaves to its own placer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe  # private to TensorFlow 2.21
+from tensorflow.python.eager import backprop  # private to TensorFlow 2.21
+
+from tensorwire.errors import ArgumentError
+
+_TASK = re.compile(r"/job:worker(/replica:0)?/task:(\d+)(/|$)")
+_RANK = "_tensorwire_worker"  # an attribute of variables
+_variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the id of their handle
+
+
+@contextlib.contextmanager
+def worker(rank: int) -> Iterator[None]:
+    """Variables that are created in it belong to a worker, and operators that are traced in it run there.
+
+    ::
+
+        with tw.tensorflow.worker(1):
+            w = tf.Variable(tf.zeros([64, 10]))
+
+    Args:
+        rank: The worker's rank.
+
+    Raises:
+        ArgumentError: This is no rank.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ArgumentError(f"rank must be 0 or more, not {rank!r:.100}")
+
+    def create(make: Any, **options: Any) -> Any:
+        with tf.device(None):
+            made = make(**options)
+        setattr(made, _RANK, rank)
+        _variables[id(made.handle)] = made
+        return made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tf.variable_creator_scope(create))
+        if not tf.executing_eagerly():
+            stack.enter_context(tf.device(f"/job:worker/task:{rank}"))
+        yield
+
+
+def owner_of(handle: Any) -> int:
+    """The worker of a variable by its handle: that of its scope, else worker 0."""
+    found = _variables.get(id(handle))
+    return 0 if found is None else int(getattr(found, _RANK))
+
+
+def rank_of(device: str) -> int | None:
+    """The worker that a device names; None: none. Raises `ArgumentError` for a job of another name."""
+    if not device or device.startswith("/device:") or "/job:localhost" in device:
+        return None
+    found = _TASK.search(device)
+    if found is None:
+        raise ArgumentError(f"a device of a distributed function is /job:worker/task:N, and this is {device!r}")
+    return int(found.group(2))
+
+
+@contextlib.contextmanager
+def gradients_beside_their_operators() -> Iterator[None]:
+    """While a function is traced: each gradient is put where its forward operator is.
+
+    Private to TensorFlow 2.21: `backprop._gradient_function`, and where it is registered.
+    """
+    stock = backprop._gradient_function
+
+    def placed(op_name: str, attributes: Any, count: int, inputs: Any, outputs: Any, *rest: Any) -> Any:
+        forward = _forward_operator(op_name, inputs, outputs)
+        with tf.device(forward.device or None if forward is not None else None):
+            return stock(op_name, attributes, count, inputs, outputs, *rest)
+
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(placed)
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_Py_RegisterGradientFunction(stock)
+
+
+def _forward_operator(op_name: str, inputs: Any, outputs: Any) -> Any:
+    """The operator whose gradient is asked for: it made the outputs, or it takes these inputs."""
+    for tensor in outputs or ():
+        if hasattr(tensor, "op"):
+            return tensor.op
+    for tensor in inputs or ():
+        for op in tensor.consumers() if hasattr(tensor, "consumers") else ():
+            if op.type == op_name and all(a is None or a is b for a, b in zip(inputs, op.inputs, strict=False)):
+                return op
+    return None

@@ -1,0 +1,188 @@
+"""Functions that are cut over workers have the results and variables of one process, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tensorwire import errors
+from tests.harness.jobs import run_job
+from tests.tensorflow.functions import FUNCTIONS
+from tests.tensorflow.test_operators import load
+
+STEPS = 5
+
+
+@contextlib.contextmanager
+def anywhere(_: int) -> Iterator[None]:
+    yield
+
+
+def flat(tf: Any, results: list[Any]) -> list[Any]:
+    return [each.numpy() for each in tf.nest.flatten(results)]
+
+
+def run(job: tw.Job, number: int, distributed: bool) -> tuple[list[Any], list[Any], list[int]]:
+    """The results, the variables, and the worker of each."""
+    tf, twt = load()
+    from tensorwire.tensorflow.placement import owner_of
+
+    function, variables, arguments = FUNCTIONS[number](tf, twt.worker if distributed else anywhere)
+    called = twt.distribute(function) if distributed else function
+    results = [called(*arguments(step)) for step in range(STEPS)]
+    return flat(tf, results), [v.numpy() for v in variables], [owner_of(v.handle) for v in variables]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=lambda n: FUNCTIONS[n].__name__)
+def test_a_cut_function_has_the_bits_of_one_process(number: int, device: str) -> None:
+    ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
+    for rank, (found, mine, owners) in enumerate(run_job(run, number, True, servers=0, device=device).ok()):
+        for result, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(result, other)
+        for value, owner, other in zip(mine, owners, variables, strict=True):
+            if owner == rank:
+                np.testing.assert_array_equal(value, other)
+    assert set(owners) == {0, 1}
+
+
+def captures(job: tw.Job) -> list[Any]:
+    """Captured tensors, keyword arguments, nested arguments and results, and what nobody placed."""
+    tf, twt = load()
+    table, w = tf.constant([1.0, 2.0, 3.0]), tf.Variable(2.0)
+
+    @twt.distribute
+    def step(pair: Any, *, scale: Any) -> Any:
+        """Has a name."""
+        with tf.device("/job:worker/task:1"):
+            product = pair["a"] * table * scale
+        w.assign_add(tf.reduce_sum(product))
+        return {"product": product, "pair": (pair["b"], w * 1.0), "nothing": None}
+
+    found = [step({"a": tf.ones(3), "b": tf.zeros(2)}, scale=tf.constant(2.0)) for _ in range(2)][-1]
+    assert step.__doc__ == "Has a name."
+    assert found["nothing"] is None
+    return [found["product"].numpy().tolist(), found["pair"][0].numpy().tolist(), float(found["pair"][1])]
+
+
+def test_captured_tensors_and_nested_arguments() -> None:
+    assert run_job(captures, servers=0).ok() == [[[2.0, 4.0, 6.0], [0.0, 0.0], 26.0]] * 2
+
+
+def kept_results(job: tw.Job) -> list[float]:
+    """Every result is kept, as users keep losses."""
+    tf, twt = load()
+
+    @twt.distribute
+    def step(x: Any) -> Any:
+        with tf.device("/job:worker/task:0"):
+            here = x + 1.0
+        with tf.device("/job:worker/task:1"):
+            return here, here * 2.0
+
+    kept = [step(tf.fill([100], float(number))) for number in range(8)]
+    return [float(value[0]) for pair in kept for value in pair]
+
+
+def test_results_may_be_kept() -> None:
+    wanted = [value for number in range(8) for value in (number + 1.0, number * 2.0 + 2.0)]
+    assert run_job(kept_results, servers=0).ok() == [wanted] * 2
+
+
+def refused(job: tw.Job) -> list[str]:
+    tf, twt = load()
+
+    with twt.worker(0):
+        a = tf.Variable(1.0)
+    with twt.worker(1):
+        b = tf.Variable(1.0)
+    with twt.worker(7):
+        far = tf.Variable(1.0)
+
+    def on(rank: Any) -> Any:
+        return tf.device(f"/job:worker/task:{rank}")
+
+    def loop_over_workers(x: Any) -> Any:
+        for _ in tf.range(2):
+            with on(0):
+                x = x + 1.0
+            with on(1):
+                x = x * 2.0
+        return x
+
+    def loop_with_variables(x: Any) -> Any:
+        for _ in tf.range(2):
+            a.assign_add(x)
+            b.assign_add(x)
+        return x
+
+    def text(x: Any) -> Any:
+        with on(0):
+            said = tf.strings.as_string(x)
+        with on(1):
+            return tf.strings.length(said)
+
+    def unknown(x: Any) -> Any:
+        with on(0):
+            there = tf.where(x > 0)
+        with on(1):
+            return tf.reduce_sum(there)
+
+    def nowhere(x: Any) -> Any:
+        with on(2):
+            return x * 2.0
+
+    def other_job(x: Any) -> Any:
+        with tf.device("/job:ps/task:0"):
+            return x * 2.0
+
+    said = []
+    for function in (loop_over_workers, loop_with_variables, text, unknown, nowhere, other_job, lambda x: x * far):
+        with pytest.raises(errors.TensorwireError) as raised:
+            twt.distribute(tf.function(function))(tf.constant(1.0))
+        said.append(str(raised.value))
+    for call in (lambda: twt.distribute(1), lambda: twt.worker(-1).__enter__()):
+        with pytest.raises(errors.ArgumentError) as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    first, _ = run_job(refused, servers=0).ok()
+    parts = [
+        "has operators of workers 0 and 1 in it",
+        "takes variables of workers 0 and 1",
+        "is no tensor of numbers",
+        "is not known",
+        "is on worker 2, and the job has 2",
+        "'/job:ps/task:0",
+        "a variable is on worker 7",
+        "takes a function",
+        "rank must be 0 or more",
+    ]
+    assert len(first) == len(parts)
+    for said, part in zip(first, parts, strict=True):
+        assert part in said
+
+
+def differ(job: tw.Job) -> None:
+    tf, twt = load()
+
+    @twt.distribute
+    def step(x: Any) -> Any:
+        with tf.device(f"/job:worker/task:{job.rank}"):
+            return x * 2.0
+
+    step(tf.ones(3))
+
+
+def test_workers_that_run_different_functions_are_told() -> None:
+    ended = run_job(differ, servers=0)
+    assert ended.cause is not None
+    assert "does not agree with" in str(ended.cause)
