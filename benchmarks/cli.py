@@ -225,6 +225,20 @@ def mxnet(**options: Any) -> None:
     _run("mxnet", **options)
 
 
+@group.command()
+@plain
+@devices("Our transports.", "shm,tcp", "shm", "tcp")
+@sizes
+def tensorflow(**options: Any) -> None:
+    """Tensors that cross between two workers: TensorFlow 2.21 with its own runtime over gRPC, and with our edges.
+
+    \b
+    TensorFlow has a Python of its own: make setup-tensorflow, or the one that TENSORWIRE_TENSORFLOW_PYTHON names.
+      python -m benchmarks tensorflow --sizes 64,64KiB,1MiB
+    """
+    _run("tensorflow", **options)
+
+
 def _run(name: str, **options: Any) -> None:
     bench_options.run("benchmarks.suite", name, **options)
 

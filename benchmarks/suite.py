@@ -7,6 +7,7 @@ from functools import partial
 
 from benchmarks import edges, graphs, modes, mxnet_kills, mxnet_paper, mxnet_training, report, stores, training, writes
 from benchmarks import mxnet as mxnet_keys
+from benchmarks import tensorflow as crossings
 from benchmarks.libraries import Libraries
 from benchmarks.mxnet_jobs import everywhere, find_python
 from tensorwire.bench import local_training, suite
@@ -130,6 +131,18 @@ def _mxnet(epochs: list[mxnet_paper.Epoch], options: Options, settings: Settings
         )
         found += everywhere(options.counts or (1, 2), options.links, notes, trained)
     return found
+
+
+def tensorflow(options: Options) -> None:
+    """``python -m benchmarks tensorflow``."""
+    crossings.find_python()
+    report_on(options, _tensorflow, shared=True)
+
+
+def _tensorflow(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    settings = replace(settings, rounds=options.rounds or (1 if options.quick else 7))
+    sizes = options.sizes or (crossings.QUICK_SIZES if options.quick else crossings.SIZES)
+    return crossings.measure(options.devices, sizes, settings, notes, quick=options.quick)
 
 
 def _convergence(trained: list[modes.Trainings], options: Options, settings: Settings, notes: Notes) -> list[Record]:

@@ -1,0 +1,129 @@
+"""Tensors of TensorFlow that cross between two workers: ``INDEX RUNTIME DEVICE``; the word is ``BYTESxCROSSINGS``.
+
+``grpc`` is TensorFlow's own runtime: a server in each process, and a session of worker 0. All other runtimes are
+Tensorwire's. Both run the same chain: an addition, then a crossing to the other worker, and so on, in one call. Each
+number that comes out must be the sum of all additions.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import tensorflow as tf
+
+from tensorwire.bench.actors.lines import Lines
+from tensorwire.bench.actors.transfer import counts, since
+
+GRPC = "grpc"
+Call = Callable[[], list[float]]
+
+
+def chain(x: Any, crossings: int) -> tuple[Any, Any]:
+    """The first and the last number after so many crossings."""
+    with tf.device("/job:worker/task:0"):
+        x = x + 1.0
+    for number in range(1, crossings + 1):
+        with tf.device(f"/job:worker/task:{number % 2}"):
+            x = x + 1.0
+    with tf.device("/job:worker/task:0"):
+        return x[0], x[-1]
+
+
+def grpc_calls(lines: Lines, index: int) -> Callable[[int, int], Call | None]:
+    """Calls of TensorFlow's own runtime; None in worker 1, whose server works by itself."""
+    ours = f"127.0.0.1:{free_port()}"
+    theirs = lines.hello(ours).split()[0]
+    tf.compat.v1.disable_eager_execution()
+    workers = [ours, theirs] if index == 0 else [theirs, ours]
+    server = tf.distribute.Server(tf.train.ClusterSpec({"worker": workers}), job_name="worker", task_index=index)
+
+    def make(nbytes: int, crossings: int) -> Call | None:
+        if index:
+            return None
+        with tf.Graph().as_default():
+            with tf.device("/job:worker/task:0"):
+                start = tf.compat.v1.placeholder_with_default(tf.zeros([nbytes // 4]), [nbytes // 4])
+            fetched = chain(start, crossings)
+            session = tf.compat.v1.Session(server.target)
+        return lambda: [float(value) for value in session.run(fetched)]
+
+    return make
+
+
+def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int], Call | None]:
+    """Calls of a function that is cut over the workers."""
+    import tensorwire as tw
+    from tensorwire.control import Coordinator
+    from tensorwire.tensorflow import distribute
+
+    os.environ.setdefault("TENSORWIRE_SECRET", secrets.token_hex(32))
+    address = "-"
+    if index:
+        coordinator = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0)
+        address = coordinator.address
+    found = lines.hello(address).split()[0]
+    os.environ.update(
+        TENSORWIRE_COORDINATOR=address if index else found,
+        TENSORWIRE_RANK=str(index),
+        TENSORWIRE_WORKERS="2",
+        TENSORWIRE_SERVERS="0",
+        TENSORWIRE_DEVICE=device,
+    )
+    tw.init()
+
+    def make(nbytes: int, crossings: int) -> Call:
+        start = tf.zeros([nbytes // 4])
+        step = distribute(tf.function(lambda x: chain(x, crossings)))
+        return lambda: [float(value) for value in step(start)]
+
+    return make
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def main(index: str, runtime: str, device: str) -> None:
+    """Runs until its input ends."""
+    lines = Lines()
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    make = grpc_calls(lines, int(index)) if runtime == GRPC else our_calls(lines, int(index), device)
+    calls: dict[str, Call | None] = {}
+    for run in lines.runs():
+        nbytes, _, crossings = run.word.partition("x")
+        if run.word not in calls:
+            calls[run.word] = make(int(nbytes), int(crossings))
+        call = calls[run.word]
+        if call is None:
+            lines.answer(0.0)
+            continue
+        for _ in range(run.warm + 1):  # the first call of a part connects its edges
+            check(call(), int(crossings))
+        before, start = counts(), time.perf_counter()
+        for _ in range(run.count):
+            results = call()
+        seconds = time.perf_counter() - start
+        check(results, int(crossings))
+        lines.answer(seconds, **since(before))
+
+
+def check(results: list[float], crossings: int) -> None:
+    """Raises `SystemExit` where a number is not the sum of all additions."""
+    if results != [crossings + 1.0] * 2:
+        raise SystemExit(f"after {crossings} crossings the numbers are {results}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
