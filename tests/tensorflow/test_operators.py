@@ -58,6 +58,9 @@ def test_every_dtype_and_shape_arrives(device: str, traced: bool) -> None:
     assert run_job(every_tensor, traced, servers=0, device=device).ok() == [[], []]
 
 
+MANY = 40  # more than a key keeps until they have left
+
+
 def either_first(job: tw.Job, receiver_first: bool) -> list[float]:
     """The two ends, one of which begins after the other has, several steps ahead."""
     _, twt = load()
@@ -66,7 +69,7 @@ def either_first(job: tw.Job, receiver_first: bool) -> list[float]:
     found: list[float] = []
 
     def run() -> None:
-        for step in range(10):
+        for step in range(MANY):
             if job.rank == 0:
                 twt.send(float(step), "key", to=1)
             else:
@@ -85,7 +88,7 @@ def either_first(job: tw.Job, receiver_first: bool) -> list[float]:
 
 @pytest.mark.parametrize("receiver_first", [True, False])
 def test_either_end_may_come_first(receiver_first: bool) -> None:
-    assert run_job(either_first, receiver_first, servers=0).ok() == [[], list(map(float, range(10)))]
+    assert run_job(either_first, receiver_first, servers=0).ok() == [[], list(map(float, range(MANY)))]
 
 
 def loops(job: tw.Job) -> list[Any]:

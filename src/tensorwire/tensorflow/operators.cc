@@ -32,8 +32,11 @@ struct End {
     std::string failure;
     std::vector<std::function<void()>> waiting;  // until it is known
     int64_t runs = 0;                            // of operators without a step
-    absl::Status error;                          // of an earlier send; under the mutex
+    int64_t unsent = 0;                          // tensors that are kept until they have left
+    absl::Status error;                          // of an earlier send
 };
+
+constexpr int64_t most_unsent = 16;  // of a key: the next send is done when it has left, or memory would fill up
 
 struct Registry {
     std::mutex mutex;
@@ -105,9 +108,14 @@ class SendKernel : public KeyedKernel {
         }
         const int64_t number = step(c, 1);
         OP_REQUIRES_ASYNC(c, number > 0, errors::InvalidArgument("tensorwire: steps count from 1, and this is ", number), done);
-        auto* sending = new Sending{end_, key_, c->input(0), number};
+        bool waits;
+        {
+            std::lock_guard<std::mutex> g(end_->mutex);
+            waits = ++end_->unsent > most_unsent;
+        }
+        auto* sending = new Sending{end_, key_, c->input(0), number, waits ? done : DoneCallback()};
         when_known(*end_, [sending] { sending->begin(); });
-        done();
+        if (!waits) done();
     }
 
   private:
@@ -117,6 +125,7 @@ class SendKernel : public KeyedKernel {
         std::string key;
         Tensor tensor;
         int64_t step;
+        DoneCallback done;
 
         void begin() {
             if (!end->edge) return finish(errors::Unavailable(end->failure));
@@ -128,10 +137,12 @@ class SendKernel : public KeyedKernel {
         }
 
         void finish(const absl::Status& status) {
-            if (!status.ok()) {
+            {
                 std::lock_guard<std::mutex> g(end->mutex);
-                if (end->error.ok()) end->error = status;
+                --end->unsent;
+                if (!status.ok() && end->error.ok()) end->error = status;  // for the next send
             }
+            if (done) done();
             delete this;
         }
     };
