@@ -16,6 +16,7 @@ using namespace nb::literals;
 namespace tw {
 namespace {
 
+constexpr double forever = 1e9;     // seconds: a consumer may keep a tensor as long as it likes
 constexpr double post_seconds = 60;  // how long a full connection may take to drain
 
 void count_copy(u64 nbytes) {
@@ -23,10 +24,13 @@ void count_copy(u64 nbytes) {
     count(Counter::copied_bytes, nbytes);
 }
 
-void fill(char* slot, const char* head, u64 head_bytes, const char* data, u64 data_bytes) {
-    if (head_bytes) std::memcpy(slot, head, head_bytes);
-    copy(slot + head_bytes, data, data_bytes);
-    count_copy(data_bytes);
+constexpr u64 least_kept = 4096;  // a smaller tensor costs less to copy than to keep
+
+void fill(char* slot, const SlotHeader& header, const char* data, u64 nbytes) {
+    std::memcpy(slot, &header, sizeof header);
+    if (header.lent) return;
+    copy(slot + sizeof header, data, nbytes);
+    count_copy(nbytes);
 }
 
 class Mapped final : public Carrier, public Announcement {
@@ -34,10 +38,10 @@ class Mapped final : public Carrier, public Announcement {
     Mapped(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 offset)
         : slots_(std::move(slots)), ring_(ring), words_(std::move(words)), offset_(offset) {}
 
-    bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) override {
+    bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
         if (slots_->closed()) return false;
-        fill(slots_->base + ring_.at(step), head, head_bytes, data, data_bytes);
-        count(Counter::mapped_bytes, head_bytes + data_bytes);
+        fill(slots_->base + ring_.at(step), header, data, nbytes);
+        count(Counter::mapped_bytes, nbytes);
         return raise(step);
     }
 
@@ -60,13 +64,13 @@ class Posted final : public Carrier, public Announcement {
     Posted(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs)
         : connection_(std::move(connection)), source_(std::move(source)), ours_(ours), theirs_(theirs) {}
 
-    bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) override {
-        fill(source_->base + ours_.at(step), head, head_bytes, data, data_bytes);
+    bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
+        fill(source_->base + ours_.at(step), header, data, nbytes);
         Frame frame;
         frame.op = static_cast<u32>(Op::write);
         frame.key = theirs_.key;
         frame.offset = theirs_.ring.at(step);
-        frame.length = head_bytes + data_bytes;
+        frame.length = sizeof header + nbytes;
         return post(frame, source_, ours_.at(step), step);
     }
 
@@ -97,17 +101,25 @@ class Posted final : public Carrier, public Announcement {
 
 }  // namespace
 
-void AsyncProducer::send(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes, std::function<void(Outcome)> sent) {
+void AsyncProducer::send(u64 step, const char* data, u64 nbytes, std::function<void(Outcome)> sent) {
     {
         std::lock_guard g(mutex_);
-        waiting_.insert_or_assign(step, Waiting{head, data, head_bytes, data_bytes, std::move(sent)});
+        waiting_.insert_or_assign(step, Waiting{data, nbytes, std::move(sent)});
     }
     advance(Outcome::reached);
+}
+
+// One more than where the data lie in what is lent; 0: they do not.
+u64 AsyncProducer::lent(const char* data, u64 nbytes) const {
+    if (!lends_ || nbytes < least_kept || data < lends_->base) return 0;
+    const u64 offset = static_cast<u64>(data - lends_->base);
+    return lends_->holds(offset, nbytes) ? offset + 1 : 0;
 }
 
 // Sends what can be sent now. No lock is held while others are called.
 void AsyncProducer::advance(Outcome outcome) {
     std::vector<std::pair<std::function<void(Outcome)>, Outcome>> calls;
+    std::vector<std::pair<u64, std::function<void(Outcome)>>> borrowed;  // until their steps are released
     u64 credit = 0;  // to wait for
     {
         std::lock_guard g(mutex_);
@@ -122,11 +134,15 @@ void AsyncProducer::advance(Outcome outcome) {
                 break;
             }
             const Waiting& w = at->second;
-            const bool carried = !peer_->lost() && carrier_->carry(at->first, w.head, w.head_bytes, w.data, w.data_bytes);
+            SlotHeader header;
+            header.lent = lent(w.data, w.nbytes);
+            const bool carried = !peer_->lost() && carrier_->carry(at->first, header, w.data, w.nbytes);
             last_ = at->first;
-            calls.emplace_back(std::move(at->second.sent), carried ? Outcome::reached : Outcome::lost);
+            if (carried && header.lent) borrowed.emplace_back(last_, std::move(at->second.sent));
+            else calls.emplace_back(std::move(at->second.sent), carried ? Outcome::reached : Outcome::lost);
         }
     }
+    for (auto& [step, sent] : borrowed) watcher_->when(word_, step, peer_, forever, std::move(sent));
     if (credit)
         watcher_->when(word_, credit, peer_, seconds_, [this](Outcome found) {
             {
@@ -144,6 +160,16 @@ u64 AsyncConsumer::receive(u64 step, std::function<void(Outcome)> arrived) {
         return 0;
     }
     return watcher_->when(word_, step, peer_, seconds_, std::move(arrived));
+}
+
+const char* AsyncConsumer::slot(u64 step) const {
+    const char* at = memory_->base + ring_.at(step);
+    SlotHeader header;
+    std::memcpy(&header, at, sizeof header);
+    if (!header.lent) return at + sizeof header;
+    // A peer that lies gets its own consumer to read what it was allowed to read anyway.
+    const u64 nbytes = ring_.nbytes - sizeof header;
+    return lent_ && lent_->holds(header.lent - 1, nbytes) ? lent_->base + header.lent - 1 : nullptr;
 }
 
 void AsyncConsumer::release(u64 step) {
@@ -180,8 +206,8 @@ int number_of(Outcome outcome) {
 
 const tw_async_edges functions = {
     TENSORWIRE_ASYNC_EDGES_VERSION,
-    [](void* producer, uint64_t step, const void* head, uint64_t head_bytes, const void* data, uint64_t data_bytes, tw_call sent, void* context) {
-        static_cast<AsyncProducer*>(producer)->send(step, static_cast<const char*>(head), head_bytes, static_cast<const char*>(data), data_bytes,
+    [](void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context) {
+        static_cast<AsyncProducer*>(producer)->send(step, static_cast<const char*>(data), nbytes,
                                                     [sent, context](Outcome outcome) { sent(context, number_of(outcome)); });
     },
     [](void* consumer, uint64_t step, tw_call arrived, void* context) {
@@ -200,7 +226,7 @@ const tw_async_edges functions = {
 
 Ring ring_of(const std::tuple<u64, u64, u64, u64>& numbers) {
     const auto [first, stride, nbytes, count] = numbers;
-    if (!count || stride < nbytes || stride > largest || count > largest / std::max<u64>(stride, 1)) throw nb::value_error("no such ring of slots");
+    if (!count || nbytes < sizeof(SlotHeader) || stride < nbytes || stride > largest || count > largest / std::max<u64>(stride, 1)) throw nb::value_error("no such ring of slots");
     return {first, stride, nbytes, count};
 }
 
@@ -214,28 +240,29 @@ void bind_async_ends(nb::module_& m) {
         .def(nb::new_([](const Memory& words) { return std::make_shared<Watcher>(words.span); }), "words"_a)
         .def("close", &Watcher::close, nb::call_guard<Unlocked>(), "Whatever waits for a word is told that it is lost.");
     nb::class_<AsyncProducer>(m, "AsyncProducer", "The sending end of an edge, for programs in C++.")
-        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, const Memory& slots, Numbers ring, const Memory& words, u64 arrival) {
+        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, const Memory& slots, Numbers ring, const Memory& words, u64 arrival, const Memory* lends) {
                  check_ring(slots, ring_of(ring)); check_writable(slots);
                  word(words, arrival); check_writable(words);
-                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), mapped_carrier(slots.span, ring_of(ring), words.span, arrival), ring_of(ring));
-             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "slots"_a, "ring"_a, "words"_a, "arrival"_a)
+                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), mapped_carrier(slots.span, ring_of(ring), words.span, arrival), ring_of(ring), lends ? lends->span : nullptr);
+             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "slots"_a, "ring"_a, "words"_a, "arrival"_a, "lends"_a.none() = nb::none())
         .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, std::shared_ptr<Connection> connection, const Memory& source, Numbers ours, u64 key, Numbers theirs, u64 words_key, u64 arrival) {
                  check_ring(source, ring_of(ours));
                  return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds),
-                                                        posted_carrier(std::move(connection), source.span, ring_of(ours), {key, ring_of(theirs), words_key, arrival}), ring_of(ours));
+                                                        posted_carrier(std::move(connection), source.span, ring_of(ours), {key, ring_of(theirs), words_key, arrival}), ring_of(ours), nullptr);
              }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "connection"_a, "source"_a, "ours"_a, "key"_a, "theirs"_a, "words_key"_a, "arrival"_a)
         .def_prop_ro("address", [](AsyncProducer& p) { return reinterpret_cast<uintptr_t>(&p); });
     nb::class_<AsyncConsumer>(m, "AsyncConsumer", "The receiving end of an edge, for programs in C++.")
-        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, const Memory& words, u64 credit) {
+        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, const Memory& words, u64 credit, const Memory* lent) {
                  check_ring(memory, ring_of(ring));
                  word(words, credit); check_writable(words);
-                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), mapped_announcement(words.span, credit));
-             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "words"_a, "credit"_a)
+                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), mapped_announcement(words.span, credit), lent ? lent->span : nullptr);
+             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "words"_a, "credit"_a, "lent"_a.none() = nb::none())
         .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, std::shared_ptr<Connection> connection, u64 words_key, u64 credit) {
                  check_ring(memory, ring_of(ring));
-                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), posted_announcement(std::move(connection), words_key, credit));
+                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), posted_announcement(std::move(connection), words_key, credit), nullptr);
              }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "connection"_a, "words_key"_a, "credit"_a)
         .def_prop_ro("address", [](AsyncConsumer& c) { return reinterpret_cast<uintptr_t>(&c); });
+    m.attr("SLOT_HEADER") = sizeof(SlotHeader);
     m.def("async_edges", [] { return reinterpret_cast<uintptr_t>(&functions); }, "The address of the functions that tensorwire/async_edges.h describes.");
 }
 

@@ -17,6 +17,13 @@ struct Ring {
     u64 at(u64 step) const { return first + (step % count) * stride; }
 };
 
+// In front of what a slot holds.
+struct SlotHeader {
+    u64 lent = 0;  // 0: the data follow; else one more than where they lie in the memory that the producer lends
+    u64 unused[7] = {};
+};
+static_assert(sizeof(SlotHeader) == 64);
+
 // A word by which the other end learns of a step, and how it gets there.
 class Announcement {
   public:
@@ -28,8 +35,8 @@ class Announcement {
 class Carrier {
   public:
     virtual ~Carrier() = default;
-    // Brings both parts into the slot of `step`, which is free, and announces it. False: the peer is lost.
-    virtual bool carry(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes) = 0;
+    // Brings both into the slot of `step`, which is free, and announces it. False: the peer is lost.
+    virtual bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) = 0;
 };
 
 // The consumer's memory is mapped here.
@@ -61,20 +68,24 @@ class AsyncEnd {
 
 class AsyncProducer : public AsyncEnd {
   public:
-    AsyncProducer(AsyncEnd end, std::unique_ptr<Carrier> carrier, Ring ring) : AsyncEnd(std::move(end)), carrier_(std::move(carrier)), ring_(ring) {}
-    void send(u64 step, const char* head, u64 head_bytes, const char* data, u64 data_bytes, std::function<void(Outcome)> sent);
+    // `lends`: memory of this process that the consumer maps; null: none.
+    AsyncProducer(AsyncEnd end, std::unique_ptr<Carrier> carrier, Ring ring, std::shared_ptr<Span> lends)
+        : AsyncEnd(std::move(end)), carrier_(std::move(carrier)), ring_(ring), lends_(std::move(lends)) {}
+    void send(u64 step, const char* data, u64 nbytes, std::function<void(Outcome)> sent);
 
   private:
     struct Waiting {
-        const char *head, *data;
-        u64 head_bytes, data_bytes;
+        const char* data;
+        u64 nbytes;
         std::function<void(Outcome)> sent;
     };
+    u64 lent(const char* data, u64 nbytes) const;
     bool free(u64 step) const { return step <= ring_.count || watcher_->reached(word_, step - ring_.count); }
     void advance(Outcome outcome);
 
     const std::unique_ptr<Carrier> carrier_;
     const Ring ring_;
+    const std::shared_ptr<Span> lends_;
     std::mutex mutex_;
     std::map<u64, Waiting> waiting_;  // by step
     u64 last_ = 0;                    // the last step that was sent
@@ -83,17 +94,19 @@ class AsyncProducer : public AsyncEnd {
 
 class AsyncConsumer : public AsyncEnd {
   public:
-    AsyncConsumer(AsyncEnd end, std::shared_ptr<Span> memory, Ring ring, std::unique_ptr<Announcement> credit)
-        : AsyncEnd(std::move(end)), memory_(std::move(memory)), ring_(ring), credit_(std::move(credit)) {}
+    // `lent`: what the producer lends, mapped here; null: nothing.
+    AsyncConsumer(AsyncEnd end, std::shared_ptr<Span> memory, Ring ring, std::unique_ptr<Announcement> credit, std::shared_ptr<Span> lent)
+        : AsyncEnd(std::move(end)), memory_(std::move(memory)), ring_(ring), credit_(std::move(credit)), lent_(std::move(lent)) {}
     u64 receive(u64 step, std::function<void(Outcome)> arrived);
     bool cancel(u64 ticket) { return watcher_->cancel(ticket); }
-    const char* slot(u64 step) const { return memory_->base + ring_.at(step); }
+    const char* slot(u64 step) const;
     void release(u64 step);
 
   private:
     const std::shared_ptr<Span> memory_;
     const Ring ring_;
     const std::unique_ptr<Announcement> credit_;
+    const std::shared_ptr<Span> lent_;
     std::mutex mutex_;
     std::set<u64> released_;  // above `last_`
     u64 last_ = 0;            // up to here all slots came back

@@ -388,6 +388,7 @@ class AsyncProducer:
         ring: tuple[int, int, int, int],
         words: Memory,
         arrival: int,
+        lends: Memory | None = None,
     ) -> AsyncProducer: ...
     @staticmethod
     def posted(
@@ -419,6 +420,7 @@ class AsyncConsumer:
         ring: tuple[int, int, int, int],
         words: Memory,
         credit: int,
+        lent: Memory | None = None,
     ) -> AsyncConsumer: ...
     @staticmethod
     def posted(
@@ -434,6 +436,8 @@ class AsyncConsumer:
     ) -> AsyncConsumer: ...
     @property
     def address(self) -> int: ...
+
+SLOT_HEADER: int = 64
 
 def async_edges() -> int:
     """The address of the functions that tensorwire/async_edges.h describes."""

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tensorwire._native import async_edges
+from tensorwire._native import Memory, async_edges
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, connect_peer
 from tensorwire.edge.async_edge import AsyncEdges
 from tensorwire.errors import ArgumentError
+from tensorwire.observe import counters
 from tensorwire.testing.patience import patient
 
 _u64, _pointer = ctypes.c_uint64, ctypes.c_void_p
@@ -27,7 +28,7 @@ class Functions(ctypes.Structure):
 
     _fields_ = [
         ("version", _u64),
-        ("send", ctypes.CFUNCTYPE(None, _pointer, _u64, _pointer, _u64, _pointer, _u64, CALL, _pointer)),
+        ("send", ctypes.CFUNCTYPE(None, _pointer, _u64, _pointer, _u64, CALL, _pointer)),
         ("receive", ctypes.CFUNCTYPE(_u64, _pointer, _u64, CALL, _pointer)),
         ("cancel", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _u64)),
         ("slot", ctypes.CFUNCTYPE(_pointer, _pointer, _u64)),
@@ -60,7 +61,9 @@ class Outcome:
 class Pair:
     """Two devices of one kind, and the ends of an edge between them."""
 
-    def __init__(self, kind: type[Device], nbytes: int, depth: int, seconds: float) -> None:
+    def __init__(
+        self, kind: type[Device], nbytes: int, depth: int, seconds: float, lends: Memory | None = None
+    ) -> None:
         self.devices = kind(), kind()
         self.nbytes = nbytes
         pipes = multiprocessing.Pipe()
@@ -68,7 +71,7 @@ class Pair:
 
         def connect(side: Any, device: Device, pipe: Any) -> None:
             channel = connect_peer(device, pipe)
-            edges = AsyncEdges(device, seconds)
+            edges = AsyncEdges(device, seconds, lends if side == "producer" else None)
             end = edges.connect(channel, pipe, side, carries="bytes", nbytes=nbytes, depth=depth, timeout=patient(30.0))
             ends[side] = edges, end, channel
 
@@ -85,11 +88,12 @@ class Pair:
         self.producer, self.consumer = ends["producer"][1].address, ends["consumer"][1].address
 
     def send(self, step: int, data: bytes) -> Outcome:
-        outcome, head = Outcome(), data[: self.nbytes // 4]
-        kept = ctypes.create_string_buffer(data, len(data))
-        outcome.kept = kept  # type: ignore[attr-defined]
-        at = ctypes.addressof(kept)
-        functions.send(self.producer, step, at, len(head), at + len(head), len(data) - len(head), outcome.call, None)
+        outcome = Outcome()
+        outcome.kept = ctypes.create_string_buffer(data, len(data))  # type: ignore[attr-defined]
+        return self.send_from(step, ctypes.addressof(outcome.kept), outcome)  # type: ignore[attr-defined]
+
+    def send_from(self, step: int, address: int, outcome: Outcome) -> Outcome:
+        functions.send(self.producer, step, address, self.nbytes, outcome.call, None)
         return outcome
 
     def receive(self, step: int) -> tuple[Outcome, int]:
@@ -103,8 +107,10 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(kind: type[Device], nbytes: int = 100, depth: int = 2, seconds: float = 60.0) -> Iterator[Pair]:
-    made = Pair(kind, nbytes, depth, patient(seconds))
+def pair(
+    kind: type[Device], nbytes: int = 100, depth: int = 2, seconds: float = 60.0, lends: Memory | None = None
+) -> Iterator[Pair]:
+    made = Pair(kind, nbytes, depth, patient(seconds), lends)
     try:
         yield made
     finally:
@@ -176,6 +182,24 @@ def test_the_loss_of_the_peer_ends_what_waits(kind: type[Device]) -> None:
         text = ctypes.create_string_buffer(200)
         functions.reason(ends.consumer, text, len(text))
         assert text.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_in_lent_memory_is_read_there_and_kept_until_it_is_released(kind: type[Device]) -> None:
+    nbytes, memory = 8192, Memory.allocate(4 << 20, reserve=False)
+    with pair(kind, nbytes=nbytes, lends=memory) as ends:
+        maps = ends.devices[0].capabilities.maps
+        view, at = memoryview(memory), 12345
+        view[at : at + nbytes] = data_of(1, nbytes)
+        before = counters.snapshot()
+        lent = ends.send_from(1, memory.address + at, Outcome())
+        assert ends.receive(1)[0].wait() == DONE
+        assert counters.since(before).copies == (0 if maps else 1)
+        assert lent.value == (None if maps else DONE)
+        other = ends.send(2, data_of(2, nbytes))  # which lies elsewhere
+        assert ends.receive(2)[0].wait() == DONE
+        assert [ends.taken(step) for step in (1, 2)] == [data_of(1, nbytes), data_of(2, nbytes)]
+        assert [lent.wait(), other.wait()] == [DONE, DONE]
 
 
 def test_ends_that_differ_are_refused() -> None:

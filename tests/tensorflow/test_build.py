@@ -11,7 +11,7 @@ import pytest
 
 from tensorwire.testing.patience import patient
 
-SCRIPT = "from tensorwire.tensorflow.build import operator_library; print(operator_library())"
+SCRIPT = "from tensorwire.tensorflow.build import compiled; print(compiled('operators'))"
 
 
 def start(cache: Path, **environment: str) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tensorwire._native import AsyncConsumer, AsyncProducer, Connection, Memory, Watcher
+from tensorwire._native import SLOT_HEADER, AsyncConsumer, AsyncProducer, Connection, Memory, Watcher
 from tensorwire.device import Channel, Device, RemoteRegion
 from tensorwire.device.meeting import Meeting, exchange
 from tensorwire.device.tcp import TcpChannel
@@ -34,6 +34,7 @@ class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 1", forbid_
     words: bytes
     word: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     slots: bytes = b""
+    lends: bytes = b""
 
 
 _offer = msgspec.msgpack.Decoder(_Offer)
@@ -45,13 +46,16 @@ class AsyncEdges:
     Args:
         device: The device.
         seconds: How long a send or a receive may take.
+        lends: Memory of this process that sends do not copy from, where the device maps: consumers read there, and what
+            lies there must not change before they have released it.
 
     Raises:
         OutOfMemory: There is no memory for their words.
     """
 
-    def __init__(self, device: Device, seconds: float) -> None:
+    def __init__(self, device: Device, seconds: float, lends: Memory | None = None) -> None:
         self._device, self._seconds = device, seconds
+        self._lends = device._adopt(lends) if lends is not None and device.capabilities.maps else None
         self._words = device.allocate(_LINE * MOST_EDGES)
         self._watcher = Watcher(self._words)
         self._numbers = itertools.count()
@@ -87,25 +91,30 @@ class AsyncEdges:
         number = next(self._numbers)
         if number >= MOST_EDGES:
             raise OutOfMemory(f"a device has {MOST_EDGES} edges for programs in C++")
-        word, ring = _LINE * number, (0, max(_LINE, round_up(nbytes, _LINE)), nbytes, depth)
-        ours = None if side == "producer" and mapped else self._device.allocate(max(_LINE, ring[1] * depth))
+        word, nbytes = _LINE * number, SLOT_HEADER + nbytes
+        ring = (0, round_up(nbytes, _LINE), nbytes, depth)
+        ours = None if side == "producer" and mapped else self._device.allocate(ring[1] * depth)
         self._kept.append(ours)
         slots = b"" if side == "producer" or ours is None else ours.remote("write").pack()
-        offer = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, slots)
+        lends = b"" if side == "consumer" or self._lends is None else self._lends.remote("read").pack()
+        offer = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, slots, lends)
         theirs = _agree(offer, pipe, timeout)
         words, common = RemoteRegion.unpack(theirs.words), (self._watcher, word, channel.liveness, self._seconds)
         end: AsyncProducer | AsyncConsumer
         if side == "producer":
             there = RemoteRegion.unpack(theirs.slots)
             if ours is None:
-                end = AsyncProducer.mapped(*common, _map(channel, there), ring, _map(channel, words), theirs.word)
+                end = AsyncProducer.mapped(
+                    *common, _map(channel, there), ring, _map(channel, words), theirs.word, self._lends
+                )
             else:
                 keys = (there.key, ring, words.key, theirs.word)
                 end = AsyncProducer.posted(*common, _connection(channel), ours, ring, *keys)
         else:
             assert ours is not None
             if mapped:
-                end = AsyncConsumer.mapped(*common, ours, ring, _map(channel, words), theirs.word)
+                lent = _map(channel, RemoteRegion.unpack(theirs.lends)) if theirs.lends else None
+                end = AsyncConsumer.mapped(*common, ours, ring, _map(channel, words), theirs.word, lent)
             else:
                 end = AsyncConsumer.posted(*common, ours, ring, _connection(channel), words.key, theirs.word)
         self._kept.append(end)

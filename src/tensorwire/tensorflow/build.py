@@ -1,4 +1,4 @@
-"""The library of operators: compiled once, against the TensorFlow that is installed, and kept in the user's cache.
+"""The libraries for TensorFlow: compiled once, against the one that is installed, and kept in the user's cache.
 
 The wheel's headers suffice. What is kept is named by a hash of everything that went into it.
 """
@@ -18,25 +18,25 @@ import tensorwire
 from tensorwire.errors import Unsupported
 from tensorwire.progress import progress
 
-_SOURCE = Path(__file__).with_name("operators.cc")
 _INCLUDE = Path(tensorwire.__file__).parent / "include"
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w")  # -w: for the warnings of TensorFlow's headers
 
 
-def operator_library() -> Path:
-    """The library, which is compiled if it is not there.
+def compiled(name: str) -> Path:
+    """The library that is made of ``NAME.cc``, which is compiled if it is not there.
 
     Raises:
         Unsupported: There is no compiler, or it fails.
     """
-    command = [*_FLAGS, str(_SOURCE), f"-I{_INCLUDE}", *tf.sysconfig.get_compile_flags()]
-    inputs = [_SOURCE, *sorted(_INCLUDE.rglob("*.h"))]
+    source = Path(__file__).with_name(f"{name}.cc")
+    command = [*_FLAGS, str(source), f"-I{_INCLUDE}", *tf.sysconfig.get_compile_flags()]
+    inputs = [source, *sorted(_INCLUDE.rglob("*.h"))]
     parts = [" ".join(command).encode(), tf.version.GIT_VERSION.encode(), *(path.read_bytes() for path in inputs)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tensorwire"
-    library = folder / f"tensorflow-{tf.__version__}-{digest}.so"
+    library = folder / f"tensorflow-{tf.__version__}-{name}-{digest}.so"
     if not library.exists():
-        with progress("compiling the operators for TensorFlow, once"):
+        with progress(f"compiling {name} for TensorFlow, once"):
             _compile(command, library)
     return library
 

@@ -11,14 +11,17 @@ from typing import Any
 import tensorflow as tf
 
 RECEIVE, SEND = "TensorwireReceive", "TensorwireSend"
-# These return the memory of an input, or a part of it; some of them only where there is nothing to do.
+# These return the memory of an input, or a part of it.
 # fmt: off
 _HAND_ON = frozenset((
-    "AddN", "All", "Any", "Bitcast", "BroadcastTo", "Cast", "CheckNumerics", "CheckNumericsV2", "ConcatV2", "Enter",
-    "EnsureShape", "Exit", "ExpandDims", "Identity", "IdentityN", "Max", "Mean", "Merge", "Min", "NextIteration",
-    "Pad", "PadV2", "PlaceholderWithDefault", "PreventGradient", "Prod", "RefIdentity", "Reshape", "Reverse",
-    "ReverseV2", "Roll", "Slice", "Snapshot", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Sum",
-    "Switch", "Tile", "Transpose", "Unpack",
+    "Bitcast", "CheckNumerics", "CheckNumericsV2", "Enter", "EnsureShape", "Exit", "ExpandDims", "Identity",
+    "IdentityN", "Merge", "NextIteration", "PlaceholderWithDefault", "PreventGradient", "RefIdentity", "Reshape",
+    "Slice", "Snapshot", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Switch", "Unpack",
+))
+# These do so where there is nothing to do: then the output has the input's dtype, and as many elements.
+_IF_IDLE = frozenset((
+    "AddN", "All", "Any", "BroadcastTo", "Cast", "ConcatV2", "Max", "Mean", "Min", "Pad", "PadV2", "Prod", "Reverse",
+    "ReverseV2", "Roll", "Sum", "Tile", "Transpose",
 ))
 # fmt: on
 
@@ -51,11 +54,21 @@ def _escapes(tensor: Any, outputs: set[int]) -> bool:
         if id(found) in outputs:
             return True
         for op in found.consumers():
-            if op.type in _HAND_ON:
+            if op.type in _HAND_ON or (op.type in _IF_IDLE and _alike(found, op.outputs[0])):
                 waiting += op.outputs
+            elif op.type in _IF_IDLE:
+                continue
             elif op.type != SEND and _keeps(op):
                 return True
     return False
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two tensors may have the same elements, as far as is known."""
+    if one.dtype != other.dtype:
+        return False
+    counts = [tensor.shape.num_elements() for tensor in (one, other)]
+    return None in counts or counts[0] == counts[1]
 
 
 def _keeps(op: Any) -> bool:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tensorwire._native import async_edges
+from tensorwire._native import Memory, async_edges
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
-from tensorwire.tensorflow.build import operator_library
+from tensorwire.tensorflow.build import compiled
 
 _DEPTH = 2  # slots of an edge
 
@@ -90,7 +90,7 @@ class OperatorEdges:
     def _edges(self, device: Device, seconds: float) -> AsyncEdges:
         with self._lock:
             if device.name not in self._devices:
-                self._devices[device.name] = AsyncEdges(device, seconds)
+                self._devices[device.name] = AsyncEdges(device, seconds, lends=tensor_memory())
             return self._devices[device.name]
 
     def _know(self, key: str, address: int | None, failure: str) -> None:
@@ -105,6 +105,18 @@ class OperatorEdges:
 
 
 _current: OperatorEdges | None = None
+_memory: Memory | None = None
+
+
+def tensor_memory() -> Memory | None:
+    """Where TensorFlow's tensors lie, if that is memory of ours."""
+    return _memory
+
+
+def set_tensor_memory(memory: Memory) -> None:
+    """Says where TensorFlow's tensors lie from now on."""
+    global _memory
+    _memory = memory
 
 
 def operator_edges() -> OperatorEdges:
@@ -126,7 +138,7 @@ class Operators(NamedTuple):
 @functools.cache
 def load_operators() -> Operators:
     """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
-    path = str(operator_library())
+    path = str(compiled("operators"))
     ops, library = tf.load_op_library(path), ctypes.CDLL(path)
     library.tensorwire_begin.argtypes = [ctypes.c_void_p]
     library.tensorwire_know.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p]

@@ -130,7 +130,7 @@ class SendKernel : public KeyedKernel {
         void begin() {
             if (!end->edge) return finish(errors::Unavailable(end->failure));
             const auto data = tensor.tensor_data();
-            edges->send(end->edge, step, nullptr, 0, data.data(), data.size(), [](void* self, int outcome) {
+            edges->send(end->edge, step, data.data(), data.size(), [](void* self, int outcome) {
                 auto* sending = static_cast<Sending*>(self);
                 sending->finish(status_of(*sending->end, outcome, "tensorwire: sending " + sending->key));
             }, this);

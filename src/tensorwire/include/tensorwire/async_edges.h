@@ -18,15 +18,15 @@ typedef void (*tw_call)(void* context, int outcome);
 
 struct tw_async_edges {
     uint64_t version;
-    /* Sends `head`, and `data` after it, in `step`, 1 or more, once the steps before it have been sent and the consumer has
-     * released a slot. Calls `sent`, perhaps before it returns, when both may be reused. */
-    void (*send)(void* producer, uint64_t step, const void* head, uint64_t head_bytes, const void* data, uint64_t data_bytes,
-                 tw_call sent, void* context);
+    /* Sends `data` in `step`, 1 or more, once the steps before it have been sent and the consumer has released a slot.
+     * Calls `sent`, perhaps before it returns, when the data may be reused: it was copied, or if it lies in memory that
+     * is lent, the consumer has released it. */
+    void (*send)(void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context);
     /* Calls `arrived` when `step` has arrived. If it has, that is before this returns, which is with 0; else with a ticket. */
     uint64_t (*receive)(void* consumer, uint64_t step, tw_call arrived, void* context);
     /* Whether `arrived` was still to be called, and will not be. */
     int (*cancel)(void* consumer, uint64_t ticket);
-    /* The memory of a step that has arrived, until it is released. */
+    /* The memory of a step that has arrived, until it is released; it may be read-only. */
     const void* (*slot)(void* consumer, uint64_t step);
     /* Gives a slot back. The producer gets it when those of all earlier steps came back, too. */
     void (*release)(void* consumer, uint64_t step);
