@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.libraries import PROGRAMS
@@ -21,6 +22,9 @@ from tensorwire.errors import MissingPackage
 from tensorwire.sizes import size_text
 
 OWN = "grpc"
+ARENA = f"{OURS}, arena"
+MANY, SINGLE, ADDITIONS = "crossing-in-a-call", "crossing-per-call", "addition"
+TRANSFER = 25.0  # least ratio of the transfer alone, with the arena
 MIB = 2**20
 SIZES = (64, 65536, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK_SIZES = (64, MIB)
@@ -43,23 +47,68 @@ def measure(
     devices: Sequence[str], sizes: Sequence[int], settings: Settings, notes: Notes, *, quick: bool
 ) -> list[Record]:
     """All sizes over each device. Raises `MissingPackage`."""
-    return compare_all(list(workloads(find_python(), devices, sizes, quick=quick)), settings, notes)
+    made = compare_all(list(workloads(find_python(), devices, sizes, quick=quick)), settings, notes)
+    return made + transfers(made)
 
 
 def workloads(python: str, devices: Sequence[str], sizes: Sequence[int], *, quick: bool) -> Iterator[Workload]:
-    """Each size within a call of many crossings, and in a call of its own."""
+    """Each size within a call of many crossings, and in a call of its own; and the additions alone."""
     for nbytes in sizes:
-        for many in (True, False):
-            crossings = (10 if quick or nbytes > 4 * MIB else 50) if many else 2
-            mode = "crossing-in-a-call" if many else "crossing-per-call"
-            for device in devices:
-                title = f"{device}, TensorFlow, a tensor of {size_text(nbytes)}, {crossings} crossings in a call"
-                word = f"{nbytes}x{crossings}"
-                pair = (_contender(python, OURS, device, word, nbytes), _contender(python, OWN, device, word, nbytes))
-                target = _target(device, nbytes) if many else None
+        # Each crossing of a call has an edge of its own, with slots for two tensors.
+        many = 2 if nbytes > 64 * MIB else 10 if quick or nbytes > 4 * MIB else 50
+        for device in devices:
+            names = (OURS, ARENA, OWN) if device == "shm" else (OURS, OWN)
+            for mode, crossings in ((MANY, many), (SINGLE, 2), (ADDITIONS, many)):
+                alone = mode == ADDITIONS
+                if alone and device != "shm":
+                    continue
+                # TensorFlow's session computes such a chain once and for all, so ours counts for both.
+                some = tuple(name for name in names if name != OWN) if alone else names
+                what = f"{crossings} additions alone" if alone else f"{crossings} crossings in a call"
+                word = f"{nbytes}x{crossings}" + "x" * alone
                 yield Workload(
-                    "tensorflow", device, title, nbytes, mode, pair, (OWN,), target, per=crossings, stage="tensorflow"
+                    "tensorflow",
+                    device,
+                    f"{device}, TensorFlow, {size_text(nbytes)}, {what}",
+                    nbytes,
+                    mode,
+                    tuple(_contender(python, name, device, word, nbytes) for name in some),
+                    (OWN,),
+                    _target(device, nbytes) if mode == MANY else None,
+                    per=crossings,
+                    stage="tensorflow",
                 )
+
+
+def transfers(made: Sequence[Record]) -> list[Record]:
+    """Of each crossing over shm, what is left of it without its addition, beside TensorFlow's own."""
+    additions = {(r.bytes, r.peer): r.seconds for r in made if r.mode == ADDITIONS}
+    found = []
+    for record in made:
+        own = next((r for r in made if r.mode == MANY and r.workload == record.workload and r.peer == OWN), None)
+        if record.mode != MANY or record.device != "shm" or own is None:
+            continue
+        addition = additions[record.bytes, OURS if record.peer == OWN else record.peer]
+        seconds = max(record.seconds - addition, 1e-9)
+        limit = max(own.seconds - additions[own.bytes, OURS], 1e-9)
+        judged = record.peer == ARENA and record.bytes >= MIB
+        found.append(
+            replace(
+                record,
+                workload=f"{record.workload}, the transfer alone",
+                mode="transfer-alone",
+                seconds=seconds,
+                bytes_per_second=record.bytes / seconds,
+                limit=None if record.peer == OWN else OWN,
+                limit_value=None if record.peer == OWN else limit,
+                ratio=None if record.peer == OWN else limit / seconds,
+                target=f">= {TRANSFER:.2f} of {OWN}" if judged else None,
+                met=limit / seconds >= TRANSFER if judged else None,
+                low=max(record.low - addition, 0.0),
+                high=record.high - addition,
+            )
+        )
+    return found
 
 
 def _target(device: str, nbytes: int) -> Target | None:
@@ -69,7 +118,8 @@ def _target(device: str, nbytes: int) -> Target | None:
 
 def _contender(python: str, peer: str, device: str, word: str, nbytes: int) -> Contender:
     """The programs of worker 1 and worker 0."""
-    where = device if peer == OURS else "tcp"
-    commands = tuple((python, str(PROGRAMS / "tensorflow_crossing.py"), str(i), peer, where) for i in (1, 0))
+    runtime = {OURS: OURS, ARENA: "arena", OWN: OWN}[peer]
+    where = "tcp" if peer == OWN else device
+    commands = tuple((python, str(PROGRAMS / "tensorflow_crossing.py"), str(i), runtime, where) for i in (1, 0))
     secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
     return Contender(peer, commands, environment=secret, word=word, memory=20 * nbytes)

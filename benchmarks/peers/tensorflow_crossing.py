@@ -1,12 +1,14 @@
 """Tensors of TensorFlow that cross between two workers: ``INDEX RUNTIME DEVICE``; the word is ``BYTESxCROSSINGS``.
 
-``grpc`` is TensorFlow's own runtime: a server in each process, and a session of worker 0. All other runtimes are
-Tensorwire's. Both run the same chain: an addition, then a crossing to the other worker, and so on, in one call. Each
-number that comes out must be the sum of all additions.
+``grpc`` is TensorFlow's own runtime: a server in each process, and a session of worker 0. All others are Tensorwire's;
+with ``arena``, tensors lie in shared memory. All run the same chain: an addition, then a crossing to the other worker,
+and so on, in one call; or with an ``x`` at the end of the word, the additions on one worker alone. Each number that
+comes out must be the sum of all additions.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import socket
@@ -22,22 +24,25 @@ import tensorflow as tf
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.bench.actors.transfer import counts, since
 
-GRPC = "grpc"
+GRPC, ARENA = "grpc", "arena"
 Call = Callable[[], list[float]]
 
 
-def chain(x: Any, crossings: int) -> tuple[Any, Any]:
-    """The first and the last number after so many crossings."""
+def chain(x: Any, step: Any, crossings: int, alone: bool) -> tuple[Any, Any]:
+    """The first and the last number after so many crossings.
+
+    ``step`` is -1, and no constant: TensorFlow would make one addition of all that follow each other.
+    """
     with tf.device("/job:worker/task:0"):
-        x = x + 1.0
+        x = x - step
     for number in range(1, crossings + 1):
-        with tf.device(f"/job:worker/task:{number % 2}"):
-            x = x + 1.0
+        with tf.device(f"/job:worker/task:{0 if alone else number % 2}"):
+            x = x - step
     with tf.device("/job:worker/task:0"):
         return x[0], x[-1]
 
 
-def grpc_calls(lines: Lines, index: int) -> Callable[[int, int], Call | None]:
+def grpc_calls(lines: Lines, index: int) -> Callable[[int, int, bool], Call | None]:
     """Calls of TensorFlow's own runtime; None in worker 1, whose server works by itself."""
     ours = f"127.0.0.1:{free_port()}"
     theirs = lines.hello(ours).split()[0]
@@ -45,20 +50,21 @@ def grpc_calls(lines: Lines, index: int) -> Callable[[int, int], Call | None]:
     workers = [ours, theirs] if index == 0 else [theirs, ours]
     server = tf.distribute.Server(tf.train.ClusterSpec({"worker": workers}), job_name="worker", task_index=index)
 
-    def make(nbytes: int, crossings: int) -> Call | None:
+    def make(nbytes: int, crossings: int, alone: bool) -> Call | None:
         if index:
             return None
         with tf.Graph().as_default():
             with tf.device("/job:worker/task:0"):
                 start = tf.compat.v1.placeholder_with_default(tf.zeros([nbytes // 4]), [nbytes // 4])
-            fetched = chain(start, crossings)
+                step = tf.compat.v1.placeholder_with_default(-1.0, [])
+            fetched = chain(start, step, crossings, alone)
             session = tf.compat.v1.Session(server.target)
         return lambda: [float(value) for value in session.run(fetched)]
 
     return make
 
 
-def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int], Call | None]:
+def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int, bool], Call | None]:
     """Calls of a function that is cut over the workers."""
     import tensorwire as tw
     from tensorwire.control import Coordinator
@@ -79,10 +85,10 @@ def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int], Cal
     )
     tw.init()
 
-    def make(nbytes: int, crossings: int) -> Call:
-        start = tf.zeros([nbytes // 4])
-        step = distribute(tf.function(lambda x: chain(x, crossings)))
-        return lambda: [float(value) for value in step(start)]
+    def make(nbytes: int, crossings: int, alone: bool) -> Call:
+        start, step = tf.zeros([nbytes // 4]), tf.constant(-1.0)
+        call = distribute(tf.function(lambda x, step: chain(x, step, crossings, alone)))
+        return lambda: [float(value) for value in call(start, step)]
 
     return make
 
@@ -97,14 +103,16 @@ def free_port() -> int:
 def main(index: str, runtime: str, device: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
+    if runtime == ARENA:
+        importlib.import_module("tensorwire.tensorflow.arena")
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     make = grpc_calls(lines, int(index)) if runtime == GRPC else our_calls(lines, int(index), device)
     calls: dict[str, Call | None] = {}
     for run in lines.runs():
-        nbytes, _, crossings = run.word.partition("x")
+        nbytes, crossings, *alone = run.word.split("x")
         if run.word not in calls:
-            calls[run.word] = make(int(nbytes), int(crossings))
+            calls[run.word] = make(int(nbytes), int(crossings), bool(alone))
         call = calls[run.word]
         if call is None:
             lines.answer(0.0)
