@@ -104,8 +104,8 @@ def transfers(made: Sequence[Record]) -> list[Record]:
                 ratio=None if record.peer == OWN else limit / seconds,
                 target=f">= {TRANSFER:.2f} of {OWN}" if judged else None,
                 met=limit / seconds >= TRANSFER if judged else None,
-                low=max(record.low - addition, 0.0),
-                high=record.high - addition,
+                low=max(min(record.low - addition, seconds), 1e-9),
+                high=max(record.high - addition, seconds),
             )
         )
     return found
