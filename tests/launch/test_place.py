@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,13 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "2", "WORLD_SIZE": "4", "LOCA
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "40007", "SLURM_NNODES": "1"}
 
+CLUSTER = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+
+
+def tf_config(cluster: object, kind: str = "worker", index: int = 0) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
 CASES: list[tuple[dict[str, str], Place]] = [
     ({}, Place("alone", 0, 1, 1, None, False)),
     ({"TENSORWIRE_SERVERS": "3"}, Place("alone", 0, 1, 3, None, False)),
@@ -48,6 +57,12 @@ CASES: list[tuple[dict[str, str], Place]] = [
         Place("ranks", 3, 4, 4, "n1:77", True),
     ),
     ({**SLURM, "TENSORWIRE_SERVERS": "2"}, Place("ranks", 3, 4, 2, "127.0.0.1:20007", False)),
+    (tf_config(CLUSTER, index=1), Place("ranks", 1, 2, 2, "10.0.0.1:2222", True)),
+    (tf_config({**CLUSTER, "chief": ["127.0.0.1:9"]}, index=1), Place("ranks", 2, 3, 3, "127.0.0.1:9", False)),
+    (tf_config({**CLUSTER, "chief": ["h:9"], "evaluator": ["h:1"]}, "chief"), Place("ranks", 0, 3, 3, "h:9", True)),
+    ({**tf_config(CLUSTER), **RANKS}, Place("ranks", 1, 2, 2, "127.0.0.1:5000", False)),
+    ({"TF_CONFIG": ""}, Place("alone", 0, 1, 1, None, False)),
+    ({"TF_CONFIG": '{"model_dir": "x"}'}, Place("alone", 0, 1, 1, None, False)),
 ]
 
 
@@ -85,6 +100,12 @@ WRONG: list[tuple[dict[str, str], str]] = [
     ({"TENSORWIRE_SERVERS": "513"}, "the servers that one worker starts: at most 512, not 513"),
     ({**TORCHRUN, "TENSORWIRE_SERVERS": "2049"}, "the servers that one worker starts: at most 512, not 513"),
     ({**RANKS, "MASTER_PORT": "²³"}, "an address must be HOST:PORT"),
+    ({"TF_CONFIG": "worker 0"}, "TF_CONFIG is not the JSON of a cluster and a task"),
+    ({"TF_CONFIG": '{"cluster": {"worker": "h:1"}}'}, "TF_CONFIG is not the JSON of a cluster and a task"),
+    (tf_config({**CLUSTER, "ps": ["h:1"]}), "TF_CONFIG has tasks of type 'ps'"),
+    (tf_config(CLUSTER, index=2), "task 2 of type 'worker' is no worker of its cluster"),
+    (tf_config({**CLUSTER, "evaluator": ["h:1"]}, "evaluator"), "task 0 of type 'evaluator' is no worker"),
+    (tf_config({"worker": ["here"]}), "an address must be HOST:PORT, not 'here'"),
 ]
 
 

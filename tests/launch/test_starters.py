@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import sys
@@ -42,6 +43,14 @@ def works(results: list[Result], servers: int = 2) -> None:
 
 def test_ranks_by_hand(sandbox: Sandbox) -> None:
     works(finish(by_hand(sandbox, WORKS)))
+    sandbox.nothing_left()
+
+
+def test_the_cluster_of_tf_config(sandbox: Sandbox) -> None:
+    cluster = {"chief": [f"127.0.0.1:{free_port()}"], "worker": ["127.0.0.1:1"]}
+    script, tasks = sandbox.script(WORKS), ("chief", "worker")
+    configs = [json.dumps({"cluster": cluster, "task": {"type": each, "index": 0}}) for each in tasks]
+    works(finish([sandbox.python(script, TF_CONFIG=config) for config in configs]))
     sandbox.nothing_left()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,3 +188,69 @@ def test_workers_that_run_different_functions_are_told() -> None:
     ended = run_job(differ, servers=0)
     assert ended.cause is not None
     assert "does not agree with" in str(ended.cause)
+
+
+def steady_state(job: tw.Job) -> list[float]:
+    """A ring of three workers; what a call costs once its edges are connected."""
+    tf, twt = load()
+    from tensorwire.observe import counters
+
+    @twt.distribute
+    def ring(x: Any) -> Any:
+        for rank in (0, 1, 2, 0):
+            with tf.device(f"/job:worker/task:{rank}"):
+                x = x * 2.0
+        return x
+
+    results = [float(ring(tf.fill([1000], 1.0 + number))[0]) for number in range(3)]
+    job.barrier()
+    before = counters.snapshot()
+    results += [float(ring(tf.fill([1000], 1.0 + number))[0]) for number in range(3, 6)]
+    spent = counters.since(before)
+    assert results == [16.0 * (1 + number) for number in range(6)]
+    return [spent.rpcs, spent.registrations, spent.pickles]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_call_in_the_steady_state_asks_nobody(device: str) -> None:
+    assert run_job(steady_state, workers=3, servers=0, device=device).ok() == [[0, 0, 0]] * 3
+
+
+def alone(job: tw.Job) -> float:
+    tf, twt = load()
+
+    @twt.distribute
+    def step(x: Any) -> Any:
+        with tf.device("/job:worker/task:0"):
+            return tf.reduce_sum(x)
+
+    return float(step(tf.ones(3)))
+
+
+def test_one_worker_needs_no_edges() -> None:
+    assert run_job(alone, workers=1, servers=0).ok() == [3.0]
+
+
+def die_in_a_call(job: tw.Job) -> str:
+    tf, twt = load()
+
+    @twt.distribute
+    def step(x: Any) -> Any:
+        with tf.device("/job:worker/task:1"):
+            return x + 1.0
+
+    for number in range(100):
+        if job.rank == 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            step(tf.ones(3))
+        except errors.JobEnded as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_killed_worker_ends_the_calls_of_the_others(device: str) -> None:
+    ended = run_job(die_in_a_call, servers=0, device=device)
+    assert str(ended.cause).startswith("worker 1 is gone")
+    assert ended.results[0].startswith("worker 1 is gone")

@@ -245,8 +245,24 @@ def test_a_receive_from_a_worker_that_died_fails(device: str, key: str) -> None:
     ended = run_job(die, key, servers=0, device=device)
     assert ended.cause is not None
     assert "worker 1" in str(ended.cause)
-    assert ended.results[0].startswith("UnavailableError: ")
+    assert ended.results[0].startswith("AbortedError: ")
     assert key in ended.results[0]
+
+
+def die_while_another_receives(job: tw.Job) -> None:
+    _, twt = load()
+    twt.send(1.0, "ready", to=1 - job.rank)
+    twt.recv("ready", [], source=1 - job.rank)
+    job.barrier()
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    twt.recv("ready", [], source=1)
+
+
+def test_the_job_ends_with_the_first_failure_not_with_what_follows_from_it() -> None:
+    ended = run_job(die_while_another_receives, servers=0)
+    assert str(ended.cause).startswith("worker 1 is gone")
+    assert ended.errors[0].startswith("AbortedError")
 
 
 def cancel(job: tw.Job) -> str:
@@ -347,7 +363,7 @@ def differ(job: tw.Job) -> str:
         else:
             twt.send(1.0, "back", to=0)
             twt.recv("key", [2], source=0)
-    except tf.errors.UnavailableError as error:
+    except tf.errors.AbortedError as error:
         return str(error.message)
     return ""
 

@@ -1,4 +1,4 @@
-"""The role of this process in the job: from ``tensorwire run``, torchrun, Slurm, plain RANK variables, or alone."""
+"""The role of this process in the job: by ``tensorwire run``, torchrun, RANK, Slurm, TF_CONFIG, or alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tensorwire.control.settings import MOST_ON_A_MACHINE, check_count, seconds,
 from tensorwire.device.interfaces import interface_address
 from tensorwire.device.registry import AUTO
 from tensorwire.errors import ArgumentError
+from tensorwire.launch.tf_config import read_tf_config
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -84,6 +85,9 @@ def find_place(
     if "SLURM_PROCID" in environment and whole(environment, "SLURM_NTASKS", 1) != 1:
         mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
         return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
+    if (config := read_tf_config(environment.get("TF_CONFIG") or "{}")) is not None:
+        mine, addresses = config
+        return _by_rank(mine, len(addresses), addresses[0], servers)
     return Place("alone", 0, 1, 1 if servers is None else servers, None, False)
 
 

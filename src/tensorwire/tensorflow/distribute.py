@@ -10,13 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.errors import ArgumentError, PeerLost, Unsupported
 from tensorwire.graph.analysis import Analysis, analyze
 from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import current_worker
 from tensorwire.tensorflow.graph_importer import Imported, import_function
 from tensorwire.tensorflow.graph_part import PartBuilder
-from tensorwire.tensorflow.operator_edges import operator_edges
+from tensorwire.tensorflow.operator_edges import operator_edges, says_that_a_peer_is_gone
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
 
 _numbers = itertools.count()  # of graphs: the same on all workers
@@ -42,7 +42,9 @@ def distribute(function: Callable[..., Any]) -> Callable[..., Any]:
         function: A ``tf.function``, or a function that becomes one.
 
     Returns:
-        A function that returns on every worker what ``function`` returns.
+        A function that returns on every worker what ``function`` returns. It raises `PeerLost` or `JobEnded` where
+        another worker is gone, `PlanMismatch` where the workers call different functions, and `ArgumentError` or
+        `Unsupported` for what cannot be cut.
 
     Raises:
         ArgumentError: This is no function.
@@ -67,7 +69,13 @@ class _Distributed:
             self._parts[id(concrete)] = concrete, _part_of(concrete, f"{self._name} {next(_numbers)}")
         _, run = self._parts[id(concrete)]
         flat = concrete.function_type.unpack_inputs(concrete.function_type.bind(*args, **kwargs))
-        results, structure = iter(run(*flat)), concrete.structured_outputs
+        try:
+            results = iter(run(*flat))
+        except tf.errors.AbortedError as error:
+            if not says_that_a_peer_is_gone(error):
+                raise
+            raise current_worker().member.explain(PeerLost(error.message)) from None
+        structure = concrete.structured_outputs
         leaves = tf.nest.flatten(structure, expand_composites=True)
         found = [None if leaf is None else next(results) for leaf in leaves]
         return tf.nest.pack_sequence_as(structure, found, expand_composites=True)

@@ -27,6 +27,11 @@ def edge_name(key: str, source: int, target: int) -> str:
     return f"{key} from worker {source} to worker {target}"
 
 
+def says_that_a_peer_is_gone(error: BaseException) -> bool:
+    """Whether an error of TensorFlow's is one of our operators': mostly the consequence of another failure."""
+    return isinstance(error, tf.errors.AbortedError) and "tensorwire: " in str(error)
+
+
 class OperatorEdges:
     """The edges of one worker's operators. All workers of the job that use TensorFlow have one."""
 
@@ -36,6 +41,7 @@ class OperatorEdges:
         self._ends: dict[str, tuple[Side, str]] = {}  # by key
         self._devices: dict[str, AsyncEdges] = {}
         worker.at_close(self._leave)
+        worker.second_hand.append(says_that_a_peer_is_gone)
 
     def connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
         """Begins to connect an end, if it is not there yet. Operators wait for it.

@@ -71,7 +71,8 @@ absl::Status status_of(End& end, int outcome, const std::string& what) {
     if (outcome == TW_TIMED_OUT) return errors::DeadlineExceeded(what, " did not happen in time; TENSORWIRE_TIMEOUT says how long it may take");
     char text[512] = "";
     edges->reason(end.edge, text, sizeof text);
-    return errors::Unavailable(what, " cannot happen: ", text);
+    // Not Unavailable, of which TensorFlow makes an InternalError within functions.
+    return errors::Aborted(what, " cannot happen: ", text);
 }
 
 class KeyedKernel : public AsyncOpKernel {
@@ -128,7 +129,7 @@ class SendKernel : public KeyedKernel {
         DoneCallback done;
 
         void begin() {
-            if (!end->edge) return finish(errors::Unavailable(end->failure));
+            if (!end->edge) return finish(errors::Aborted(end->failure));
             const auto data = tensor.tensor_data();
             edges->send(end->edge, step, data.data(), data.size(), [](void* self, int outcome) {
                 auto* sending = static_cast<Sending*>(self);
@@ -206,7 +207,7 @@ class ReceiveKernel : public KeyedKernel {
 
         void begin(const std::shared_ptr<Receiving>& me) {
             End& end = *kernel->end_;
-            if (!end.edge) return finish(errors::Unavailable(end.failure));
+            if (!end.edge) return finish(errors::Aborted(end.failure));
             {
                 std::lock_guard<std::mutex> g(mutex);
                 if (cancelled || over) return;
