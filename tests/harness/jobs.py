@@ -135,7 +135,10 @@ def run_job(
             mine.close()
         for process in processes:
             process.join(JOIN_SECONDS)
-        return Ended(results, errors, [p.exitcode for p in processes], coordinator.cause)
+        codes = [p.exitcode for p in processes]
+        if any(codes):  # of several accounts of a failure the coordinator waits a moment for the best
+            coordinator.ended.wait(patient(10.0))
+        return Ended(results, errors, codes, coordinator.cause)
     finally:
         for process in processes:
             if process.is_alive():

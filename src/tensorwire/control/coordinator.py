@@ -32,6 +32,7 @@ class _Member:
     writer: asyncio.StreamWriter
     seen: float
     left: bool = False
+    failed: bool = False  # it has said why
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,7 @@ class Coordinator:
         elif isinstance(message, frames.ClockReading):  # at once: how long it takes is what the member measures
             self._send(member.writer, frames.Answer(message.id, pack_time()))
         elif isinstance(message, frames.Fail):
+            member.failed = True
             self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)
         elif isinstance(message, frames.Left):
             self._left(message.role, message.index, message.status)
@@ -302,7 +304,7 @@ class Coordinator:
         del self._members[member.name]
         if member.name in self._exits:
             self._judge(member.name)
-        elif not member.left:
+        elif not member.left and not member.failed:
             self._fail(self._stall.blame(Cause(member.name, GONE, settle=SETTLE_SECONDS)))
         if not self._members:
             self.empty.set()
@@ -342,7 +344,7 @@ class Coordinator:
             return
         if not cause.settle:
             self._end(cause)
-        elif self._second_hand is None:
+        elif self._second_hand is None or cause.settle < self._second_hand.settle:  # shorter, because it is better
             self._second_hand = cause
             self._loop.call_later(cause.settle, self._end, cause)
 
