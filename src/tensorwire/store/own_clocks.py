@@ -57,6 +57,10 @@ class OwnClocks:
         self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
         self._open: list[list[_Contribution]] = [[] for _ in buckets]  # the contributions to each bucket's round
+        # Where rounds close with some workers of all, these must be the same ones for all buckets. Otherwise one waits
+        # for an answer about a bucket, and another for one about another, and nobody can push.
+        self._everyone = len(shard.workers)
+        self.in_order = threading.Lock() if 1 < quorum_of(mode, self._everyone) < self._everyone else None
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = shard.plan.fragments(count)
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
@@ -93,14 +97,18 @@ class OwnClocks:
 
     def leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it."""
-        self.workers.leave(worker)
-        for bucket, lock in enumerate(self.locks):
-            with lock:
-                self._close_if_due(bucket)
+        with self.in_order or contextlib.nullcontext():
+            self.workers.leave(worker)
+            for bucket, lock in enumerate(self.locks):
+                with lock:
+                    self._close_if_due(bucket)
 
     def _close_if_due(self, bucket: int) -> None:
         here, workers = len(self._open[bucket]), self.workers.active
-        if not here or here < quorum_of(self.mode, workers):
+        wanted = quorum_of(self.mode, workers)
+        if self.in_order is not None:  # a worker that has finished counts, or the last ones wait for each other
+            wanted -= self._everyone - workers
+        if not here or here < wanted:
             return
         if self._grace is None or self._deadlines is None or here >= workers:
             self._close(bucket)
@@ -110,9 +118,14 @@ class OwnClocks:
 
     def _close_late(self, bucket: int, version: int) -> None:
         """The time for joining the round after ``version`` is over."""
-        with self.locks[bucket]:
-            if self.versions[bucket] == version and self._open[bucket]:
-                self._close(bucket)
+        together = [bucket]
+        if self.in_order is not None:
+            together = next(fragment for fragment in self.fragments if bucket in fragment)
+        with self.in_order or contextlib.nullcontext():
+            for each in together:
+                with self.locks[each]:
+                    if self.versions[each] == version and self._open[each]:
+                        self._close(each)
 
     def _close(self, bucket: int) -> None:
         """Merges, applies and answers. The caller holds the bucket's lock."""
@@ -223,17 +236,23 @@ class _Rounds:
         buckets = clocks.fragments[head.fragment]
         for bucket in buckets:
             self._shard.receive(self._worker.pushes[bucket], self._step)
-            if self._rule.together:
-                continue
-            push = self.push(bucket, head.weight)
-            with clocks.locks[bucket]:
-                clocks.contribute(bucket, _Contribution(self, self._step, head, push))
+            if not self._rule.together and clocks.in_order is None:
+                self._contribute(bucket, head)
+        if not self._rule.together and clocks.in_order is not None:
+            with clocks.in_order:
+                for bucket in buckets:
+                    self._contribute(bucket, head)
         if self._rule.together and buckets:
             start = clock()
             with clocks.at_rest():
                 clocks.merge_together(_Contribution(self, self._step, head, self.push(0, head.weight)))
             spans.add("update", self._step, start, clock())
             self._late = list(buckets)
+
+    def _contribute(self, bucket: int, head: StepHeader) -> None:
+        push = self.push(bucket, head.weight)
+        with self._clocks.locks[bucket]:
+            self._clocks.contribute(bucket, _Contribution(self, self._step, head, push))
 
     def push(self, bucket: int, weight: float) -> Push:
         """What the worker has pushed to a bucket in this round; asked for once a round."""
