@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import ACTORS, Contender, pair
 from tensorwire.bench.show import Notes
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, MissingPackage
 
 PROGRAMS = Path(__file__).parent / "peers"
 _PROGRAM = "ucx_perftest"
@@ -95,6 +96,19 @@ class Libraries:
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
         except OSError as error:
             raise ArgumentError(f"--peer-python {self._python}: {error.strerror}") from None
+
+
+def framework_python(framework: str, variable: str, folder: Path) -> str:
+    """The Python that has a framework: the one that a variable names, or that of an environment of its own.
+
+    Raises `MissingPackage`.
+    """
+    named = os.environ.get(variable)
+    python = Path(named or folder / "bin" / "python")
+    if not os.access(python, os.X_OK):
+        where = f"{python}, which {variable} names" if named else python.relative_to(folder.parent)
+        raise MissingPackage(f"{framework} has no Python at {where}: make setup-{folder.name.removeprefix('.venv-')}")
+    return str(python)
 
 
 def parse_peers(text: str) -> list[str]:

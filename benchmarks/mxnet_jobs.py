@@ -5,33 +5,25 @@ MXNet has a Python of its own, which runs the programs ``peers/mxnet_*.py``: the
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.libraries import PROGRAMS
+from benchmarks.libraries import PROGRAMS, framework_python
 from benchmarks.workers import ROOT
 from tensorwire.bench import links
 from tensorwire.bench.programs import OURS, Contender
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
-from tensorwire.errors import MissingPackage, Unsupported
+from tensorwire.errors import Unsupported
 
 OWN = "mxnet"
 STORES = {OURS: "dist_tensorwire_sync", OWN: "dist_sync"}
-_PYTHON = "TENSORWIRE_MXNET_PYTHON"
 
 
 def find_python() -> str:
     """The Python that has MXNet. Raises `MissingPackage`."""
-    named = os.environ.get(_PYTHON)
-    python = Path(named or ROOT / ".venv-mxnet" / "bin" / "python")
-    if not os.access(python, os.X_OK):
-        where = f"{python}, which {_PYTHON} names" if named else python.relative_to(ROOT)
-        raise MissingPackage(f"MXNet 1.9.1 has no Python at {where}: make setup-mxnet")
-    return str(python)
+    return framework_python("MXNet 1.9.1", "TENSORWIRE_MXNET_PYTHON", ROOT / ".venv-mxnet")
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,16 @@ crossing and one addition: within a call of many crossings, and of a call of its
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.libraries import PROGRAMS
+from benchmarks.libraries import PROGRAMS, framework_python
 from benchmarks.workers import ROOT
 from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import OURS, Contender
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
-from tensorwire.errors import MissingPackage
 from tensorwire.sizes import size_text
 
 OWN = "grpc"
@@ -30,17 +27,11 @@ SIZES = (64, 65536, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK_SIZES = (64, MIB)
 # Least ratios to TensorFlow's own runtime, by device: up to so many bytes.
 TARGETS = {"shm": ((65536, 3.0), (MIB, 4.0), (64 * MIB, 6.0)), "tcp": ((MIB, 1.5), (256 * MIB, 2.0))}
-_PYTHON = "TENSORWIRE_TENSORFLOW_PYTHON"
 
 
 def find_python() -> str:
     """The Python that has TensorFlow. Raises `MissingPackage`."""
-    named = os.environ.get(_PYTHON)
-    python = Path(named or ROOT / ".venv-tensorflow" / "bin" / "python")
-    if not os.access(python, os.X_OK):
-        where = f"{python}, which {_PYTHON} names" if named else python.relative_to(ROOT)
-        raise MissingPackage(f"TensorFlow has no Python at {where}: make setup-tensorflow")
-    return str(python)
+    return framework_python("TensorFlow", "TENSORWIRE_TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow")
 
 
 def measure(

@@ -130,5 +130,5 @@ extern "C" int tensorwire_arena(char* base, uint64_t nbytes) {
     return 1;
 }
 
-// Bytes that were ever in use at the same time.
+// Bytes of all blocks, used or kept for use again.
 extern "C" uint64_t tensorwire_arena_used() { return arena ? arena->used() : 0; }

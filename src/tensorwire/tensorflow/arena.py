@@ -29,5 +29,5 @@ set_tensor_memory(_memory)
 
 
 def used() -> int:
-    """Returns how many bytes of it were ever in use at the same time."""
+    """Returns how many bytes of it its blocks take, used or kept for use again."""
     return int(_library.tensorwire_arena_used())
