@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.store.compression import FLOATS, Array, compression_of, from_bfloat16, to_bfloat16, to_float16
+from tensorwire.store.compression import FLOATS, Array, compression_of, to_bfloat16, to_float16
+from tensorwire.store.half_precision import from_bfloat16
 from tensorwire.store.modes import EASGD, LocalSGD, Mode
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import StoreSpec

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
+from tensorwire.store.half_precision import from_bfloat16, round_to_bfloat16
 from tensorwire.store.sharding import ParameterSpec
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +27,7 @@ FLOATS = ("float32", "float16", "bfloat16")  # what is coded; whole numbers trav
 BLOCK = 256
 _LEAST, _MOST = 1e-37, 3e38  # a threshold is to be a float32
 _LARGEST_FLOAT16 = np.float32(65504)
-_LARGEST_BFLOAT16 = np.uint32(0x7F7F)
+_LARGEST_BFLOAT16 = np.uint16(0x7F7F)
 
 
 class Compression(ABC):
@@ -243,22 +244,11 @@ def to_float16(values: Array) -> Array:
 
 def to_bfloat16(values: Array) -> Array:
     """float32 values as the bits of bfloat16: finite ones stay finite."""
-    bits = values.view(np.uint32)
-    found = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    odd = (found & np.uint32(0x7F80)) == np.uint32(0x7F80)
-    odd |= np.isnan(values)  # whose bits may have wrapped around
-    if odd.any():
-        upper = bits[odd] >> np.uint32(16)
-        nan, inf = np.isnan(values[odd]), np.isinf(values[odd])
-        finite = (upper & np.uint32(0x8000)) | _LARGEST_BFLOAT16
-        found[odd] = np.where(nan, upper | np.uint32(0x40), np.where(inf, upper, finite))
-    rounded: Array = found.astype(np.uint16)
-    return rounded
-
-
-def from_bfloat16(bits: Array) -> Array:
-    """The float32 values that such bits stand for."""
-    found: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    found = round_to_bfloat16(values)
+    over = (found & np.uint16(0x7FFF)) == np.uint16(0x7F80)
+    over &= np.isfinite(values)
+    if over.any():
+        found[over] = (found[over] & np.uint16(0x8000)) | _LARGEST_BFLOAT16
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tensorwire.errors import ArgumentError
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ELEMENTWISE, WHOLE, is_foreign, no_rule
-from tensorwire.store.rules import make_rule, optimizer_class
+from tensorwire.store.rules import OptimizerRule, optimizer_class
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_layout import StoreSpec
 
@@ -25,7 +25,7 @@ class OptimizerKeyRule:
         elif not is_foreign(spec.rule):
             raise no_rule(spec.rule)
         try:
-            self._rule = make_rule(spec, plan, server, values)
+            self._rule = OptimizerRule(spec, plan, server, values)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"the optimizer {spec.rule} refuses its options: {error}") from None
         self._mean = spec.reduce == "mean"

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
+
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
@@ -22,7 +24,6 @@ from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.pushes import Push
-from tensorwire.store.rules import tensor_over
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
@@ -50,7 +51,7 @@ class OwnClocks:
         buckets = shard.plan.buckets[shard.index]
         self.locks = [threading.Lock() for _ in buckets]
         self.versions = [0] * len(buckets)
-        self.values = [tensor_over(memoryview(shard.parameters), "uint8", b.shard, b.nbytes) for b in buckets]
+        self.values = [np.frombuffer(memoryview(shard.parameters), np.uint8, b.nbytes, b.shard) for b in buckets]
         self.workers = WorkerClocks(shard.member, len(shard.workers))
         self.bound = mode.staleness if isinstance(mode, SSP) else None
         self._most = mode.max_staleness if isinstance(mode, Async) else None
@@ -197,8 +198,8 @@ class _Rounds:
         self.based = [0] * len(clocks.locks)  # by bucket: the version that the worker has
         self._late: list[int] = []  # answers that have to wait for slower workers
         pulls = worker.pulls[: len(clocks.locks)]
-        self._answers = [tensor_over(pull.memory, "uint8", 0, pull.nbytes) for pull in pulls]
-        self._slots = [tensor_over(slot, "uint8", 0, slot.nbytes) for slot in worker.slots]
+        self._answers = [np.frombuffer(pull.memory, np.uint8, pull.nbytes) for pull in pulls]
+        self._slots = [np.frombuffer(slot, np.uint8) for slot in worker.slots]
         self._step = 0
 
     def run(self) -> None:
@@ -293,8 +294,8 @@ class _Rounds:
         pull = self._worker.pulls[bucket]
         memory = pull.slot(step)
         source = self._slots[bucket] if self._rule.answers_in_slot and not first else self._clocks.values[bucket]
-        if source.data_ptr() != self._answers[bucket].data_ptr():
-            self._answers[bucket].copy_(source)
+        if source.ctypes.data != self._answers[bucket].ctypes.data:
+            np.copyto(self._answers[bucket], source)
             counters.add(copies=1, copied_bytes=memory.nbytes)
         decoder = self._worker.decoders[bucket]
         if decoder is not None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import round_up
+from tensorwire.store.arithmetic_rules import Rule
 from tensorwire.store.foreign import import_path, is_elementwise, load_rule
 from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.pushes import Push
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
-from tensorwire.store.rule_names import ELASTIC, ELEMENTWISE, KEEP, MEAN, SUM, WHOLE, is_foreign
+from tensorwire.store.rule_names import ELEMENTWISE, WHOLE, is_foreign
 from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
 from tensorwire.store.state_transfer import GROUP, Item
@@ -85,134 +86,6 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     if count == 0:
         return torch.empty(0, dtype=kind)
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
-
-
-def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> Rule:
-    """The rule of one server's share. ``parameters``: the memory of all buffers, one after the other."""
-    kind = {KEEP: Keep, SUM: Sum, MEAN: Mean, ELASTIC: Elastic}.get(spec.rule, OptimizerRule)
-    return kind(spec, plan, server, parameters)
-
-
-class Rule:
-    """What a server does with its buckets. Round ``step`` leaves its result in buffer ``step % buffers``."""
-
-    answers_in_slot = False  # workers get what ``apply`` has put into their slots, and not the parameters
-
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
-        self.together = spec.together  # `apply_all` once, in place of `apply` by buckets
-        size = plan.shard_bytes[server]
-        self.spec, self.plan = spec, plan
-        self._buffers = [parameters[i * size : (i + 1) * size] for i in range(spec.buffers)]
-        self._bytes = [
-            [tensor_over(buffer, "uint8", bucket.shard, bucket.nbytes) for bucket in plan.buckets[server]]
-            for buffer in self._buffers
-        ]
-
-    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
-        """Puts the numbers of a round's option block into force, for one bucket or for all."""
-
-    def assign(self, bucket: int, slot: memoryview, step: int) -> None:
-        """The parameters of a bucket become what ``slot`` holds."""
-        target = self._bytes[step % len(self._bytes)][bucket]
-        target.copy_(tensor_over(slot, "uint8", 0, target.numel()))
-
-    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
-        """Adds up the workers' gradients times their weights, in their order, and divides the sum by ``divisor``.
-
-        ``apply`` follows at once, or with ``keep`` after other buckets have been reduced.
-        """
-
-    def norm2(self, bucket: int) -> float:
-        """The sum of the squares of what ``reduce`` found, in float64."""
-        return 0.0
-
-    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
-        """One update by what ``reduce`` found, times ``scale``."""
-        self.carry(bucket, step)
-
-    def apply_all(self, step: int, scale: float = 1.0) -> None:
-        """One update of all buckets by what ``reduce`` found, times ``scale``."""
-
-    def carry(self, bucket: int, step: int) -> None:
-        """The values of the round before are those of round ``step``, too."""
-        if len(self._bytes) > 1:
-            self._bytes[step % len(self._bytes)][bucket].copy_(self._bytes[(step - 1) % len(self._bytes)][bucket])
-
-    def state(self) -> Iterator[Item]:
-        """All that is kept beside the parameters, to be saved."""
-        return iter(())
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        """Replaces all that is kept beside the parameters. Raises `ProtocolError`."""
-        for entry, _ in items:
-            raise ProtocolError(f"{self.spec.rule} keeps nothing, and worker 0 loads {entry}")
-
-
-class Keep(Rule):
-    """Leaves the parameters as they are: for measuring all of a step but the update."""
-
-
-class Pieces(Rule):
-    """A rule that changes the pieces of a bucket by what ``reduce`` found, and keeps nothing but their masters."""
-
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
-        super().__init__(spec, plan, server, parameters)
-        self._buckets = [_BucketRule(self, bucket, self._buffers) for bucket in plan.buckets[server]]
-
-    def assign(self, bucket: int, slot: memoryview, step: int) -> None:
-        super().assign(bucket, slot, step)
-        self._buckets[bucket].assigned(step)
-
-    def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
-        self._buckets[bucket].reduce(pushes, divisor, keep=True)
-
-    def norm2(self, bucket: int) -> float:
-        return self._buckets[bucket].norm2()
-
-    @torch.no_grad()
-    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
-        self.carry(bucket, step)
-        self._buckets[bucket].prepare(step, scale)
-        for value, pushed in self._buckets[bucket].changed():
-            self.change(value, pushed)
-        self._buckets[bucket].round(step)
-
-    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
-        """Changes a piece in place."""
-        raise NotImplementedError
-
-    def state(self) -> Iterator[Item]:
-        return entries(h for bucket in self._buckets for h in bucket.held())
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        load_entries([h for bucket in self._buckets for h in bucket.held()], items)
-
-
-class Sum(Pieces):
-    """Adds what is pushed to the parameters."""
-
-    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
-        value.add_(pushed)
-
-
-class Mean(Pieces):
-    """The parameters become what is pushed, its mean over the workers."""
-
-    def change(self, value: torch.Tensor, pushed: torch.Tensor) -> None:
-        value.copy_(pushed)
-
-
-class Elastic(Pieces):
-    """Moves the parameters by a share of the difference to what one worker pushed, and leaves that in its slot."""
-
-    answers_in_slot = True
-
-    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
-        self._alpha = values[0]
-
-    @torch.no_grad()
-    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
-        self._buckets[bucket].elastic(step, self._alpha)
 
 
 class OptimizerRule(Rule):
@@ -429,23 +302,6 @@ class _BucketRule:
             return
         self.prepare(step, scale)
         self._step(self.optimizer)
-        self.round(step)
-
-    def changed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The pieces with what ``reduce`` found for them, where it found something."""
-        for master in self._masters:
-            if master is not None and master.grad is not None:
-                yield master, master.grad
-
-    def elastic(self, step: int, alpha: float) -> None:
-        """Moves by ``alpha`` times the difference to one worker's values, which that takes the place of."""
-        (slot,) = self._pushed
-        for own, master, pushed in zip(self._own[0], self._masters, slot, strict=True):
-            if master is None:
-                pushed.zero_()
-                continue
-            moved = pushed.sub_(own).mul_(alpha)  # as the worker computes: in its dtype
-            master.add_(moved)
         self.round(step)
 
     def prepare(self, step: int, scale: float) -> None:

@@ -9,11 +9,11 @@ from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.store.admission import check_memory, check_versions
+from tensorwire.store.arithmetic_rules import make_rule
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
 from tensorwire.store.pushes import Push
-from tensorwire.store.rules import make_rule
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
