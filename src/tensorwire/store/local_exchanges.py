@@ -1,0 +1,148 @@
+"""When a worker that trains by itself sends what it has, and when it takes what the servers answer.
+
+What it sends, and how it mixes an answer into its parameters, is the framework's to compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.errors import ArgumentError
+from tensorwire.observe import ranges, spans
+from tensorwire.observe.spans import clock
+from tensorwire.store.admission import versions
+from tensorwire.store.modes import EASGD, DiLoCo, Local, LocalSGD, settings_of
+from tensorwire.store.rule_names import ELASTIC, MEAN
+from tensorwire.store.sharding import Bucket, ParameterSpec
+from tensorwire.store.step_header import StepOperation
+from tensorwire.store.store_client import StoreClient
+from tensorwire.store.store_layout import StoreSpec
+
+
+def local_spec(
+    mode: Local, tensors: Sequence[ParameterSpec], workers: int, servers: int, bucket_bytes: int, compression: str
+) -> StoreSpec:
+    """The store of a mode. Raises `ArgumentError` for what the mode does not go with."""
+    rule, group = MEAN, dict[str, Any]()
+    if isinstance(mode, EASGD):
+        rule, group = ELASTIC, {"alpha": 0.9 / workers if mode.alpha is None else mode.alpha}
+    elif isinstance(mode, DiLoCo):
+        outer = mode.outer
+        rule = "SGD"
+        group = {"lr": outer.lr, "momentum": outer.momentum, "nesterov": outer.nesterov, "fused": True}
+        if mode.quorum is not None and mode.quorum > workers:
+            raise ArgumentError(f"quorum={mode.quorum} needs as many workers, and this job has {workers}")
+    spec = StoreSpec(
+        versions(),
+        list(tensors),
+        rule,
+        [group],
+        [(0, name, -1) for name in sorted(group) if name != "fused"],
+        bucket_bytes,
+        False,
+        mode_settings=settings_of(mode),
+        compression=compression,
+    )
+    if servers and isinstance(mode, DiLoCo):
+        spec.plan(servers).fragments(mode.fragments)
+    return spec
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A fragment that has been sent: in round ``round``, to be mixed after step ``due``."""
+
+    fragment: int
+    round: int
+    due: int
+
+
+class LocalExchanges:
+    """The exchanges of one worker.
+
+    Args:
+        client: Its end of a store of `local_spec`.
+        fill: Brings what this worker contributes into the memory of a bucket.
+        mix: Takes what the servers have answered for a bucket into the parameters.
+
+    Attributes:
+        steps: Steps that this worker has taken.
+        tokens: By fragment, what its next contribution weighs.
+    """
+
+    def __init__(self, client: StoreClient, fill: Callable[[Bucket], None], mix: Callable[[Bucket], None]) -> None:
+        mode = client.spec.mode
+        assert isinstance(mode, Local)
+        self._client, self._mode, self._fill, self._mix = client, mode, fill, mix
+        count = mode.fragments if isinstance(mode, DiLoCo) else 1
+        numbers = client.plan.fragments(count)
+        self._fragments = [[b for b in client.order if numbers[b.number] == f] for f in range(count)]
+        group = client.spec.groups[0]
+        self.options = [float(group[name]) for _, name, _ in client.spec.numeric]
+        self._on_the_way: deque[_Exchange] = deque()
+        self.steps = 0
+        self.tokens = [0.0] * count
+
+    def count(self, tokens: float) -> None:
+        """Adds to what this worker's next contribution of each fragment weighs."""
+        self.tokens = [n + tokens for n in self.tokens]
+
+    def step(self) -> None:
+        """What is due after a step of the worker's own optimizer."""
+        self.steps += 1
+        self._mix_due()
+        for fragment in self._due():
+            self._send(fragment)
+        self._mix_due()
+
+    def _due(self) -> Iterable[int]:
+        """The fragments whose turn it is."""
+        every, count = self._mode.every, len(self._fragments)
+        return [f for f in range(count) if self.steps % every == (f + 1) * every // count % every]
+
+    def _weight(self, fragment: int) -> float:
+        if not isinstance(self._mode, DiLoCo) or self._mode.weight == "mean":
+            return 1.0
+        tokens, self.tokens[fragment] = self.tokens[fragment], 0.0
+        if not tokens > 0:
+            raise ArgumentError('weight="tokens" needs optimizer.count(tokens) before step(), in every exchange')
+        return tokens
+
+    def _send(self, fragment: int) -> None:
+        client, weight, start = self._client, self._weight(fragment), clock()
+        with ranges.named(ranges.PUSH):
+            client.begin(StepOperation.UPDATE, self.options, weight=weight, fragment=fragment)
+            for bucket in self._fragments[fragment]:
+                client.slot(bucket)
+                self._fill(bucket)
+                client.push(bucket)
+        delay = 0 if isinstance(self._mode, LocalSGD) else self._mode.delay
+        self._on_the_way.append(_Exchange(fragment, client.step, self.steps + delay))
+        spans.add("push", client.step, start, clock())
+
+    def _mix_due(self) -> None:
+        while self._on_the_way and self._on_the_way[0].due <= self.steps:
+            self._receive(self._on_the_way.popleft(), self._mix)
+
+    def _receive(self, exchange: _Exchange, then: Callable[[Bucket], None] | None) -> None:
+        start = clock()
+        with ranges.named(ranges.WAIT):
+            for bucket in self._fragments[exchange.fragment]:
+                self._client.wait_for(bucket, exchange.round)
+        spans.add("wait", exchange.round, start, clock())
+        if then is not None:
+            for bucket in self._fragments[exchange.fragment]:
+                then(bucket)
+
+    def complete(self) -> None:
+        """Waits for all that is on its way, and mixes it."""
+        while self._on_the_way:
+            self._receive(self._on_the_way.popleft(), self._mix)
+
+    def drop(self) -> None:
+        """Waits for all that is on its way, which was made of values that no longer count."""
+        while self._on_the_way:
+            self._receive(self._on_the_way.popleft(), None)
