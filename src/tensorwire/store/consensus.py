@@ -57,3 +57,15 @@ def agreed(operations: Mapping[int, StepOperation], idle: Sequence[int], updates
         f"loaded {_LOADED[kind]} before step {updates + 1} and worker {other} did not: "
         "call load_state_dict on every worker",
     )
+
+
+def check_alike(options: Mapping[int, tuple[float, ...]], updates: int) -> None:
+    """Raises `Disagreement` where workers that each update parameters of their own no longer have the same ones."""
+    (first, mine), *others = options.items()
+    for worker, theirs in others:
+        if theirs != mine:
+            raise Disagreement(
+                worker,
+                f"has other parameters or another optimizer state than worker {first} in step {updates + 1}: change or "
+                "load the same on every worker, or call optimizer.write_parameters() on all after it",
+            )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store.consensus import agreed
+from tensorwire.store.consensus import agreed, check_alike
 from tensorwire.store.ready_queue import ReadyQueue
 from tensorwire.store.sameness import Sameness
 from tensorwire.store.server_state import take_state
@@ -40,6 +40,8 @@ class Lockstep:
             if operation is StepOperation.FINISH:
                 return
             if operation is StepOperation.UPDATE:
+                if self.shard.spec.alike:
+                    check_alike({w: head.options for w, head in heads.items()}, self.updates)
                 self._update(heads[self._active[0].index])
             elif operation is StepOperation.ASSIGN:
                 self._assign()

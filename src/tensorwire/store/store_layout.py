@@ -29,7 +29,8 @@ class StoreSpec(msgspec.Struct, frozen=True):
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
     still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every tensor is a key, whose
     rounds are its own. ``compression``: the name of what pushes are coded by; empty: they are not. ``table``: the only
-    tensor is a table, of whose rows some travel.
+    tensor is a table, of whose rows some travel. ``alike``: all workers' options must be the same in a
+    round, because they stand for the parameters that each computes on.
     """
 
     versions: str
@@ -49,6 +50,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     keys: bool = False
     compression: str = ""
     table: TableSpec | None = None
+    alike: bool = False
 
     @property
     def mode(self) -> Mode:

@@ -13,5 +13,6 @@ load_tensorflow()
 from tensorwire.tensorflow.distribute import distribute  # noqa: E402  # need tensorflow
 from tensorwire.tensorflow.operators import recv, send  # noqa: E402
 from tensorwire.tensorflow.placement import worker  # noqa: E402
+from tensorwire.tensorflow.store_optimizer import StoreOptimizer  # noqa: E402
 
-__all__ = ["distribute", "recv", "send", "worker"]
+__all__ = ["StoreOptimizer", "distribute", "recv", "send", "worker"]
