@@ -65,8 +65,8 @@ class Worker:
         self.process_group = ProcessGroup(place.rank, place.workers, member.interface, self._share)
         self.events: EventFile | None = None
         self.uneven_stores: list[UnevenStore] = []
-        # Whether an error of a framework's says that a peer is gone.
-        self.second_hand: list[Callable[[BaseException], bool]] = []
+        # What an error of a framework's stands for, if that is one of ours.
+        self.translations: list[Callable[[BaseException], TensorwireError | None]] = []
         self.closed = False
         self._children = children
         self._closers: list[Callable[[], None]] = []
@@ -153,10 +153,10 @@ class Worker:
             )
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        lines = str(error).splitlines()
-        second_hand = isinstance(error, PeerLost) or any(follows(error) for follows in self.second_hand)
-        settle = _SECOND_HAND_SECONDS if second_hand else 0.0
-        self.member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text, settle=settle)
+        ours = next((found for translate in self.translations if (found := translate(error)) is not None), error)
+        lines = str(ours).splitlines()
+        settle = _SECOND_HAND_SECONDS if isinstance(ours, PeerLost) else 0.0
+        self.member.fail(f"raised {type(ours).__name__}: {lines[0] if lines else ''}", text, settle=settle)
 
     @property
     def launcher_prints(self) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.errors import ProtocolError
+from tensorwire.errors import MissingPackage, ProtocolError
+from tensorwire.extras import how_to_install
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ELASTIC, KEEP, MEAN, SUM
@@ -29,8 +30,13 @@ def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryv
     kind = {KEEP: Keep, SUM: Sum, MEAN: Mean, ELASTIC: Elastic}.get(spec.rule)
     if kind is not None:
         return kind(spec, plan, server, parameters)
-    from tensorwire.store.rules import OptimizerRule  # imports torch
-
+    try:
+        from tensorwire.store.rules import OptimizerRule
+    except ImportError as error:
+        raise MissingPackage(
+            f"server {server} applies the rule {spec.rule!r} with PyTorch, and cannot import it ({error}): "
+            f"{how_to_install('torch')}, on the servers' machines"
+        ) from None
     return OptimizerRule(spec, plan, server, parameters)
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, PeerLost, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.analysis import Analysis, analyze
 from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import current_worker
+from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_importer import Imported, import_function
 from tensorwire.tensorflow.graph_part import PartBuilder
-from tensorwire.tensorflow.operator_edges import operator_edges, says_that_a_peer_is_gone
+from tensorwire.tensorflow.operator_edges import operator_edges
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
 
 _numbers = itertools.count()  # of graphs: the same on all workers
@@ -72,9 +73,10 @@ class _Distributed:
         try:
             results = iter(run(*flat))
         except tf.errors.AbortedError as error:
-            if not says_that_a_peer_is_gone(error):
+            ours = translated(error)
+            if ours is None:
                 raise
-            raise current_worker().member.explain(PeerLost(error.message)) from None
+            raise current_worker().member.explain(ours) from None
         structure = concrete.structured_outputs
         leaves = tf.nest.flatten(structure, expand_composites=True)
         found = [None if leaf is None else next(results) for leaf in leaves]

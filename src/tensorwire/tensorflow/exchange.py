@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tensorwire.errors import JobEnded, OutOfMemory, PeerLost, TensorwireError
+from tensorwire.errors import OutOfMemory
 from tensorwire.tensorflow.build import compiled
+from tensorwire.tensorflow.error_texts import as_text
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _LOOK = 1.0  # seconds between looks at whether the key was closed
-_ABORTED, _FAILED = tf.errors.ABORTED, tf.errors.FAILED_PRECONDITION
 
 
 class Values:
@@ -106,13 +106,9 @@ class Exchange:
         code, text = 0, ""
         try:
             self._handle(_Run(run, count))
-        except (PeerLost, JobEnded) as error:
-            code, text = _ABORTED, str(error)
-        except TensorwireError as error:
-            code, text = _FAILED, str(error)
-        except Exception as error:  # the call of TensorFlow must not wait for ever
-            code, text = _FAILED, f"{type(error).__name__}: {error}"
-        self._library.tensorwire_exchange_done(run, code, f"tensorwire: {text}".encode())
+        except Exception as error:  # whatever it is: the call of TensorFlow must not wait for ever
+            code, text = as_text(error)
+        self._library.tensorwire_exchange_done(run, code, text.encode())
 
 
 def fingerprint(tensors: Sequence[Any]) -> Any:

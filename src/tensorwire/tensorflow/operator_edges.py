@@ -18,6 +18,7 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.build import compiled
+from tensorwire.tensorflow.error_texts import register
 
 _DEPTH = 2  # slots of an edge
 
@@ -25,11 +26,6 @@ _DEPTH = 2  # slots of an edge
 def edge_name(key: str, source: int, target: int) -> str:
     """What the operators of both ends call an edge."""
     return f"{key} from worker {source} to worker {target}"
-
-
-def says_that_a_peer_is_gone(error: BaseException) -> bool:
-    """Whether an error of TensorFlow's is one of our operators': mostly the consequence of another failure."""
-    return isinstance(error, tf.errors.AbortedError) and "tensorwire: " in str(error)
 
 
 class OperatorEdges:
@@ -41,7 +37,7 @@ class OperatorEdges:
         self._ends: dict[str, tuple[Side, str]] = {}  # by key
         self._devices: dict[str, AsyncEdges] = {}
         worker.at_close(self._leave)
-        worker.second_hand.append(says_that_a_peer_is_gone)
+        register(worker)
 
     def connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
         """Begins to connect an end, if it is not there yet. Operators wait for it.

@@ -17,8 +17,8 @@ from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
+from tensorwire.tensorflow.error_texts import register
 from tensorwire.tensorflow.exchange import Bytes, Exchange, Values, fingerprint
-from tensorwire.tensorflow.operator_edges import says_that_a_peer_is_gone
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds
 
 _SYNC = Sync()
@@ -209,9 +209,11 @@ class _Share:
             optimizer._compression,
         )
         self.loaded = tf.Variable(False, trainable=False, name="tensorwire_loaded")
-        self._worker.second_hand.append(says_that_a_peer_is_gone)
+        register(self._worker)
         self._exchange = Exchange(f"store optimizer {next(_numbers)}", self._handle)
         self._worker.at_close(self._leave)
+        if self.rounds.takes_gradients:
+            self._worker.uneven_stores.append(self)
         self.spread(variables)
 
     # ---- a step
@@ -272,6 +274,21 @@ class _Share:
         except TensorwireError as error:
             raise self._worker.member.explain(error) from None
         self.loaded.assign(False)
+
+    # ---- uneven numbers of steps
+
+    def check_pausing(self) -> None:
+        """Raises `Unsupported`: a worker that waits would miss updates, which each worker computes for itself."""
+        raise Unsupported(
+            "job.uneven() is not for a Keras optimizer with mode=Sync(): give every worker the same number of steps, "
+            "as by dataset.repeat() and steps_per_epoch, or use another mode"
+        )
+
+    def idle(self) -> None:
+        """It does not come to this."""
+
+    def rejoin(self) -> None:
+        """It does not come to this."""
 
     def _leave(self) -> None:
         """This worker is done. What is on its way is taken into its variables."""

@@ -1,0 +1,37 @@
+"""Errors of ours on their way through TensorFlow, which has errors of its own: as texts, and back."""
+
+from __future__ import annotations
+
+import re
+
+import tensorflow as tf
+
+from tensorwire import errors
+from tensorwire.errors import JobEnded, PeerLost, TensorwireError
+from tensorwire.launch.worker import Worker
+
+_TEXT = re.compile(r"^tensorwire: (?:([A-Z]\w+): )?(.*)$", re.MULTILINE)
+
+
+def as_text(error: Exception) -> tuple[int, str]:
+    """The code of TensorFlow's error, and its message."""
+    if isinstance(error, (PeerLost, JobEnded)):
+        return tf.errors.ABORTED, f"tensorwire: {error}"
+    return tf.errors.FAILED_PRECONDITION, f"tensorwire: {type(error).__name__}: {error}"
+
+
+def translated(error: BaseException) -> TensorwireError | None:
+    """The error of ours that one of TensorFlow's stands for. A peer that is gone is mostly a consequence."""
+    if not isinstance(error, (tf.errors.AbortedError, tf.errors.FailedPreconditionError)):
+        return None
+    found = _TEXT.search(str(error))
+    if found is None:
+        return None
+    kind = getattr(errors, found.group(1) or "", PeerLost)
+    return kind(found.group(2)) if isinstance(kind, type) and issubclass(kind, TensorwireError) else None
+
+
+def register(worker: Worker) -> None:
+    """Where such an error ends the worker, the job learns what it stands for."""
+    if translated not in worker.translations:
+        worker.translations.append(translated)

@@ -1,0 +1,400 @@
+"""Keras models that several workers train through the store: bits of one process, modes, callbacks, and refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tensorwire import errors
+from tensorwire.observe import counters, pickles_counted
+from tests.harness.jobs import run_job
+from tests.tensorflow.test_operators import load
+
+SAMPLES, FEATURES, BATCH = 96, 12, 8
+OPTIMIZERS = {
+    "sgd": ("SGD", {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adam with clipnorm": ("Adam", {"learning_rate": 0.01, "clipnorm": 0.5}),
+    "adamw with a global norm": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1, "global_clipnorm": 0.7}),
+    "rmsprop with averages": ("RMSprop", {"learning_rate": 0.01, "use_ema": True, "ema_overwrite_frequency": 3}),
+    "accumulation": ("Adam", {"learning_rate": 0.01, "gradient_accumulation_steps": 2}),
+}
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
+    return x, (x @ rng.normal(size=(FEATURES, 1)) + 0.3).astype(np.float32)
+
+
+def share(job: tw.Job) -> tuple[Any, Any]:
+    x, y = data()
+    return x[job.rank :: job.num_workers], y[job.rank :: job.num_workers]
+
+
+def model(keras: Any, seed: int, width: int = 40) -> Any:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(width, activation="relu"), keras.layers.Dense(1)]
+    made = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    made(np.zeros((1, FEATURES), np.float32))
+    return made
+
+
+def made(keras: Any, name: str) -> Any:
+    cls, options = OPTIMIZERS[name]
+    return getattr(keras.optimizers, cls)(**options)
+
+
+def half_batches(keras: Any, tf: Any, trained: Any, batch: int) -> list[Any]:
+    """The gradients of two workers, of one batch each."""
+    x, y = data()
+    found = []
+    for rank in range(2):
+        mine = slice(batch * BATCH, (batch + 1) * BATCH)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((trained(x[rank::2][mine], training=True) - y[rank::2][mine]) ** 2)
+        found.append(tape.gradient(loss, trained.trainable_variables))
+    return found
+
+
+def alone(job: tw.Job, name: str, steps: int, traced: bool) -> list[Any]:
+    tf, _ = load()
+    import keras
+
+    trained, optimizer = model(keras, 0), made(keras, name)
+    optimizer.build(trained.trainable_variables)
+
+    def step(gradients: Any) -> None:
+        optimizer.apply(gradients, trained.trainable_variables)
+
+    step = tf.function(step) if traced else step
+    for batch in range(steps):
+        first, second = half_batches(keras, tf, trained, batch)
+        step([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+    return [v.numpy() for v in [*trained.trainable_variables, *optimizer.variables]]
+
+
+def together(job: tw.Job, name: str, steps: int, traced: bool) -> list[Any]:
+    tf, twt = load()
+    import keras
+
+    trained = model(keras, job.rank)
+    optimizer = twt.StoreOptimizer(made(keras, name), bucket_bytes=4096)
+    optimizer.build(trained.trainable_variables)
+
+    def step(gradients: Any) -> None:
+        optimizer.apply(gradients, trained.trainable_variables)
+
+    step = tf.function(step) if traced else step
+    for batch in range(steps):
+        step(half_batches(keras, tf, trained, batch)[job.rank])
+    return [v.numpy() for v in [*trained.trainable_variables, *optimizer.inner_optimizer.variables]]
+
+
+@pytest.mark.parametrize(("device", "servers", "traced"), [("shm", 2, True), ("tcp", 1, False)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_sync_all_workers_have_the_bits_of_one_process(name: str, device: str, servers: int, traced: bool) -> None:
+    (wanted,) = run_job(alone, name, 6, traced, workers=1, servers=0).ok()
+    for found in run_job(together, name, 6, traced, device=device, servers=servers).ok():
+        for mine, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def fit(job: tw.Job, mode: Any, epochs: int, **options: Any) -> dict[str, Any]:
+    _, twt = load()
+    import keras
+
+    trained = model(keras, job.rank)
+    optimizer = twt.StoreOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), mode=mode, **options)
+    trained.compile(optimizer, "mse")
+    x, y = share(job)
+    history = trained.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return {"loss": history.history["loss"], "values": trained.get_weights(), "model": trained, "x": x, "y": y}
+
+
+def fitted(job: tw.Job, mode: Any, epochs: int, options: dict[str, Any]) -> tuple[list[float], list[Any]]:
+    found = fit(job, mode, epochs, **options)
+    return found["loss"], found["values"]
+
+
+def fit_whole(job: tw.Job, epochs: int) -> tuple[list[float], list[Any]]:
+    """One process, whose batches are those of two workers."""
+    load()
+    import keras
+
+    trained = model(keras, 0)
+    trained.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
+    x, y = data()
+    history = trained.fit(x, y, batch_size=2 * BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return history.history["loss"], trained.get_weights()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_fit_on_two_workers_is_fit_in_one_process_within_a_millionth(device: str) -> None:
+    ((losses, wanted),) = run_job(fit_whole, 4, workers=1, servers=0).ok()
+    first, second = run_job(fitted, tw.store.Sync(), 4, {}, device=device).ok()
+    np.testing.assert_allclose(np.mean([first[0], second[0]], axis=0), losses, rtol=1e-5)
+    for mine, same, other in zip(first[1], second[1], wanted, strict=True):
+        np.testing.assert_array_equal(mine, same)
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+MODES = {
+    "Async": (tw.store.Async(), {}),
+    "Async, int8": (tw.store.Async(max_staleness=50), {"compression": "int8"}),
+    "SSP": (tw.store.SSP(1), {}),
+    "EASGD": (tw.store.EASGD(every=3, delay=1), {}),
+    "LocalSGD": (tw.store.LocalSGD(every=4), {"compression": "fp16"}),
+    "Sync, bf16": (tw.store.Sync(), {"compression": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_learns(name: str, device: str) -> None:
+    mode, options = MODES[name]
+    found = run_job(fitted, mode, 6, {"bucket_bytes": 4096, **options}, device=device, servers=2).ok()
+    for losses, _ in found:
+        assert losses[-1] < 0.2 * losses[0], losses
+    if isinstance(mode, (tw.store.Sync, tw.store.LocalSGD)):  # 36 steps: the last one ends with an exchange
+        for mine, same in zip(found[0][1], found[1][1], strict=True):
+            np.testing.assert_array_equal(mine, same)
+
+
+def test_one_worker_is_as_good_as_without_a_store() -> None:
+    ((losses, wanted),) = run_job(fit_whole, 3, workers=1, servers=0).ok()
+    for mode in (tw.store.Async(), tw.store.SSP(), tw.store.LocalSGD(2)):
+        ((mine, values),) = run_job(fit_of_one, mode, 3, workers=1).ok()
+        np.testing.assert_allclose(mine, losses, rtol=1e-4)
+        for value, other in zip(values, wanted, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+
+
+def fit_of_one(job: tw.Job, mode: Any, epochs: int) -> tuple[list[float], list[Any]]:
+    _, twt = load()
+    import keras
+
+    trained = model(keras, 0)
+    trained.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), mode=mode), "mse")
+    x, y = data()
+    history = trained.fit(x, y, batch_size=2 * BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return history.history["loss"], trained.get_weights()
+
+
+def steady(job: tw.Job) -> tuple[Any, int, int]:
+    found = fit(job, tw.store.Sync(), 1)
+    before, bytes_of = counters.snapshot(), sum(v.nbytes for v in found["values"])
+    with pickles_counted() as counted:
+        found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
+        return counters.since(before), bytes_of, counted.pickles
+
+
+def test_a_step_copies_each_gradient_twice_and_does_nothing_else_that_costs() -> None:
+    for spent, nbytes, pickles in run_job(steady, device="shm").ok():
+        steps = SAMPLES // 2 // BATCH
+        assert spent.copied_bytes == 2 * steps * nbytes  # into the slot, and out of the window
+        assert (spent.rpcs, spent.registrations, pickles) == (0, 0, 0)
+        assert spent.pushes == steps
+
+
+# ---- mixed precision
+
+
+def overflows(job: tw.Job) -> list[Any]:
+    """Worker 1's gradients are infinite in the second of three steps."""
+    _, twt = load()
+    import keras
+
+    keras.config.set_dtype_policy("mixed_float16")
+    trained = model(keras, job.rank)
+    trained.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.02)), "mse")
+    assert trained.optimizer.inner_optimizer.initial_scale == 2.0**15
+    x, y = share(job)
+    seen = []
+    for step in range(3):
+        wrong = np.float32(np.inf if step == 1 and job.rank == 1 else 1e-3)
+        trained.train_on_batch(x[:BATCH] * np.float32(1e-2), y[:BATCH] * wrong)
+        scale = float(trained.optimizer.inner_optimizer.dynamic_scale.numpy())
+        seen.append((trained.get_weights(), scale, int(trained.optimizer.iterations.numpy())))
+    return seen
+
+
+def test_where_one_worker_overflows_all_leave_the_step_out() -> None:
+    first, second = run_job(overflows).ok()
+    for (values, scale, steps), (others, same, theirs) in zip(first, second, strict=True):
+        assert (scale, steps) == (same, theirs)
+        for value, other in zip(values, others, strict=True):
+            np.testing.assert_array_equal(value, other)
+    assert [scale for _, scale, _ in first] == [2.0**15, 2.0**14, 2.0**14]
+    assert [steps for _, _, steps in first] == [1, 1, 2]
+    np.testing.assert_array_equal(first[0][0][0], first[1][0][0])
+
+
+# ---- callbacks
+
+
+def decides(job: tw.Job) -> tuple[int, list[float], list[float]]:
+    _, twt = load()
+    import keras
+
+    trained = model(keras, 0)
+    trained.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x, y = share(job)
+    callbacks = [
+        twt.AverageMetrics(),
+        keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.9),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping("loss", patience=2, min_delta=0.05),
+    ]
+    history = trained.fit(x, y, batch_size=BATCH, epochs=60, callbacks=callbacks, shuffle=False, verbose=0).history
+    return len(history["loss"]), history["loss"], history["learning_rate"]
+
+
+def test_callbacks_decide_alike_on_all_workers() -> None:
+    first, second = run_job(decides).ok()
+    assert first == second
+    assert first[0] < 60
+    assert first[2][-1] < 0.5 * first[2][0]
+
+
+def backed_up(job: tw.Job, folder: str, dies: int) -> tuple[int, list[Any]]:
+    """Five epochs; worker ``dies`` is killed in the middle of the fourth, unless it is -1."""
+    _, twt = load()
+    import keras
+
+    class Dies(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if int(self.model.optimizer.iterations.numpy()) == 20 and job.rank == dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trained = model(keras, job.rank)
+    trained.compile(twt.StoreOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    x, y = share(job)
+    callbacks = [twt.BackupAndRestore(folder), Dies()]
+    history = trained.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    assert job.rank or not Path(folder).exists()
+    return len(history.history["loss"]), trained.get_weights()
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_training_that_was_killed_goes_on_from_its_backup_with_the_same_bits(tmp_path: Path, dies: int) -> None:
+    whole = run_job(backed_up, str(tmp_path / "whole"), -1).ok()
+    folder = str(tmp_path / "backup")
+    killed = run_job(backed_up, folder, dies)
+    assert killed.cause is not None
+    assert f"worker {dies}" in str(killed.cause)
+    again = run_job(backed_up, folder, -1).ok()
+    assert [epochs for epochs, _ in again] == [2, 2]
+    for value, other in zip(again[0][1] + again[1][1], whole[0][1] + whole[1][1], strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def saved(job: tw.Job, folder: str) -> list[Any]:
+    """A model that is saved, loaded, and trained on."""
+    _, twt = load()
+    import keras
+
+    found = fit(job, tw.store.SSP(2), 1, compression="fp16")
+    path = f"{folder}/{job.rank}.keras"
+    found["model"].save(path)
+    loaded = keras.models.load_model(path)
+    optimizer = loaded.optimizer
+    assert isinstance(optimizer, twt.StoreOptimizer)
+    assert optimizer.get_config() == {**found["model"].optimizer.get_config(), "name": optimizer.name}
+    for mine, other in zip(loaded.get_weights(), found["values"], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    loaded.fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
+    return [v.numpy() for v in loaded.trainable_variables]
+
+
+def test_a_model_is_saved_and_loaded_with_its_optimizer(tmp_path: Path) -> None:
+    run_job(saved, str(tmp_path)).ok()
+
+
+# ---- what goes wrong
+
+
+def one_changes(job: tw.Job, mode: Any, writes: bool) -> list[Any]:
+    found = fit(job, mode, 1)
+    if job.rank == 1:
+        found["model"].trainable_variables[0].assign_add(np.ones((FEATURES, 40), np.float32))
+    if writes:
+        found["model"].optimizer.write_parameters()
+    found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
+    return list(found["model"].get_weights())
+
+
+@pytest.mark.parametrize("mode", [tw.store.Sync(), tw.store.Async()])
+def test_parameters_that_changed_on_one_worker_are_found(mode: Any) -> None:
+    cause = run_job(one_changes, mode, False).cause
+    assert cause is not None
+    assert "write_parameters() on " in str(cause)
+    first, second = run_job(one_changes, mode, True).ok()
+    if isinstance(mode, tw.store.Sync):
+        for mine, other in zip(first, second, strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def stops_early(job: tw.Job, uneven: bool) -> None:
+    def steps() -> None:
+        found = fit(job, tw.store.Sync(), 1)
+        if job.rank == 0:
+            found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
+
+    if uneven:
+        with job.uneven():
+            steps()
+    else:
+        steps()
+
+
+@pytest.mark.parametrize(("uneven", "why"), [(False, "worker 1 finished after step 6"), (True, "not for a Keras")])
+def test_in_sync_all_workers_take_as_many_steps(uneven: bool, why: str) -> None:
+    ended = run_job(stops_early, uneven)
+    assert ended.cause is not None
+    assert why in str(ended.cause)
+
+
+def refusals(job: tw.Job) -> None:
+    tf, twt = load()
+    import keras
+
+    store, sgd = twt.StoreOptimizer, keras.optimizers.SGD(0.1)
+    with pytest.raises(errors.ArgumentError, match="not a StoreOptimizer"):
+        store(store(sgd))
+    with pytest.raises(errors.ArgumentError, match=r"mode must be one of tw\.store"):
+        store(sgd, mode="async")
+    with pytest.raises(errors.ArgumentError, match="'mean' or their 'sum'"):
+        store(sgd, reduce="max")
+    with pytest.raises(errors.Unsupported, match="damping=0"):
+        store(sgd, mode=tw.store.Async(damping=1)).build([tf.Variable([1.0])])
+    with pytest.raises(errors.Unsupported, match="floating-point"):
+        store(keras.optimizers.SGD(0.1)).build([tf.Variable([1])])
+    with pytest.raises(errors.ArgumentError, match="no servers"):
+        store(keras.optimizers.SGD(0.1)).build([tf.Variable([1.0])])
+    with pytest.raises(errors.ArgumentError, match=r"count\(\) is for"):
+        store(sgd).count(3)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_job(refusals, workers=1, servers=0).ok()
+
+
+def without_torch(job: tw.Job) -> None:
+    fit(job, tw.store.DiLoCo(every=2), 1)
+
+
+def test_diloco_needs_torch_on_the_servers() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch"):
+        run_job(fitted, tw.store.DiLoCo(every=2), 2, {}).ok()
+        return
+    cause = run_job(without_torch).cause
+    assert cause is not None
+    assert "applies the rule 'SGD' with PyTorch" in str(cause)
