@@ -1,6 +1,7 @@
 #include "async_ends.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
@@ -9,6 +10,7 @@
 #include "../tensorwire/include/tensorwire/async_edges.h"
 #include "count.h"
 #include "memory.h"
+#include "post_queue.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -26,13 +28,6 @@ void count_copy(u64 nbytes) {
 
 constexpr u64 least_kept = 4096;  // a smaller tensor costs less to copy than to keep
 
-void fill(char* slot, const SlotHeader& header, const char* data, u64 nbytes) {
-    std::memcpy(slot, &header, sizeof header);
-    if (header.lent) return;
-    copy(slot + sizeof header, data, nbytes);
-    count_copy(nbytes);
-}
-
 class Mapped final : public Carrier, public Announcement {
   public:
     Mapped(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 offset)
@@ -40,7 +35,7 @@ class Mapped final : public Carrier, public Announcement {
 
     bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
         if (slots_->closed()) return false;
-        fill(slots_->base + ring_.at(step), header, data, nbytes);
+        fill_slot(slots_->base + ring_.at(step), header, data, nbytes);
         count(Counter::mapped_bytes, nbytes);
         return raise(step);
     }
@@ -65,7 +60,7 @@ class Posted final : public Carrier, public Announcement {
         : connection_(std::move(connection)), source_(std::move(source)), ours_(ours), theirs_(theirs) {}
 
     bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
-        fill(source_->base + ours_.at(step), header, data, nbytes);
+        fill_slot(source_->base + ours_.at(step), header, data, nbytes);
         Frame frame;
         frame.op = static_cast<u32>(Op::write);
         frame.key = theirs_.key;
@@ -100,6 +95,13 @@ class Posted final : public Carrier, public Announcement {
 };
 
 }  // namespace
+
+void fill_slot(char* slot, const SlotHeader& header, const char* data, u64 nbytes) {
+    std::memcpy(slot, &header, sizeof header);
+    if (header.lent) return;
+    copy(slot + sizeof header, data, nbytes);
+    count_copy(nbytes);
+}
 
 void AsyncProducer::send(u64 step, const char* data, u64 nbytes, std::function<void(Outcome)> sent) {
     {
@@ -237,8 +239,21 @@ void check_ring(const Memory& memory, const Ring& ring) { check(memory, ring.fir
 void bind_async_ends(nb::module_& m) {
     using Numbers = std::tuple<u64, u64, u64, u64>;
     nb::class_<Watcher>(m, "Watcher", "A thread that looks at the words of one region for others.")
-        .def(nb::new_([](const Memory& words) { return std::make_shared<Watcher>(words.span); }), "words"_a)
+        .def(nb::new_([](const Memory& words, bool naps) { return std::make_shared<Watcher>(words.span, naps); }), "words"_a, "naps"_a = false)
         .def("close", &Watcher::close, nb::call_guard<Unlocked>(), "Whatever waits for a word is told that it is lost.");
+    nb::class_<PostQueue>(m, "PostQueue", "Writes of such ends that Python is to post.")
+        .def(nb::new_([] { return std::make_shared<PostQueue>(); }))
+        .def("next", [](PostQueue& queue, double seconds) -> std::optional<std::tuple<u64, u64, u64>> {
+                 Post post;
+                 bool found;
+                 {
+                     Unlocked unlocked;
+                     found = queue.pop(seconds, post);
+                 }
+                 if (!found) return std::nullopt;
+                 return std::make_tuple(post.number, post.step, post.nbytes);
+             }, "seconds"_a, "Whose it is, the step, and how many bytes of its slot go with the signal; None: none came in time.")
+        .def("close", &PostQueue::close, nb::call_guard<Unlocked>(), "`next` returns at once, when it has returned what waits.");
     nb::class_<AsyncProducer>(m, "AsyncProducer", "The sending end of an edge, for programs in C++.")
         .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, const Memory& slots, Numbers ring, const Memory& words, u64 arrival, const Memory* lends) {
                  check_ring(slots, ring_of(ring)); check_writable(slots);
@@ -250,6 +265,10 @@ void bind_async_ends(nb::module_& m) {
                  return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds),
                                                         posted_carrier(std::move(connection), source.span, ring_of(ours), {key, ring_of(theirs), words_key, arrival}), ring_of(ours), nullptr);
              }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "connection"_a, "source"_a, "ours"_a, "key"_a, "theirs"_a, "words_key"_a, "arrival"_a)
+        .def_static("queued", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, std::shared_ptr<PostQueue> queue, u64 number, const Memory& source, Numbers ours) {
+                 check_ring(source, ring_of(ours));
+                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), queued_carrier(std::move(queue), number, source.span, ring_of(ours)), ring_of(ours), nullptr);
+             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "queue"_a, "number"_a, "source"_a, "ours"_a)
         .def_prop_ro("address", [](AsyncProducer& p) { return reinterpret_cast<uintptr_t>(&p); });
     nb::class_<AsyncConsumer>(m, "AsyncConsumer", "The receiving end of an edge, for programs in C++.")
         .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, const Memory& words, u64 credit, const Memory* lent) {
@@ -261,6 +280,10 @@ void bind_async_ends(nb::module_& m) {
                  check_ring(memory, ring_of(ring));
                  return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), posted_announcement(std::move(connection), words_key, credit), nullptr);
              }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "connection"_a, "words_key"_a, "credit"_a)
+        .def_static("queued", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, std::shared_ptr<PostQueue> queue, u64 number) {
+                 check_ring(memory, ring_of(ring));
+                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), queued_announcement(std::move(queue), number), nullptr);
+             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "queue"_a, "number"_a)
         .def_prop_ro("address", [](AsyncConsumer& c) { return reinterpret_cast<uintptr_t>(&c); });
     m.attr("SLOT_HEADER") = sizeof(SlotHeader);
     m.def("async_edges", [] { return reinterpret_cast<uintptr_t>(&functions); }, "The address of the functions that tensorwire/async_edges.h describes.");

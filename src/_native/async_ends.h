@@ -24,6 +24,9 @@ struct SlotHeader {
 };
 static_assert(sizeof(SlotHeader) == 64);
 
+// Brings both into a slot; counts the copy, if the data are not lent.
+void fill_slot(char* slot, const SlotHeader& header, const char* data, u64 nbytes);
+
 // A word by which the other end learns of a step, and how it gets there.
 class Announcement {
   public:

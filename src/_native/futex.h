@@ -138,5 +138,6 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds);
 
 constexpr double spin_seconds = 5e-6;
 constexpr double slice_seconds = 0.1;  // no sleep is longer: a peer may die between its store and its ring
+constexpr double nap_seconds = 50e-6;  // between looks at words that nobody announces
 
 }  // namespace tw

@@ -12,7 +12,7 @@
 namespace tw {
 
 namespace {
-constexpr double nap_seconds = 50e-6;
+
 constexpr u64 event_token = 1, stop_token = 2;
 }  // namespace
 

@@ -4,7 +4,7 @@
 
 namespace tw {
 
-Watcher::Watcher(std::shared_ptr<Span> words) : words_(std::move(words)) {}
+Watcher::Watcher(std::shared_ptr<Span> words, bool naps) : words_(std::move(words)), naps_(naps) {}
 
 Watcher::~Watcher() { close(); }
 
@@ -94,7 +94,7 @@ void Watcher::run() {
             // It looks again for a moment before it sleeps: what is waited for is often nearly there.
             sleep = due.empty() && now() - idle_since >= spin_seconds;
         }
-        if (sleep) park(futex, seen, std::max(0.0, next - now()));
+        if (sleep) park(futex, seen, std::max(0.0, naps_ ? nap_seconds : next - now()));
         futex.parked.fetch_sub(1, std::memory_order_relaxed);
         if (due.empty()) {
             if (!sleep) relax();

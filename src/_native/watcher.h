@@ -14,8 +14,8 @@ class Watcher {
   public:
     using Call = std::function<void(Outcome)>;
 
-    // All words lie in one span, whose futex announces them.
-    explicit Watcher(std::shared_ptr<Span> words);
+    // All words lie in one span, whose futex announces them. `naps`: nothing does; it looks now and then.
+    explicit Watcher(std::shared_ptr<Span> words, bool naps = false);
     ~Watcher();
     Watcher(const Watcher&) = delete;
     Watcher& operator=(const Watcher&) = delete;
@@ -44,6 +44,7 @@ class Watcher {
     void run();
 
     const std::shared_ptr<Span> words_;
+    const bool naps_;
     std::mutex mutex_;
     std::condition_variable added_;
     std::map<u64, Entry> entries_;  // by ticket

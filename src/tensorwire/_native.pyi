@@ -371,9 +371,21 @@ ATTEND: int = 4
 class Watcher:
     """A thread that looks at the words of one region for others."""
 
-    def __init__(self, words: Memory) -> None: ...
+    def __init__(self, words: Memory, naps: bool = False) -> None: ...
     def close(self) -> None:
         """Whatever waits for a word is told that it is lost."""
+
+class PostQueue:
+    """Writes of such ends that Python is to post."""
+
+    def __init__(self) -> None: ...
+    def next(self, seconds: float) -> tuple[int, int, int] | None:
+        """
+        Whose it is, the step, and how many bytes of its slot go with the signal; None: none came in time.
+        """
+
+    def close(self) -> None:
+        """`next` returns at once, when it has returned what waits."""
 
 class AsyncProducer:
     """The sending end of an edge, for programs in C++."""
@@ -404,6 +416,17 @@ class AsyncProducer:
         words_key: int,
         arrival: int,
     ) -> AsyncProducer: ...
+    @staticmethod
+    def queued(
+        watcher: Watcher,
+        credit: int,
+        peer: Liveness,
+        seconds: float,
+        queue: PostQueue,
+        number: int,
+        source: Memory,
+        ours: tuple[int, int, int, int],
+    ) -> AsyncProducer: ...
     @property
     def address(self) -> int: ...
 
@@ -433,6 +456,17 @@ class AsyncConsumer:
         connection: Connection,
         words_key: int,
         credit: int,
+    ) -> AsyncConsumer: ...
+    @staticmethod
+    def queued(
+        watcher: Watcher,
+        arrival: int,
+        peer: Liveness,
+        seconds: float,
+        memory: Memory,
+        ring: tuple[int, int, int, int],
+        queue: PostQueue,
+        number: int,
     ) -> AsyncConsumer: ...
     @property
     def address(self) -> int: ...

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from tensorwire._native import Memory, async_edges
-from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, connect_peer
+from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice, connect_peer
 from tensorwire.edge.async_edge import AsyncEdges
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 from tensorwire.testing.patience import patient
+from tests.harness.fake_nic import fabric as fabric
+from tests.harness.fake_nic import ibverbs as ibverbs
+
+pytestmark = pytest.mark.usefixtures("fabric")
 
 _u64, _pointer = ctypes.c_uint64, ctypes.c_void_p
 CALL = ctypes.CFUNCTYPE(None, _pointer, ctypes.c_int)
@@ -124,7 +128,7 @@ def data_of(step: int, nbytes: int = 100) -> bytes:
     return bytes((step + at) % 256 for at in range(nbytes))
 
 
-KINDS = [LoopbackDevice, ShmDevice, TcpDevice]
+KINDS = [LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +177,7 @@ def test_what_waits_is_cancelled_or_ends_in_time_or_with_the_edge(kind: type[Dev
         assert outcome.value is None
 
 
-@pytest.mark.parametrize("kind", [ShmDevice, TcpDevice])
+@pytest.mark.parametrize("kind", [ShmDevice, TcpDevice, VerbsDevice])
 def test_the_loss_of_the_peer_ends_what_waits(kind: type[Device]) -> None:
     with pair(kind, seconds=600.0) as ends:
         waiting, _ = ends.receive(1)

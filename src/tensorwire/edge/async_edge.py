@@ -12,16 +12,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from tensorwire._native import SLOT_HEADER, AsyncConsumer, AsyncProducer, Connection, Memory, Watcher
-from tensorwire.device import Channel, Device, RemoteRegion
+from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.meeting import Meeting, exchange
-from tensorwire.device.tcp import TcpChannel
-from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError, Unsupported
+from tensorwire.device.tcp import TcpChannel, TcpDevice
+from tensorwire.edge.async_posts import AsyncPosts, WriteSlot
+from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError
 from tensorwire.sizes import round_up
 
 _LINE = 64  # bytes from one word or slot to the next: no two share a cache line
 MOST_EDGES = 1 << 14  # of a device
 
 Side = Literal["producer", "consumer"]
+Ring = tuple[int, int, int, int]  # where the first slot is, bytes from one to the next, bytes of one, how many
 
 
 class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 1", forbid_unknown_fields=True):
@@ -57,7 +59,8 @@ class AsyncEdges:
         self._device, self._seconds = device, seconds
         self._lends = device._adopt(lends) if lends is not None and device.capabilities.maps else None
         self._words = device.allocate(_LINE * MOST_EDGES)
-        self._watcher = Watcher(self._words)
+        self._posts = None if device.capabilities.maps or isinstance(device, TcpDevice) else AsyncPosts()
+        self._watcher = Watcher(self._words, naps=self._posts is not None)  # which no NIC wakes
         self._numbers = itertools.count()
         self._kept: list[object] = []
 
@@ -83,11 +86,8 @@ class AsyncEdges:
             OutOfMemory: There is no memory for this end.
             PeerLost, WaitTimeout: The other process ends, or does not answer in time.
             ProtocolError: Something else than Tensorwire answers.
-            Unsupported: The device can do this by Python alone.
         """
         mapped = channel.device.capabilities.maps
-        if not mapped:
-            _connection(channel)
         number = next(self._numbers)
         if number >= MOST_EDGES:
             raise OutOfMemory(f"a device has {MOST_EDGES} edges for programs in C++")
@@ -107,6 +107,9 @@ class AsyncEdges:
                 end = AsyncProducer.mapped(
                     *common, _map(channel, there), ring, _map(channel, words), theirs.word, self._lends
                 )
+            elif self._posts is not None:
+                post = self._posts.add(_writes(channel, words, theirs.word, ours, there, ring))
+                end = AsyncProducer.queued(*common, self._posts.queue, post, ours, ring)
             else:
                 keys = (there.key, ring, words.key, theirs.word)
                 end = AsyncProducer.posted(*common, _connection(channel), ours, ring, *keys)
@@ -115,6 +118,9 @@ class AsyncEdges:
             if mapped:
                 lent = _map(channel, RemoteRegion.unpack(theirs.lends)) if theirs.lends else None
                 end = AsyncConsumer.mapped(*common, ours, ring, _map(channel, words), theirs.word, lent)
+            elif self._posts is not None:
+                post = self._posts.add(_writes(channel, words, theirs.word))
+                end = AsyncConsumer.queued(*common, ours, ring, self._posts.queue, post)
             else:
                 end = AsyncConsumer.posted(*common, ours, ring, _connection(channel), words.key, theirs.word)
         self._kept.append(end)
@@ -123,6 +129,8 @@ class AsyncEdges:
     def close(self) -> None:
         """Whatever still waits is told that it is lost. Idempotent."""
         self._watcher.close()
+        if self._posts is not None:
+            self._posts.close()
 
 
 def _map(channel: Channel, region: RemoteRegion) -> Memory:
@@ -132,9 +140,29 @@ def _map(channel: Channel, region: RemoteRegion) -> Memory:
 
 
 def _connection(channel: Channel) -> Connection:
-    if not isinstance(channel, TcpChannel):
-        raise Unsupported(f"{channel.device.name} has no edges for programs in C++: use shm or tcp")
+    assert isinstance(channel, TcpChannel)
     return channel.connection
+
+
+def _writes(
+    channel: Channel,
+    words: RemoteRegion,
+    word: int,
+    ours: Region | None = None,
+    there: RemoteRegion | None = None,
+    ring: Ring = (0, 0, 0, 1),
+) -> WriteSlot:
+    """What writes the slot of a step, from our ring to the one over there, and raises the word."""
+    arrival = words.view(word, 8)
+    first, stride, _, depth = ring
+
+    def write(step: int, nbytes: int) -> object:
+        if ours is None or there is None:
+            return channel.signal(arrival, step)
+        at = first + step % depth * stride
+        return channel.write(ours.view(at, nbytes), there.view(at, nbytes), (arrival, step))
+
+    return write
 
 
 def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:

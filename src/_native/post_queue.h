@@ -1,0 +1,36 @@
+// Writes of edges that need no Python, on devices to which only Python can post: one of its threads takes them from here.
+//
+// It is not called: whoever sends or releases may hold locks, or Python's.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "async_ends.h"
+
+namespace tw {
+
+// `nbytes` of the slot of `step` and its signal; or with 0 the signal alone. `number`: whose.
+struct Post {
+    u64 number, step, nbytes;
+};
+
+class PostQueue {
+  public:
+    void push(Post post);
+    // False: none came within `seconds`, or this is closed.
+    bool pop(double seconds, Post& post);
+    void close();
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<Post> waiting_;
+    bool closed_ = false;
+};
+
+std::unique_ptr<Carrier> queued_carrier(std::shared_ptr<PostQueue> queue, u64 number, std::shared_ptr<Span> source, Ring ours);
+std::unique_ptr<Announcement> queued_announcement(std::shared_ptr<PostQueue> queue, u64 number);
+
+}  // namespace tw
