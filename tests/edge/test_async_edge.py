@@ -14,6 +14,7 @@ import pytest
 from tensorwire._native import Memory, async_edges
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice, connect_peer
 from tensorwire.edge.async_edge import AsyncEdges
+from tensorwire.edge.async_posts import AsyncPosts
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 from tensorwire.testing.patience import patient
@@ -229,3 +230,20 @@ def test_ends_that_differ_are_refused() -> None:
     ]
     for device in devices:
         device.close()
+
+
+def test_ends_that_connect_at_once_get_numbers_of_their_own_for_their_writes() -> None:
+    posts, count = AsyncPosts(), 64
+    together, numbers = threading.Barrier(count), dict[int, int]()
+
+    def add(mine: int) -> None:
+        together.wait()
+        numbers[mine] = posts.add(lambda step, nbytes: None)
+
+    threads = [threading.Thread(target=add, args=(mine,)) for mine in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    posts.close()
+    assert sorted(numbers.values()) == list(range(count))

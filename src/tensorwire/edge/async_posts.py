@@ -20,17 +20,19 @@ class AsyncPosts:
 
     def __init__(self) -> None:
         self.queue = PostQueue()
+        self._lock = threading.Lock()
         self._writes: list[WriteSlot] = []
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, write: WriteSlot) -> int:
-        """The number by which an end's posts say that they are to be made by ``write``."""
-        self._writes.append(write)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tensorwire async posts", daemon=True)
-            self._thread.start()
-        return len(self._writes) - 1
+        """The number by which an end's posts say that they are to be made by ``write``. Any thread may call it."""
+        with self._lock:
+            self._writes.append(write)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tensorwire async posts", daemon=True)
+                self._thread.start()
+            return len(self._writes) - 1
 
     def close(self) -> None:
         """What waits is made, and nothing more. Idempotent."""

@@ -15,9 +15,14 @@ _TEXT = re.compile(r"^tensorwire: (?:([A-Z]\w+): )?(.*)$", re.MULTILINE)
 
 def as_text(error: Exception) -> tuple[int, str]:
     """The code of TensorFlow's error, and its message."""
-    if isinstance(error, (PeerLost, JobEnded)):
-        return tf.errors.ABORTED, f"tensorwire: {error}"
-    return tf.errors.FAILED_PRECONDITION, f"tensorwire: {type(error).__name__}: {error}"
+    code = tf.errors.ABORTED if isinstance(error, (PeerLost, JobEnded)) else tf.errors.FAILED_PRECONDITION
+    return code, failure_text("", error)
+
+
+def failure_text(what: str, error: Exception) -> str:
+    """A message about ``what`` failed, if anything is said of it, from which the error can be told."""
+    name = "" if isinstance(error, (PeerLost, JobEnded)) else f"{type(error).__name__}: "
+    return f"tensorwire: {name}{what}{': ' if what else ''}{error}"
 
 
 def translated(error: BaseException) -> TensorwireError | None:

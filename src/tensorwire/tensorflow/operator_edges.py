@@ -18,7 +18,7 @@ from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.build import compiled
-from tensorwire.tensorflow.error_texts import register
+from tensorwire.tensorflow.error_texts import failure_text, register
 
 _DEPTH = 2  # slots of an edge
 
@@ -85,7 +85,7 @@ class OperatorEdges:
             edges = self._edges(channel.device, timeout)
             end = edges.connect(channel, meet, side, carries=carries, nbytes=nbytes, depth=_DEPTH, timeout=timeout)
         except TensorwireError as error:
-            self._know(key, None, f"tensorwire: {key} cannot be connected: {error}")
+            self._know(key, None, failure_text(f"{key} cannot be connected", error))
         else:
             self._know(key, end.address, "")
 
