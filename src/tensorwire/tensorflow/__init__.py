@@ -10,10 +10,20 @@ from tensorwire.tensorflow.find_tensorflow import load_tensorflow
 
 load_tensorflow()
 
-from tensorwire.tensorflow.callbacks import AverageMetrics, BackupAndRestore  # noqa: E402  # need tensorflow
 from tensorwire.tensorflow.distribute import distribute  # noqa: E402
+from tensorwire.tensorflow.fit_callbacks import AverageMetrics, BackupAndRestore  # noqa: E402  # need tensorflow
 from tensorwire.tensorflow.operators import recv, send  # noqa: E402
 from tensorwire.tensorflow.placement import worker  # noqa: E402
+from tensorwire.tensorflow.protocol import use_protocol  # noqa: E402
 from tensorwire.tensorflow.store_optimizer import StoreOptimizer  # noqa: E402
 
-__all__ = ["AverageMetrics", "BackupAndRestore", "StoreOptimizer", "distribute", "recv", "send", "worker"]
+__all__ = [
+    "AverageMetrics",
+    "BackupAndRestore",
+    "StoreOptimizer",
+    "distribute",
+    "recv",
+    "send",
+    "use_protocol",
+    "worker",
+]

@@ -17,8 +17,9 @@ from tensorwire.launch.worker import current_worker
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_importer import Imported, import_function
 from tensorwire.tensorflow.graph_part import PartBuilder
-from tensorwire.tensorflow.operator_edges import operator_edges
+from tensorwire.tensorflow.operator_edges import edge_name, operator_edges
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
+from tensorwire.tensorflow.protocol import protocol_in_use
 
 _numbers = itertools.count()  # of graphs: the same on all workers
 
@@ -84,15 +85,16 @@ class _Distributed:
 
 
 def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
-    worker, edges = current_worker(), operator_edges()
+    worker, grpc = current_worker(), protocol_in_use() == "grpc"
     imported, analysis = _analyzed(function, name, worker.num_workers)
     plan = analysis.plan
     worker.member.client.compare(f"tensorflow/{name}", plan.digest, plan.text, worker.num_workers, step_timeout())
 
     def connect(value: str, source: int, target: int, spec: TensorSpec) -> str:
-        return edges.connect_value(f"{value} of {name}", source, target, spec)
+        value = f"{value} of {name}"
+        return edge_name(value, source, target) if grpc else operator_edges().connect_value(value, source, target, spec)
 
-    return PartBuilder(function, imported, analysis, worker.rank, connect).build()
+    return PartBuilder(function, imported, analysis, worker.rank, connect, grpc=grpc).build()
 
 
 def _analyzed(function: Any, title: str, workers: int) -> tuple[Imported, Analysis]:

@@ -12,6 +12,7 @@ from tensorwire.graph.analysis import Analysis
 from tensorwire.graph.ir import TensorSpec, worker_name
 from tensorwire.tensorflow.escapes import RECEIVE, SEND, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
+from tensorwire.tensorflow.protocol import GrpcNodes
 
 _STEP = "tensorwire/step"  # a constant: the operators count
 _ANCHOR = "tensorwire/anchor"
@@ -21,9 +22,11 @@ Connect = Callable[[str, int, int, TensorSpec], str]
 
 
 class PartBuilder:
-    """Builds the part of worker ``rank``. ``connect``: see above."""
+    """Builds the part of worker ``rank``. ``connect``: see above. ``grpc``: whether gRPC carries what crosses."""
 
-    def __init__(self, function: Any, imported: Imported, analysis: Analysis, rank: int, connect: Connect) -> None:
+    def __init__(
+        self, function: Any, imported: Imported, analysis: Analysis, rank: int, connect: Connect, *, grpc: bool = False
+    ) -> None:
         self._function, self._imported, self._connect = function, imported, connect
         self._rank, self._me, self._crossing = rank, worker_name(rank), analysis.crossing
         self._graph = graph_pb2.GraphDef()
@@ -38,6 +41,7 @@ class PartBuilder:
             for node in function_def.node_def:
                 self._make_local(node)
         del self._graph.library.gradient[:]
+        self._grpc = GrpcNodes(self._graph) if grpc else None
         self._received: dict[str, str] = {}  # by value, the node that receives it
         self._sends: list[str] = []
 
@@ -77,12 +81,15 @@ class PartBuilder:
         spec = self._spec(value)
         edge = self._connect(value, source, self._rank, spec)
         name = f"tensorwire/receive/{len(self._received)}"
+        self._received[value] = name
+        if self._grpc is not None:
+            self._grpc.receive(name, spec, edge, (source, self._rank))
+            return
         node = self._graph.node.add(op=RECEIVE, name=name, input=[_ANCHOR, _STEP])
         node.attr["T"].type = tf.as_dtype(spec.dtype).as_datatype_enum
         node.attr["shape"].shape.CopyFrom(tf.TensorShape(spec.shape).as_proto())
         node.attr["key"].s = edge.encode()
         node.attr["copy"].b = False
-        self._received[value] = name
 
     def _add_send(self, value: str, target: int) -> None:
         spec = self._spec(value)
@@ -93,10 +100,13 @@ class PartBuilder:
             self._add_constant(source, tf.zeros([0], tf.bool))
             self._graph.node[-1].input.append("^" + value.removesuffix(control_name("")))
         name = f"tensorwire/send/{len(self._sends)}"
+        self._sends.append(name)
+        if self._grpc is not None:
+            self._grpc.send(name, source, tf.as_dtype(spec.dtype), edge, (self._rank, target))
+            return
         node = self._graph.node.add(op=SEND, name=name, input=[source, _STEP])
         node.attr["T"].type = tf.as_dtype(spec.dtype).as_datatype_enum
         node.attr["key"].s = edge.encode()
-        self._sends.append(name)
 
     def _add_operator(self, op: Any) -> None:
         node = self._graph.node.add()

@@ -18,8 +18,8 @@ from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
 from tensorwire.tensorflow.error_texts import register
-from tensorwire.tensorflow.exchange import Bytes, Exchange, Values, fingerprint
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds
+from tensorwire.tensorflow.tensor_exchange import Bytes, TensorExchange, Values, fingerprint
 
 _SYNC = Sync()
 _numbers = itertools.count()
@@ -210,7 +210,7 @@ class _Share:
         )
         self.loaded = tf.Variable(False, trainable=False, name="tensorwire_loaded")
         register(self._worker)
-        self._exchange = Exchange(f"store optimizer {next(_numbers)}", self._handle)
+        self._exchange = TensorExchange(f"store optimizer {next(_numbers)}", self._handle)
         self._worker.at_close(self._leave)
         if self.rounds.takes_gradients:
             self._worker.uneven_stores.append(self)

@@ -25,7 +25,7 @@ from tensorwire.store.rule_names import MEAN, SUM
 from tensorwire.store.sharding import Bucket, ParameterSpec, Piece
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_layout import StoreSpec
-from tensorwire.tensorflow.exchange import Bytes, Values, fingerprint_of
+from tensorwire.tensorflow.tensor_exchange import Bytes, Values, fingerprint_of
 
 Array = np.ndarray[Any, Any]
 _FINGERPRINT = "fingerprint"

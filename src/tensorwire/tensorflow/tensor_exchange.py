@@ -69,7 +69,7 @@ class _Run(Values):
         return _bytes_at(address, self.arrays[number].nbytes)
 
 
-class Exchange:
+class TensorExchange:
     """The thread, and calls of the operator.
 
     Args:
@@ -132,7 +132,7 @@ class _Exchanging(NamedTuple):
 @functools.cache
 def _load_exchange() -> _Exchanging:
     """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
-    path = str(compiled("exchange"))
+    path = str(compiled("tensor_exchange"))
     ops, library = tf.load_op_library(path), ctypes.CDLL(path)
     at, number = ctypes.c_void_p, ctypes.c_uint64
     numbers = ctypes.POINTER(number)

@@ -1,0 +1,145 @@
+"""What carries the tensors of a cut function: edges of ours, or TensorFlow's own gRPC runtime."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import zlib
+from typing import Any, Literal, cast
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context  # private to TensorFlow 2.21
+
+from tensorwire.control.settings import step_timeout
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.graph.ir import TensorSpec
+from tensorwire.launch.worker import Worker, current_worker
+from tensorwire.tensorflow.operator_edges import load_operators
+
+_log = logging.getLogger("tensorwire")
+Protocol = Literal["tensorwire", "grpc"]
+_GRPC_DTYPES = ("bool", "float32", "float16", "float64", "int32", "int64")  # that its collectives carry
+_chosen: tuple[Worker, Protocol] | None = None
+
+
+def use_protocol(protocol: str = "auto") -> Protocol:
+    """Says what carries the tensors of cut functions. Every worker calls it, after ``init()``, with the same protocol.
+
+    Without this call it is ``"tensorwire"``. `send`, `recv` and `StoreOptimizer` use nothing else. Call it before the
+    first tensor or variable is made.
+
+    Args:
+        protocol: ``"tensorwire"``: edges. ``"grpc"``: the gRPC runtime of TensorFlow, which authenticates nobody: use
+            it in a network that you trust. ``"auto"``: edges, or gRPC with a warning where a worker cannot have them,
+            because it has no compiler for their operators.
+
+    Returns:
+        What is used.
+
+    Raises:
+        ArgumentError: There is no such protocol, the workers named different ones, or there are tensors already.
+        Unsupported: With ``"tensorwire"``, this worker cannot have the operators.
+        WaitTimeout, JobEnded: Another worker did not come in time, or the job has ended.
+    """
+    global _chosen
+    if protocol not in ("tensorwire", "grpc", "auto"):
+        raise ArgumentError(f"protocol must be 'tensorwire', 'grpc' or 'auto', not {protocol!r:.100}")
+    if context.context()._initialized:
+        raise ArgumentError("call use_protocol() before the first tensor or variable is made")
+    worker = current_worker()
+    first = worker.collectives.broadcast(protocol, 0, step_timeout())
+    if first != protocol:
+        raise ArgumentError(f"worker {worker.rank} uses protocol {protocol!r}, and worker 0 {first!r}: use one")
+    reason = "" if protocol == "grpc" else _why_not()
+    if protocol == "tensorwire" and reason:
+        raise Unsupported(reason)
+    reasons = [worker.collectives.broadcast(reason, rank, step_timeout()) for rank in range(worker.num_workers)]
+    lacking = next((rank for rank, why in enumerate(reasons) if why), None)
+    found: Protocol = "grpc" if protocol == "grpc" or lacking is not None else "tensorwire"
+    if lacking is not None and worker.rank == 0:
+        _log.warning("worker %d cannot use edges, so that gRPC is used: %s", lacking, reasons[lacking])
+    if found == "grpc":
+        _start_grpc(worker)
+    _chosen = worker, found
+    return found
+
+
+def protocol_in_use() -> Protocol:
+    """What `use_protocol` has chosen in this job."""
+    worker = current_worker()
+    return _chosen[1] if _chosen is not None and _chosen[0] is worker else "tensorwire"
+
+
+def _why_not() -> str:
+    try:
+        load_operators()
+    except TensorwireError as error:
+        return str(error)
+    return ""
+
+
+def _start_grpc(worker: Worker) -> None:
+    """Every worker's TensorFlow serves the others', as for ``MultiWorkerMirroredStrategy``.
+
+    Private to TensorFlow 2.21: ``context.enable_collective_ops``.
+    """
+    with socket.socket() as free:
+        free.bind((worker.member.interface, 0))
+        mine = f"{worker.member.interface}:{free.getsockname()[1]}"
+    addresses = [worker.collectives.broadcast(mine, rank, step_timeout()) for rank in range(worker.num_workers)]
+    server = tensorflow_server_pb2.ServerDef(job_name="worker", task_index=worker.rank, protocol="grpc")
+    job = server.cluster.job.add(name="worker")
+    for rank, address in enumerate(addresses):
+        job.tasks[rank] = address
+    server.default_session_config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    context.context().enable_collective_ops(server)
+    tf.zeros([])  # the server runs from now on
+    worker.collectives.barrier(step_timeout())
+
+
+class GrpcNodes:
+    """The nodes that send and receive by gRPC: a broadcast in a group of two.
+
+    Args:
+        graph: A graph definition that they are added to.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def send(self, name: str, source: str, dtype: Any, key: str, peers: tuple[int, int]) -> None:
+        """Adds what sends ``source``."""
+        node = self._graph.node.add(op="CollectiveBcastSendV2", name=name)
+        node.input.extend([source, *self._keys(name, key, peers)])
+        self._finish(node, dtype)
+
+    def receive(self, name: str, spec: TensorSpec, key: str, peers: tuple[int, int]) -> None:
+        """Adds what receives a tensor of that shape and dtype. Raises `Unsupported`."""
+        if spec.dtype not in _GRPC_DTYPES:
+            raise Unsupported(f"{key} is of {spec.dtype}, which gRPC does not carry here: use protocol 'tensorwire'")
+        shape = self._constant(f"{name}/shape", tf.constant(cast("list[int]", list(spec.shape)), tf.int32))
+        node = self._graph.node.add(op="CollectiveBcastRecvV2", name=name)
+        node.input.extend([*self._keys(name, key, peers), shape])
+        node.attr["Tshape"].type = tf.int32.as_datatype_enum
+        self._finish(node, tf.as_dtype(spec.dtype))
+
+    def _keys(self, name: str, key: str, peers: tuple[int, int]) -> list[str]:
+        numbers = {"size": 2, "group": 1 + _number(f"{min(peers)} {max(peers)}"), "instance": 1 + _number(key)}
+        return [self._constant(f"{name}/{what}", tf.constant(value, tf.int32)) for what, value in numbers.items()]
+
+    def _constant(self, name: str, value: Any) -> str:
+        node = self._graph.node.add(op="Const", name=name)
+        node.attr["dtype"].type = value.dtype.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+        return name
+
+    def _finish(self, node: Any, dtype: Any) -> None:
+        node.attr["T"].type = dtype.as_datatype_enum
+        node.attr["communication_hint"].s = b"auto"
+        node.attr["timeout_seconds"].f = step_timeout()
+
+
+def _number(text: str) -> int:
+    """The same positive number on both workers."""
+    return zlib.crc32(text.encode()) & 0x3FFFFFFF
