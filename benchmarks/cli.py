@@ -227,14 +227,29 @@ def mxnet(**options: Any) -> None:
 
 @group.command()
 @plain
+@click.option(
+    "--part",
+    type=click.Choice(["crossings", "networks"]),
+    default="crossings",
+    show_default=True,
+    help="crossings: of single tensors; networks: steps of training, with variables on worker 1 or cut in two.",
+)
+@workload(
+    "networks: all, or alexnet, inception, vgg16, lstm, gru, fcn5.",
+    every=("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5"),
+    default="all",
+)
 @devices("Our transports.", "shm,tcp", "shm", "tcp")
 @sizes
+@_steps
+@_report
 def tensorflow(**options: Any) -> None:
     """Tensors that cross between two workers: TensorFlow 2.21 with its own runtime over gRPC, and with our edges.
 
     \b
     TensorFlow has a Python of its own: make setup-tensorflow, or the one that TENSORWIRE_TENSORFLOW_PYTHON names.
       python -m benchmarks tensorflow --sizes 64,64KiB,1MiB
+      python -m benchmarks tensorflow --part networks --workload fcn5,lstm --report networks.svg
     """
     _run("tensorflow", **options)
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from benchmarks import edges, graphs, modes, mxnet_kills, mxnet_paper, mxnet_training, report, stores, training, writes
+from benchmarks import (
+    edges,
+    graphs,
+    modes,
+    mxnet_kills,
+    mxnet_paper,
+    mxnet_training,
+    report,
+    stores,
+    tensorflow_training,
+    training,
+    writes,
+)
 from benchmarks import mxnet as mxnet_keys
 from benchmarks import tensorflow as crossings
 from benchmarks.libraries import Libraries
@@ -135,14 +147,31 @@ def _mxnet(epochs: list[mxnet_paper.Epoch], options: Options, settings: Settings
 
 def tensorflow(options: Options) -> None:
     """``python -m benchmarks tensorflow``."""
+    if options.report:
+        check_picture(options.report, option="--report")
     crossings.find_python()
-    report_on(options, _tensorflow, shared=True)
+    networks = options.part == "networks"
+    records, described = report_on(options, _networks if networks else _tensorflow, shared=True)
+    if not networks:
+        return
+    (report.markdown if options.markdown else report.show)(
+        report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records)
+    )
+    if options.report:
+        report.chart(records, options.report, described)
 
 
 def _tensorflow(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     settings = replace(settings, rounds=options.rounds or (1 if options.quick else 7))
     sizes = options.sizes or (crossings.QUICK_SIZES if options.quick else crossings.SIZES)
     return crossings.measure(options.devices, sizes, settings, notes, quick=options.quick)
+
+
+def _networks(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    course = training.Course(options.rounds or (1 if options.quick else 3), options.steps)
+    return tensorflow_training.measure(
+        options.workloads, options.devices, options.shrink, course, cores=settings.cores, notes=notes
+    )
 
 
 def _convergence(trained: list[modes.Trainings], options: Options, settings: Settings, notes: Notes) -> list[Record]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from typing import Any
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import tensorflow as tf
+from tensorflow_runtimes import join, serve
 
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.bench.actors.transfer import counts, since
@@ -44,11 +43,7 @@ def chain(x: Any, step: Any, crossings: int, alone: bool) -> tuple[Any, Any]:
 
 def grpc_calls(lines: Lines, index: int) -> Callable[[int, int, bool], Call | None]:
     """Calls of TensorFlow's own runtime; None in worker 1, whose server works by itself."""
-    ours = f"127.0.0.1:{free_port()}"
-    theirs = lines.hello(ours).split()[0]
-    tf.compat.v1.disable_eager_execution()
-    workers = [ours, theirs] if index == 0 else [theirs, ours]
-    server = tf.distribute.Server(tf.train.ClusterSpec({"worker": workers}), job_name="worker", task_index=index)
+    server = serve(lines, index)
 
     def make(nbytes: int, crossings: int, alone: bool) -> Call | None:
         if index:
@@ -66,24 +61,9 @@ def grpc_calls(lines: Lines, index: int) -> Callable[[int, int, bool], Call | No
 
 def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int, bool], Call | None]:
     """Calls of a function that is cut over the workers."""
-    import tensorwire as tw
-    from tensorwire.control import Coordinator
     from tensorwire.tensorflow import distribute
 
-    os.environ.setdefault("TENSORWIRE_SECRET", secrets.token_hex(32))
-    address = "-"
-    if index:
-        coordinator = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0)
-        address = coordinator.address
-    found = lines.hello(address).split()[0]
-    os.environ.update(
-        TENSORWIRE_COORDINATOR=address if index else found,
-        TENSORWIRE_RANK=str(index),
-        TENSORWIRE_WORKERS="2",
-        TENSORWIRE_SERVERS="0",
-        TENSORWIRE_DEVICE=device,
-    )
-    tw.init()
+    join(lines, index, device)
 
     def make(nbytes: int, crossings: int, alone: bool) -> Call:
         start, step = tf.zeros([nbytes // 4]), tf.constant(-1.0)
@@ -91,13 +71,6 @@ def our_calls(lines: Lines, index: int, device: str) -> Callable[[int, int, bool
         return lambda: [float(value) for value in call(start, step)]
 
     return make
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def main(index: str, runtime: str, device: str) -> None:

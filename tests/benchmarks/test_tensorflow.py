@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.tensorflow import ADDITIONS, ARENA, MANY, OWN, find_python, transfers
+from benchmarks.tensorflow_training import check_losses, parts_of
 from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.programs import OURS
+from tensorwire.bench.programs import OURS, ProgramFailed
 from tensorwire.errors import MissingPackage
 from tests.bench.running import BESIDE, bench
 from tests.harness.sandbox import Sandbox
@@ -39,3 +40,41 @@ def test_the_transfer_alone_is_what_an_addition_leaves() -> None:
     assert [left[name].seconds for name in names] == pytest.approx([20e-6, 2e-6, 250e-6])
     assert (left[ARENA].ratio, left[ARENA].met) == (pytest.approx(125.0), True)
     assert left[OURS].target is None
+
+
+@pytest.mark.slow
+def test_both_runtimes_train_a_network_with_the_same_bits(sandbox: Sandbox) -> None:
+    try:
+        python = find_python()
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    options = ("--part", "networks", "--workload", "gru", "--device", "tcp")
+    said, made = bench(sandbox, *BESIDE, "tensorflow", *options, TENSORWIRE_TENSORFLOW_PYTHON=python)
+    assert [(record["mode"], record["peer"]) for record in made] == [
+        (f"{placement}-step", who) for placement in ("servers", "halves") for who in (OURS, OWN)
+    ]
+    assert "Where a worker's step went" in said.out
+    for record in made:
+        parts = record["details"]
+        assert sum(parts[name] for name in ("compute", "exposed", "idle")) == pytest.approx(record["seconds"])
+    assert len({record["details"]["loss"] for record in made[:2]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("timed", "parts"),
+    [
+        ((10.0, 6.0, 5.0), {"compute": 3.0, "exposed": 4.0, "idle": 3.0, "hidden": 1.0}),
+        ((5.0, 6.0, 2.0), {"compute": 3.0, "exposed": 0.0, "idle": 2.0, "hidden": 2.0}),  # both compute at a time
+        ((2.0, 6.0, 0.0), {"compute": 2.0, "exposed": 0.0, "idle": 0.0, "hidden": 0.0}),  # a run of chance
+    ],
+)
+def test_the_parts_of_a_step_add_up(timed: tuple[float, float, float], parts: dict[str, float]) -> None:
+    found = parts_of(*timed)
+    assert found == {**parts, "update": 0.0}
+    assert found["compute"] + found["exposed"] + found["idle"] == timed[0]
+
+
+def test_other_losses_than_those_of_grpc_end_the_benchmark() -> None:
+    check_losses("a", {OURS: [1.0, 0.5], OWN: [1.0, 0.5]})
+    with pytest.raises(ProgramFailed, match="a: the losses of tensorwire and grpc differ"):
+        check_losses("a", {OURS: [1.0, 0.5], OWN: [1.0, 0.5000001]})

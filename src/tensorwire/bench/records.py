@@ -37,6 +37,8 @@ MODES = {
     "crossing-per-call": "the same with two crossings in a call",
     "addition": "the additions of such a call, on one worker",
     "transfer-alone": "a crossing without its addition",
+    "servers-step": "a step of training by worker 0, with variables and their updates on worker 1",
+    "halves-step": "a step of training, each worker with the variables and operators of a part of the network",
     "push-list": "pushes of 64 keys per call, applied one by one; time per push",
     "push-one": "pushes of one key per call, applied one by one; time per push",
     "push-to-answer": "one key after the other pushed and pulled; the mean time from a push to its answer",

@@ -1,0 +1,49 @@
+"""Two workers of TensorFlow: in a job of Tensorwire's, or in a cluster of TensorFlow's own servers over gRPC."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import Any
+
+import tensorflow as tf
+
+from tensorwire.bench.actors.lines import Lines
+
+
+def serve(lines: Lines, index: int) -> Any:
+    """This worker's server in a cluster of two. Graphs are not run eagerly from then on."""
+    ours = f"127.0.0.1:{free_port()}"
+    theirs = lines.hello(ours).split()[0]
+    tf.compat.v1.disable_eager_execution()
+    workers = [ours, theirs] if index == 0 else [theirs, ours]
+    return tf.distribute.Server(tf.train.ClusterSpec({"worker": workers}), job_name="worker", task_index=index)
+
+
+def join(lines: Lines, index: int, device: str) -> Any:
+    """This worker's job of two."""
+    import tensorwire as tw
+    from tensorwire.control import Coordinator
+
+    os.environ.setdefault("TENSORWIRE_SECRET", secrets.token_hex(32))
+    address = "-"
+    if index:
+        coordinator = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0)
+        address = coordinator.address
+    found = lines.hello(address).split()[0]
+    os.environ.update(
+        TENSORWIRE_COORDINATOR=address if index else found,
+        TENSORWIRE_RANK=str(index),
+        TENSORWIRE_WORKERS="2",
+        TENSORWIRE_SERVERS="0",
+        TENSORWIRE_DEVICE=device,
+    )
+    return tw.init()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
