@@ -154,9 +154,8 @@ def tensorflow(options: Options) -> None:
     records, described = report_on(options, _networks if networks else _tensorflow, shared=True)
     if not networks:
         return
-    (report.markdown if options.markdown else report.show)(
-        report.STEP_TITLE, report.STEP_HEAD, report.step_rows(records)
-    )
+    print_table = report.markdown if options.markdown else report.show
+    print_table(tensorflow_training.TITLE, report.STEP_HEAD, report.step_rows(records))
     if options.report:
         report.chart(records, options.report, described)
 

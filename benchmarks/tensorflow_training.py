@@ -35,7 +35,7 @@ SIZES = {
     SERVERS: {"alexnet": 8, "inception": 2, "vgg16": 1, "lstm": 64, "gru": 64, "fcn5": 64},
     HALVES: {"alexnet": 2, "inception": 1, "vgg16": 1, "lstm": 8, "gru": 8, "fcn5": 8},
 }
-WARM = 2  # steps that nobody times; the first traces
+WARM = 1  # steps of a round that nobody times
 
 
 @dataclass(frozen=True)
@@ -158,4 +158,4 @@ def _contender(python: str, peer: str, device: str) -> Contender:
     """The programs of worker 1 and worker 0."""
     runtime, carrier = (OWN, "tcp") if peer == OWN else (OURS, device)
     commands = tuple((python, str(PROGRAMS / "tensorflow_network.py"), str(i), runtime, carrier) for i in (1, 0))
-    return Contender(peer, commands, environment={"TENSORWIRE_SECRET": secrets.token_hex(32)})
+    return Contender(peer, commands, environment={"TENSORWIRE_SECRET": secrets.token_hex(32)}, together=True)

@@ -18,7 +18,7 @@ from typing import Any
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import tensorflow as tf
-from tensorflow_runtimes import join, serve
+from tensorflow_runtimes import join, limit_threads, serve
 
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.bench.actors.transfer import counts, since
@@ -78,8 +78,7 @@ def main(index: str, runtime: str, device: str) -> None:
     lines = Lines()
     if runtime == ARENA:
         importlib.import_module("tensorwire.tensorflow.arena")
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    tf.config.threading.set_intra_op_parallelism_threads(1)
+    limit_threads()
     make = grpc_calls(lines, int(index)) if runtime == GRPC else our_calls(lines, int(index), device)
     calls: dict[str, Call | None] = {}
     for run in lines.runs():

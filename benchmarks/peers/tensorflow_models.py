@@ -249,9 +249,10 @@ def recurrent(gates: int, cell: Callable[..., tuple[Any, Any]]) -> Callable[[int
             out = m.dense(wide, OUTPUTS, relu=False)
 
             def call(x: Tensors) -> Tensors:
+                read = [tf.convert_to_tensor(w) for w in states]  # once, or each step's read would cross by itself
                 h = c = tf.zeros([x[0].shape[1] or tf.shape(x[0])[1], wide])
                 for step in range(STEPS):
-                    h, c = cell([one[step] for one in x], states, h, c)
+                    h, c = cell([one[step] for one in x], read, h, c)
                 return out([h])
 
             return call

@@ -11,6 +11,14 @@ import tensorflow as tf
 
 from tensorwire.bench.actors.lines import Lines
 
+INTER, INTRA = 2, 1  # threads of each worker: for operators at a time, and for each of these
+
+
+def limit_threads() -> None:
+    """Before the first tensor: as many for functions as `serve` has for sessions."""
+    tf.config.threading.set_inter_op_parallelism_threads(INTER)
+    tf.config.threading.set_intra_op_parallelism_threads(INTRA)
+
 
 def serve(lines: Lines, index: int) -> Any:
     """This worker's server in a cluster of two. Graphs are not run eagerly from then on."""
@@ -18,7 +26,9 @@ def serve(lines: Lines, index: int) -> Any:
     theirs = lines.hello(ours).split()[0]
     tf.compat.v1.disable_eager_execution()
     workers = [ours, theirs] if index == 0 else [theirs, ours]
-    return tf.distribute.Server(tf.train.ClusterSpec({"worker": workers}), job_name="worker", task_index=index)
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=INTER, intra_op_parallelism_threads=INTRA)
+    cluster = tf.train.ClusterSpec({"worker": workers})
+    return tf.distribute.Server(cluster, job_name="worker", task_index=index, config=config)
 
 
 def join(lines: Lines, index: int, device: str) -> Any:

@@ -44,7 +44,8 @@ class Contender:
     ``word``: what the programs are to do instead of their own work. Contenders with the same commands share one set of
     processes, and so the same memory. ``servers``: the first so many programs serve the others, which run together;
     all share the cores, and each is told the lines of all. Servers begin by themselves, and are asked afterwards.
-    ``memory``: bytes that its programs may take; 0: little. ``how``: for people, how it is run.
+    ``memory``: bytes that its programs may take; 0: little. ``how``: for people, how it is run. ``together``: its
+    programs share the cores, because they have several threads that need them at a time.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
     how: str = ""
+    together: bool = False
 
 
 def actor(name: str, role: str, *arguments: object) -> tuple[str, ...]:
@@ -264,7 +266,8 @@ class Stage(Group):
             for i, command in enumerate(contender.commands):
                 # The target on the second core, the initiator on the first; more take turns.
                 core = cores[(len(contender.commands) - 1 - i) % len(cores)]
-                self.programs.append(Program(command, environment, cores if contender.servers else [core]))
+                shared = contender.servers or contender.together
+                self.programs.append(Program(command, environment, cores if shared else [core]))
             lines = receive_all(self.programs)
             self.introduce([" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]])
         except BaseException:
