@@ -87,6 +87,14 @@ def gradient_function(tf: Any) -> None:
     assert "Exp" in seen
 
 
+def call_flat(tf: Any) -> None:
+    wrapped = tf.compat.v1.wrap_function(lambda x, y: x - y, [tf.TensorSpec([2]), tf.TensorSpec([2])])
+    pruned = wrapped.prune(wrapped.inputs, [wrapped.outputs[0]])
+    (found,) = pruned._call_flat([tf.constant([3.0, 4.0]), tf.constant([1.0, 1.0])], pruned.captured_inputs)
+    assert found.numpy().tolist() == [2.0, 3.0]
+    assert type(found) is tf.__internal__.EagerTensor
+
+
 def started(tf: Any) -> None:
     from tensorflow.python.eager import context
 
@@ -132,6 +140,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "_gradient_function": gradient_function,
     "pywrap_tfe": gradient_function,
     "backprop": gradient_function,
+    "_call_flat": call_flat,
     "context": started,
     "_initialized": started,
     "_initial_epoch": first_epoch,

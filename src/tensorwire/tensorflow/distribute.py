@@ -22,6 +22,7 @@ from tensorwire.tensorflow.placement import gradients_beside_their_operators
 from tensorwire.tensorflow.protocol import protocol_in_use
 
 _numbers = itertools.count()  # of graphs: the same on all workers
+_EAGER: Any = tf.__internal__.EagerTensor
 
 
 def distribute(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,14 +64,23 @@ class _Distributed:
     def __init__(self, function: Any) -> None:
         self._function, self._name = function, getattr(function, "__name__", "function")
         self._parts: dict[Any, tuple[Any, Callable[..., list[Any]]]] = {}
+        # The same by shapes and dtypes, where all arguments are tensors: a short way for every call but the first.
+        self._known: dict[Any, tuple[Any, Callable[..., list[Any]]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with gradients_beside_their_operators():
-            concrete = self._function.get_concrete_function(*args, **kwargs)
-        if id(concrete) not in self._parts:
-            self._parts[id(concrete)] = concrete, _part_of(concrete, f"{self._name} {next(_numbers)}")
-        _, run = self._parts[id(concrete)]
-        flat = concrete.function_type.unpack_inputs(concrete.function_type.bind(*args, **kwargs))
+        kinds = _kinds(args) if not kwargs else None
+        known = None if kinds is None else self._known.get(kinds)
+        if known is not None:
+            (concrete, run), flat = known, args
+        else:
+            with gradients_beside_their_operators():
+                concrete = self._function.get_concrete_function(*args, **kwargs)
+            if id(concrete) not in self._parts:
+                self._parts[id(concrete)] = concrete, _part_of(concrete, f"{self._name} {next(_numbers)}")
+            _, run = self._parts[id(concrete)]
+            flat = concrete.function_type.unpack_inputs(concrete.function_type.bind(*args, **kwargs))
+            if kinds is not None:
+                self._known[kinds] = concrete, run
         try:
             results = iter(run(*flat))
         except tf.errors.AbortedError as error:
@@ -82,6 +92,13 @@ class _Distributed:
         leaves = tf.nest.flatten(structure, expand_composites=True)
         found = [None if leaf is None else next(results) for leaf in leaves]
         return tf.nest.pack_sequence_as(structure, found, expand_composites=True)
+
+
+def _kinds(args: tuple[Any, ...]) -> Any:
+    """What says which trace a call takes, where that is seen at once; else None."""
+    if not tf.executing_eagerly() or not all(type(each) is _EAGER for each in args):
+        return None
+    return tuple((each.dtype, tuple(each.shape)) for each in args)
 
 
 def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:

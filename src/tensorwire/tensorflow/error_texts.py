@@ -10,7 +10,8 @@ from tensorwire import errors
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError
 from tensorwire.launch.worker import Worker
 
-_TEXT = re.compile(r"^tensorwire: (?:([A-Z]\w+): )?(.*)$", re.MULTILINE)
+# TensorFlow puts names of its nodes before and behind it.
+_TEXT = re.compile(r"tensorwire: (?:([A-Z]\w+): )?(.*?)(?: \[Op:.*)?$", re.MULTILINE)
 
 
 def as_text(error: Exception) -> tuple[int, str]:

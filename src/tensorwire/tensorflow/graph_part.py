@@ -153,7 +153,8 @@ class PartBuilder:
         outer = [captured[name] for name in handles]
 
         def run(*flat: Any) -> list[Any]:
-            results = part(*(flat[number] for number in used), *outer)
+            # Private to TensorFlow 2.21. A call tries other ways first, and prints all arguments for each that fails.
+            results = part._call_flat([flat[number] for number in used] + outer, part.captured_inputs)
             return list(results[: len(fetches)]) if isinstance(results, (list, tuple)) else []
 
         return run
