@@ -38,7 +38,7 @@ def poison() -> None:
         buckets = self._buckets
         for index in arriving(self):
             assert self.shard.spec.buffers == 2
-            self.rule._bytes[self.step % 2][index].fill_(0xFF)
+            self.rule._bytes[self.step % 2][index].fill(0xFF)
             for worker in self.workers:
                 pull = worker.pulls[index]
                 if not pull.mapped:
