@@ -13,7 +13,6 @@ average over the two:
 from __future__ import annotations
 
 import secrets
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +26,7 @@ from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 
 TITLE = "Where a worker's step went, on average"
+SAME_LOSS = 1e-5
 STEP, COMPUTE, TRANSFER = "step", "compute", "transfer"
 SERVERS, HALVES = "servers", "halves"
 TITLES = {SERVERS: "variables on worker 1", HALVES: "cut in two"}
@@ -68,7 +68,8 @@ class Timed:
     """What one runtime showed in a case."""
 
     by_what: dict[str, Samples] = field(default_factory=lambda: {what: Samples() for what in (STEP, COMPUTE, TRANSFER)})
-    losses: list[float] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)  # the loss of the first step, by what was timed
+    losses: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in (STEP, COMPUTE, TRANSFER)})
 
     def parts(self) -> dict[str, float]:
         """The parts of a step in seconds."""
@@ -123,19 +124,26 @@ def _run(
                     notes.progress(f"{case.title}: {what}, round {number + 1} of {course.rounds}: {who}")
                     answers = stages[who].run(WARM, course.steps, case.word(what))
                     timed[who].by_what[what].add(answers, WARM, course.steps, 1)
-                    if what == STEP:
-                        timed[who].losses.append(max(answer.get("loss", 0.0) for answer in answers))
+                    timed[who].losses[what].append(answers[-1]["loss"])
+                    timed[who].first[what] = answers[-1]["first"]
     finally:
         for stage in stages.values():
             stage.close()
-    check_losses(case.title, {who: each.losses for who, each in timed.items()})
+    check_losses(case.title, timed)
     return timed
 
 
-def check_losses(title: str, losses: Mapping[str, Sequence[float]]) -> None:
-    """Raises `ProgramFailed` where the runtimes' losses do not have the same bits."""
-    if list(losses[OURS]) != list(losses[OWN]):
-        raise ProgramFailed(f"{title}: the losses of {OURS} and {OWN} differ: {losses[OURS]} and {losses[OWN]}")
+def check_losses(title: str, timed: Mapping[str, Timed]) -> None:
+    """Raises `ProgramFailed` where ours does not have the bits of one process, or the first losses differ.
+
+    Later losses of gRPC are not compared: over it, Inception-v3 has others in every run, and normalisations of two
+    samples make much of the last bit.
+    """
+    ours, own = timed[OURS], timed[OWN]
+    if ours.losses[STEP] != ours.losses[COMPUTE]:
+        raise ProgramFailed(f"{title}: the losses are {ours.losses[STEP]}, in one process {ours.losses[COMPUTE]}")
+    if not abs(ours.first[STEP] - own.first[STEP]) <= SAME_LOSS * abs(own.first[STEP]):
+        raise ProgramFailed(f"{title}: the first loss is {ours.first[STEP]!r}, over {OWN} {own.first[STEP]!r}")
 
 
 def _records(case: Case, timed: Mapping[str, Timed]) -> Iterator[Record]:
@@ -148,7 +156,7 @@ def _records(case: Case, timed: Mapping[str, Timed]) -> Iterator[Record]:
             **each.parts(),
             "crossings": each.by_what[TRANSFER].median,
             "alone": each.by_what[COMPUTE].median,
-            "loss": statistics.fmean(each.losses[-1:]),
+            "loss": each.losses[STEP][-1],
             "samples_per_second": case.size / record.seconds,
         }
         yield replace(record, details=details, bytes_per_second=None)
