@@ -15,8 +15,8 @@ from tensorwire.launch.worker import Worker, current_worker
 class BackupAndRestore(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     """Keras's ``BackupAndRestore`` with one backup for all workers: worker 0 writes it, and all continue from it.
 
-    Give it to ``fit`` on every worker, with the same ``backup_dir``, which all machines must see. It takes the arguments
-    of Keras's.
+    Give it to ``fit`` on every worker, with the same ``backup_dir``, which all machines must see. Its arguments are
+    those of Keras's.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
