@@ -326,8 +326,8 @@ def refused(job: tw.Job) -> list[str]:
         lambda: twt.send(1.0, "key", to=job.rank),
         lambda: twt.send(1.0, "key", to=2),
         lambda: twt.send(1.0, "", to=1 - job.rank),
-        lambda: twt.send(tf.constant("text"), "key", to=1 - job.rank),
-        lambda: twt.recv("key", [None], source=1 - job.rank),
+        lambda: twt.send(tf.raw_ops.StackV2(max_size=1, elem_type=tf.float32), "key", to=1 - job.rank),
+        lambda: twt.send([1.0], "key", to=1 - job.rank, shape=[None, None]),
         lambda: (twt.send(1.0, "twice", to=1 - job.rank), twt.send([1.0], "twice", to=1 - job.rank)),
     ):
         with pytest.raises(errors.ArgumentError) as raised:
@@ -345,8 +345,8 @@ def test_what_is_refused() -> None:
         "with ranks [1], not with 0",
         "not with 2",
         "must be a string",
-        "of string",
-        "must be known",
+        "of resource, which cannot leave its worker",
+        "the tensor has shape (1,), and the receive takes (None, None)",
         "take another key",
     ]
     assert len(first) == len(parts)

@@ -30,7 +30,7 @@ def compiled(name: str) -> Path:
     """
     source = Path(__file__).with_name(f"{name}.cc")
     command = [*_FLAGS, str(source), f"-I{_INCLUDE}", *tf.sysconfig.get_compile_flags()]
-    inputs = [source, *sorted(_INCLUDE.rglob("*.h"))]
+    inputs = [source, *sorted(source.parent.glob("*.h")), *sorted(_INCLUDE.rglob("*.h"))]
     parts = [" ".join(command).encode(), tf.version.GIT_VERSION.encode(), *(path.read_bytes() for path in inputs)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tensorwire"

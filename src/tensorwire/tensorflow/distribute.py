@@ -12,12 +12,11 @@ import tensorflow as tf
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.analysis import Analysis, analyze
-from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import current_worker
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_importer import Imported, import_function
 from tensorwire.tensorflow.graph_part import PartBuilder
-from tensorwire.tensorflow.operator_edges import edge_name, operator_edges
+from tensorwire.tensorflow.operator_edges import Carried, edge_name, operator_edges
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
 from tensorwire.tensorflow.protocol import protocol_in_use
 
@@ -107,9 +106,11 @@ def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
     plan = analysis.plan
     worker.member.client.compare(f"tensorflow/{name}", plan.digest, plan.text, worker.num_workers, step_timeout())
 
-    def connect(value: str, source: int, target: int, spec: TensorSpec) -> str:
+    def connect(value: str, source: int, target: int, carried: Carried) -> str:
         value = f"{value} of {name}"
-        return edge_name(value, source, target) if grpc else operator_edges().connect_value(value, source, target, spec)
+        if grpc:
+            return edge_name(value, source, target)
+        return operator_edges().connect_value(value, source, target, carried)
 
     return PartBuilder(function, imported, analysis, worker.rank, connect, grpc=grpc).build()
 
@@ -134,12 +135,8 @@ def _analyzed(function: Any, title: str, workers: int) -> tuple[Imported, Analys
 
 
 def _check(imported: Imported, value: str) -> None:
-    node = imported.graph.node(value)
-    if node.spec is None:
+    if imported.carried(value).dtype == tf.resource:
+        op = imported.graph.node(value).op
         raise Unsupported(
-            f"{value} ({node.op}) would cross to another worker, and is no tensor of numbers of known rank"
-        )
-    if not node.spec.static:
-        raise Unsupported(
-            f"{value} ({node.op}) would cross to another worker, and its shape, {node.spec}, is not known"
+            f"{value} ({op}) would cross to another worker, and is a resource, which cannot leave its own"
         )

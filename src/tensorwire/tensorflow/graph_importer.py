@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, Graph, Node, Output, TensorSpec, Unknown, worker_name
+from tensorwire.tensorflow.operator_edges import Carried
 from tensorwire.tensorflow.placement import owner_of, rank_of
 
 _CONTROL = "^"  # ends the name of a value that says that an operator has run
@@ -32,6 +33,14 @@ class Imported:
     ops: dict[str, Any]
     waits: dict[str, list[Any]]
     captured: dict[str, Any]
+
+    def carried(self, value: str) -> Carried:
+        """What the edge of a value carries."""
+        name, _, number = value.partition(":")
+        if name not in self.ops:  # it says that an operator has run
+            return Carried(tf.as_dtype(_TOKEN.dtype), tf.TensorShape(_TOKEN.shape))
+        tensor = self.ops[name].outputs[int(number or 0)]
+        return Carried(tensor.dtype, tensor.shape)
 
 
 def value_name(tensor: Any) -> str:
@@ -199,7 +208,7 @@ def _inside(op: Any) -> set[int]:
 
 
 def _spec(tensor: Any) -> TensorSpec | None:
-    """What crosses, if it does; None for what cannot."""
+    """Dtype and shape, for plans; None for what they have no words for."""
     if tensor.dtype.name not in DTYPES or tensor.shape.rank is None:
         return None
     lengths = (Unknown("?") if length is None else int(length) for length in tensor.shape.as_list())

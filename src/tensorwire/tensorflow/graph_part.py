@@ -9,16 +9,17 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from tensorwire.graph.analysis import Analysis
-from tensorwire.graph.ir import TensorSpec, worker_name
-from tensorwire.tensorflow.escapes import RECEIVE, SEND, copy_what_escapes
+from tensorwire.graph.ir import worker_name
+from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
+from tensorwire.tensorflow.operator_edges import Carried
 from tensorwire.tensorflow.protocol import GrpcNodes
 
 _STEP = "tensorwire/step"  # a constant: the operators count
 _ANCHOR = "tensorwire/anchor"
 
-# `(value, source, target, spec)`: the name of that edge, whose end here is being connected.
-Connect = Callable[[str, int, int, TensorSpec], str]
+# `(value, source, target, carried)`: the name of that edge, whose end here is being connected.
+Connect = Callable[[str, int, int, Carried], str]
 
 
 class PartBuilder:
@@ -65,11 +66,6 @@ class PartBuilder:
         found = self._crossing.runs.get(name)
         return self._me in (self._crossing.holds[name] if found is None else found)
 
-    def _spec(self, value: str) -> TensorSpec:
-        spec = self._imported.graph.node(value).spec
-        assert spec is not None  # it was checked
-        return spec
-
     # ---- nodes
 
     def _add_constant(self, name: str, value: Any) -> None:
@@ -78,22 +74,23 @@ class PartBuilder:
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
 
     def _add_receive(self, value: str, source: int) -> None:
-        spec = self._spec(value)
-        edge = self._connect(value, source, self._rank, spec)
+        carried = self._imported.carried(value)
+        edge = self._connect(value, source, self._rank, carried)
         name = f"tensorwire/receive/{len(self._received)}"
         self._received[value] = name
         if self._grpc is not None:
-            self._grpc.receive(name, spec, edge, (source, self._rank))
+            self._grpc.receive(name, carried, edge, (source, self._rank))
             return
-        node = self._graph.node.add(op=RECEIVE, name=name, input=[_ANCHOR, _STEP])
-        node.attr["T"].type = tf.as_dtype(spec.dtype).as_datatype_enum
-        node.attr["shape"].shape.CopyFrom(tf.TensorShape(spec.shape).as_proto())
+        node = self._graph.node.add(
+            op=RECEIVE_VARYING if carried.varies else RECEIVE, name=name, input=[_ANCHOR, _STEP]
+        )
+        node.attr["T"].type = carried.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
         node.attr["key"].s = edge.encode()
-        node.attr["copy"].b = False
 
     def _add_send(self, value: str, target: int) -> None:
-        spec = self._spec(value)
-        edge = self._connect(value, self._rank, target, spec)
+        carried = self._imported.carried(value)
+        edge = self._connect(value, self._rank, target, carried)
         source = value
         if value not in self._imported.ops and ":" not in value:  # that an operator has run
             source = f"tensorwire/ran/{len(self._sends)}"
@@ -102,10 +99,12 @@ class PartBuilder:
         name = f"tensorwire/send/{len(self._sends)}"
         self._sends.append(name)
         if self._grpc is not None:
-            self._grpc.send(name, source, tf.as_dtype(spec.dtype), edge, (self._rank, target))
+            self._grpc.send(name, source, carried, edge, (self._rank, target))
             return
-        node = self._graph.node.add(op=SEND, name=name, input=[source, _STEP])
-        node.attr["T"].type = tf.as_dtype(spec.dtype).as_datatype_enum
+        node = self._graph.node.add(op=SEND_VARYING if carried.varies else SEND, name=name, input=[source, _STEP])
+        node.attr["T"].type = carried.dtype.as_datatype_enum
+        if carried.varies:
+            node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
         node.attr["key"].s = edge.encode()
 
     def _add_operator(self, op: Any) -> None:

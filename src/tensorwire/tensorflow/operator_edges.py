@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
 from typing import Any, NamedTuple
 
@@ -15,12 +16,40 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.build import compiled
 from tensorwire.tensorflow.error_texts import failure_text, register
 
-_DEPTH = 2  # slots of an edge
+CHUNK_BYTES = 256 << 10  # of a slot of a varying edge
+_DEPTH, _CHUNKS = 2, 4  # slots of an edge, and of a varying one
+_ENCODED = (tf.string, tf.variant)  # by TensorFlow
+
+
+class Carried(NamedTuple):
+    """What an edge carries: the dtype and shape, of which not all need be known."""
+
+    dtype: Any
+    shape: Any
+
+    @property
+    def varies(self) -> bool:
+        """Whether the size of its tensors is known only when they are sent: then they are sent in chunks."""
+        return self.dtype in _ENCODED or not self.shape.is_fully_defined()
+
+    @property
+    def text(self) -> str:
+        """What both ends must agree on: of varying tensors only how many dimensions they have."""
+        if not self.varies:
+            return f"{self.dtype.name}{self.shape.as_list()}"
+        rank = self.shape.rank
+        return f"{self.dtype.name}[{'...' if rank is None else ', '.join('?' * rank)}]"
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Bytes of a slot, and how many there are."""
+        if self.varies:
+            return CHUNK_BYTES, _CHUNKS
+        return math.prod(self.shape.as_list()) * self.dtype.size, _DEPTH
 
 
 def edge_name(key: str, source: int, target: int) -> str:
@@ -39,15 +68,14 @@ class OperatorEdges:
         worker.at_close(self._leave)
         register(worker)
 
-    def connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
+    def connect(self, key: str, side: Side, peer: int, carried: Carried) -> None:
         """Begins to connect an end, if it is not there yet. Operators wait for it.
 
         Args:
             key: The edge.
             side: Which end this worker has.
             peer: The other worker's rank.
-            carries: Dtype and shape.
-            nbytes: Bytes of a tensor.
+            carried: What it carries.
 
         Raises:
             ArgumentError: The key has another end here, or other tensors, or there is no such worker.
@@ -57,23 +85,24 @@ class OperatorEdges:
             raise ArgumentError(f"worker {self.worker.rank} exchanges tensors with ranks {others}, not with {peer}")
         with self._lock:
             known = self._ends.get(key)
-            self._ends.setdefault(key, (side, carries))
-        if known is not None and known != (side, carries):
-            raise ArgumentError(f"{key} carries {known[1]}, and now {carries}: take another key")
+            self._ends.setdefault(key, (side, carried.text))
+        if known is not None and known != (side, carried.text):
+            raise ArgumentError(f"{key} carries {known[1]}, and now {carried.text}: take another key")
         if known is not None:
             return
         threading.Thread(
-            target=self._connect, args=(key, side, peer, carries, nbytes), name=f"tensorwire {key}", daemon=True
+            target=self._connect, args=(key, side, peer, carried), name=f"tensorwire {key}", daemon=True
         ).start()
 
-    def connect_value(self, value: str, source: int, target: int, spec: TensorSpec) -> str:
+    def connect_value(self, value: str, source: int, target: int, carried: Carried) -> str:
         """Begins to connect this worker's end of the edge of a graph's value, and returns its key."""
         key = edge_name(value, source, target)
         side: Side = "producer" if source == self.worker.rank else "consumer"
-        self.connect(key, side, target if side == "producer" else source, str(spec), spec.nbytes or 0)
+        self.connect(key, side, target if side == "producer" else source, carried)
         return key
 
-    def _connect(self, key: str, side: Side, peer: int, carries: str, nbytes: int) -> None:
+    def _connect(self, key: str, side: Side, peer: int, carried: Carried) -> None:
+        nbytes, depth = carried.slots
         try:
             member, timeout = self.worker.member, step_timeout()
             channel = member.channel("worker", peer)
@@ -83,7 +112,7 @@ class OperatorEdges:
                 return member.client.lookup(f"tensorflow/{key}/{peer}", timeout)
 
             edges = self._edges(channel.device, timeout)
-            end = edges.connect(channel, meet, side, carries=carries, nbytes=nbytes, depth=_DEPTH, timeout=timeout)
+            end = edges.connect(channel, meet, side, carries=carried.text, nbytes=nbytes, depth=depth, timeout=timeout)
         except TensorwireError as error:
             self._know(key, None, failure_text(f"{key} cannot be connected", error))
         else:
@@ -142,9 +171,9 @@ def load_operators() -> Operators:
     """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
     path = str(compiled("operators"))
     ops, library = tf.load_op_library(path), ctypes.CDLL(path)
-    library.tensorwire_begin.argtypes = [ctypes.c_void_p]
+    library.tensorwire_begin.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     library.tensorwire_know.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p]
     library.tensorwire_know.restype = None
-    if not library.tensorwire_begin(async_edges()):
+    if not library.tensorwire_begin(async_edges(), CHUNK_BYTES):
         raise Unsupported("the operators for TensorFlow are of another version of Tensorwire: install it again")
     return Operators(ops, library)

@@ -2,118 +2,32 @@
 //
 // TensorwireSend hands its tensor over and is done; a table keeps the tensor until it has left. TensorwireReceive is done
 // when its tensor is there, and its output is the memory of the edge's slot, which goes back when TensorFlow lets go of it.
-#include <atomic>
+// Tensors whose size is not known when a function is traced have operators of their own, in varying_operators.h.
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "keyed_ends.h"
 #include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/framework/tensor.h"
-#include "tensorwire/async_edges.h"
+#include "varying_operators.h"
 
 namespace {
 
 using namespace tensorflow;
-
-const tw_async_edges* edges = nullptr;  // before the first operator runs
-
-// One end of an edge, by its key; known once Python has connected it, or failed to.
-struct End {
-    std::mutex mutex;
-    void* edge = nullptr;
-    std::string failure;
-    std::vector<std::function<void()>> waiting;  // until it is known
-    int64_t runs = 0;                            // of operators without a step
-    int64_t unsent = 0;                          // tensors that are kept until they have left
-    absl::Status error;                          // of an earlier send
-};
-
-constexpr int64_t most_unsent = 16;  // of a key: the next send is done when it has left, or memory would fill up
-
-struct Registry {
-    std::mutex mutex;
-    std::map<std::string, std::shared_ptr<End>> ends;
-
-    std::shared_ptr<End> find(const std::string& key) {
-        std::lock_guard<std::mutex> g(mutex);
-        std::shared_ptr<End>& end = ends[key];
-        if (!end) end = std::make_shared<End>();
-        return end;
-    }
-};
-
-Registry& registry() {
-    static Registry* r = new Registry;  // threads may use it while the process ends
-    return *r;
-}
-
-void when_known(End& end, std::function<void()> call) {
-    {
-        std::lock_guard<std::mutex> g(end.mutex);
-        if (!end.edge && end.failure.empty()) {
-            end.waiting.push_back(std::move(call));
-            return;
-        }
-    }
-    call();
-}
-
-absl::Status status_of(End& end, int outcome, const std::string& what) {
-    if (outcome == TW_DONE) return absl::OkStatus();
-    if (outcome == TW_TIMED_OUT) return errors::DeadlineExceeded(what, " did not happen in time; TENSORWIRE_TIMEOUT says how long it may take");
-    char text[512] = "";
-    edges->reason(end.edge, text, sizeof text);
-    // Not Unavailable, of which TensorFlow makes an InternalError within functions.
-    return errors::Aborted(what, " cannot happen: ", text);
-}
-
-class KeyedKernel : public AsyncOpKernel {
-  public:
-    explicit KeyedKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
-        OP_REQUIRES_OK(c, c->GetAttr("key", &key_));
-        end_ = registry().find(key_);
-    }
-
-  protected:
-    // The step of this run: an input, or the number of this run.
-    int64_t step(OpKernelContext* c, int input) {
-        const int64_t given = c->input(input).scalar<int64_t>()();
-        if (given) return given;
-        std::lock_guard<std::mutex> g(end_->mutex);
-        return ++end_->runs;
-    }
-
-    std::string key_;
-    std::shared_ptr<End> end_;
-};
+using namespace tensorwire;
 
 class SendKernel : public KeyedKernel {
   public:
     using KeyedKernel::KeyedKernel;
 
     void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
-        Tensor* token = nullptr;
-        OP_REQUIRES_OK_ASYNC(c, c->allocate_output(0, TensorShape({}), &token), done);
-        token->scalar<float>()() = 0;
-        {
-            std::lock_guard<std::mutex> g(end_->mutex);
-            OP_REQUIRES_OK_ASYNC(c, end_->error, done);
-        }
-        const int64_t number = step(c, 1);
-        OP_REQUIRES_ASYNC(c, number > 0, errors::InvalidArgument("tensorwire: steps count from 1, and this is ", number), done);
-        bool waits;
-        {
-            std::lock_guard<std::mutex> g(end_->mutex);
-            waits = ++end_->unsent > most_unsent;
-        }
+        int64_t number = 0;
+        bool waits = false;
+        OP_REQUIRES_OK_ASYNC(c, begin_send(c, &number, &waits), done);
         auto* sending = new Sending{end_, key_, c->input(0), number, waits ? done : DoneCallback()};
         when_known(*end_, [sending] { sending->begin(); });
         if (!waits) done();
@@ -138,12 +52,7 @@ class SendKernel : public KeyedKernel {
         }
 
         void finish(const absl::Status& status) {
-            {
-                std::lock_guard<std::mutex> g(end->mutex);
-                --end->unsent;
-                if (!status.ok() && end->error.ok()) end->error = status;  // for the next send
-            }
-            if (done) done();
+            end_send(*end, status, done);
             delete this;
         }
     };
@@ -178,8 +87,8 @@ class ReceiveKernel : public KeyedKernel {
     }
 
     void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
-        const int64_t number = step(c, 1);
-        OP_REQUIRES_ASYNC(c, number > 0, errors::InvalidArgument("tensorwire: steps count from 1, and this is ", number), done);
+        int64_t number = 0;
+        OP_REQUIRES_OK_ASYNC(c, step(c, 1, &number), done);
         auto receiving = std::make_shared<Receiving>(this, c, std::move(done), number);
         if (CancellationManager* manager = c->cancellation_manager()) {
             receiving->token = manager->get_cancellation_token();
@@ -291,6 +200,11 @@ absl::Status given_shape(shape_inference::InferenceContext* c) {
     return absl::OkStatus();
 }
 
+absl::Status scalar(shape_inference::InferenceContext* c) {
+    c->set_output(0, c->Scalar());
+    return absl::OkStatus();
+}
+
 REGISTER_OP("TensorwireSend")
     .Input("tensor: T")
     .Input("step: int64")
@@ -298,10 +212,7 @@ REGISTER_OP("TensorwireSend")
     .Attr("T: type")
     .Attr("key: string")
     .SetIsStateful()
-    .SetShapeFn([](shape_inference::InferenceContext* c) {
-        c->set_output(0, c->Scalar());
-        return absl::OkStatus();
-    });
+    .SetShapeFn(scalar);
 REGISTER_OP("TensorwireReceive")
     .Input("anchor: float")
     .Input("step: int64")
@@ -312,22 +223,44 @@ REGISTER_OP("TensorwireReceive")
     .Attr("copy: bool = false")
     .SetIsStateful()
     .SetShapeFn(given_shape);
+REGISTER_OP("TensorwireSendVarying")
+    .Input("tensor: T")
+    .Input("step: int64")
+    .Output("token: float")
+    .Attr("T: type")
+    .Attr("shape: shape")  // what the receive takes, for the gradient
+    .Attr("key: string")
+    .SetIsStateful()
+    .SetShapeFn(scalar);
+REGISTER_OP("TensorwireReceiveVarying")
+    .Input("anchor: float")
+    .Input("step: int64")
+    .Output("tensor: T")
+    .Attr("T: type")
+    .Attr("shape: shape")
+    .Attr("key: string")
+    .SetIsStateful()
+    .SetShapeFn(given_shape);
 REGISTER_KERNEL_BUILDER(Name("TensorwireSend").Device(DEVICE_CPU), SendKernel);
 REGISTER_KERNEL_BUILDER(Name("TensorwireReceive").Device(DEVICE_CPU), ReceiveKernel);
+REGISTER_KERNEL_BUILDER(Name("TensorwireSendVarying").Device(DEVICE_CPU), SendVaryingKernel);
+REGISTER_KERNEL_BUILDER(Name("TensorwireReceiveVarying").Device(DEVICE_CPU), ReceiveVaryingKernel);
 
 }  // namespace
 
 // ---- for Python
 
-extern "C" int tensorwire_begin(const tw_async_edges* functions) {
-    if (functions->version != TENSORWIRE_ASYNC_EDGES_VERSION) return 0;
+// `chunk`: bytes of a slot of a varying edge.
+extern "C" int tensorwire_begin(const tw_async_edges* functions, uint64_t chunk) {
+    if (functions->version != TENSORWIRE_ASYNC_EDGES_VERSION || chunk < least_chunk) return 0;
     edges = functions;
+    chunk_bytes = chunk;
     return 1;
 }
 
 // The end of that key is connected, or, with a `failure`, cannot be.
 extern "C" void tensorwire_know(const char* key, void* edge, const char* failure) {
-    const std::shared_ptr<End> end = registry().find(key);
+    const std::shared_ptr<End> end = ends().find(key);
     std::vector<std::function<void()>> waiting;
     {
         std::lock_guard<std::mutex> g(end->mutex);

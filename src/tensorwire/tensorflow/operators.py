@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import tensorflow as tf
 
+from tensorwire.edge.async_edge import Side
 from tensorwire.errors import ArgumentError
 from tensorwire.tensorflow.escapes import when_traced
-from tensorwire.tensorflow.operator_edges import edge_name, load_operators, operator_edges
+from tensorwire.tensorflow.operator_edges import Carried, edge_name, load_operators, operator_edges
 
 
-def send(tensor: Any, key: str, *, to: int, step: Any = None) -> Any:
+def send(tensor: Any, key: str, *, to: int, step: Any = None, shape: Any = None) -> Any:
     """Sends a tensor to another worker, which calls `recv` with the same key. It does not wait for that.
 
     Gradients come back: differentiate what is returned.
 
     Args:
-        tensor: A tensor of numbers, whose shape is known when it is traced.
+        tensor: A tensor of numbers, strings or variants.
         key: The name of the edge, which this worker and the other one share.
         to: The rank of the other worker.
         step: A number from 1 that the receive has, too: every number comes once, in any order. None: the n-th send
             meets the n-th receive.
+        shape: The shape that the receive takes: needed where it leaves lengths open, and the tensor has them. None:
+            the tensor's shape, as far as it is known when it is traced.
 
     Returns:
         A float32 scalar, zero. Its gradient with respect to ``tensor`` is the other worker's gradient with respect to
         the received tensor.
 
     Raises:
-        ArgumentError: This process is in no job, or the key is taken for something else.
+        ArgumentError: This process is in no job, the key is taken for something else, the tensor does not have the
+            ``shape``, or it is a resource.
+        tf.errors.UnimplementedError: TensorFlow cannot encode a variant, or what is encoded takes more than 2 GiB.
     """
     tensor = tf.convert_to_tensor(tensor)
-    return _send(tensor, edge_name(_checked(key), operator_edges().worker.rank, to), to, step)
+    name = edge_name(_checked(key), operator_edges().worker.rank, to)
+    taken = tensor.shape if shape is None else tf.TensorShape(shape)
+    if not taken.is_compatible_with(tensor.shape):
+        raise ArgumentError(f"{name}: the tensor has shape {tensor.shape}, and the receive takes {taken}")
+    return _send(tensor, name, to, step, taken)
 
 
 def recv(
@@ -43,13 +51,15 @@ def recv(
 
     Args:
         key: As for `send`.
-        shape: The tensor's shape.
+        shape: The tensor's shape, with None for lengths that may be others in every step; ``tf.TensorShape(None)``:
+            any shape.
         dtype: Its dtype.
         source: The rank of the other worker.
         step: As for `send`.
         copy: Whether the tensor is a copy. Otherwise it is the memory that it was written to, and while two of a key
             are kept, no other one arrives. None: a copy outside of functions, and where it may outlive the call of its
-            function, as what is returned or assigned to a variable does.
+            function, as what is returned or assigned to a variable does. Strings, variants and tensors of varying
+            shape always have memory of their own.
 
     Returns:
         The tensor. Where a ``tf.GradientTape`` records it, its gradient is sent back.
@@ -67,29 +77,33 @@ def _checked(key: str) -> str:
     return key
 
 
-def _send(tensor: Any, name: str, to: int, step: Any) -> Any:
-    carries, nbytes = _described(name, tensor.shape, tensor.dtype)
-    operator_edges().connect(name, "producer", to, carries, nbytes)
-    return load_operators().ops.tensorwire_send(tensor, _number(step), key=name)
+def _send(tensor: Any, name: str, to: int, step: Any, shape: Any) -> Any:
+    carried = _connected(name, "producer", to, shape, tensor.dtype)
+    ops = load_operators().ops
+    if carried.varies:
+        return ops.tensorwire_send_varying(tensor, _number(step), shape=shape, key=name)
+    if not tensor.shape.is_fully_defined():  # of another size it would not fit into its slot
+        tensor = tf.ensure_shape(tensor, shape)
+    return ops.tensorwire_send(tensor, _number(step), key=name)
 
 
 def _receive(name: str, shape: Any, dtype: Any, source: int, step: Any, copy: bool | None) -> Any:
-    carries, nbytes = _described(name, shape, dtype)
-    operator_edges().connect(name, "consumer", source, carries, nbytes)
+    carried, ops = _connected(name, "consumer", source, shape, dtype), load_operators().ops
+    anchor, number = _anchor().read_value(), _number(step)
+    if carried.varies:
+        return ops.tensorwire_receive_varying(anchor, number, T=dtype, shape=shape, key=name)
     if copy is None and not tf.executing_eagerly():
         when_traced(tf.compat.v1.get_default_graph())
     copied = tf.executing_eagerly() if copy is None else copy
-    return load_operators().ops.tensorwire_receive(
-        _anchor().read_value(), _number(step), T=dtype, shape=shape, key=name, copy=copied
-    )
+    return ops.tensorwire_receive(anchor, number, T=dtype, shape=shape, key=name, copy=copied)
 
 
-def _described(name: str, shape: Any, dtype: Any) -> tuple[str, int]:
-    if not shape.is_fully_defined():
-        raise ArgumentError(f"{name}: the shape must be known, and this is {shape}")
-    if dtype in (tf.string, tf.variant, tf.resource):
-        raise ArgumentError(f"{name}: this is a tensor of {dtype.name}, and edges carry numbers")
-    return f"{dtype.name}{shape.as_list()}", math.prod(shape.as_list()) * dtype.size
+def _connected(name: str, side: Side, peer: int, shape: Any, dtype: Any) -> Carried:
+    if dtype == tf.resource:
+        raise ArgumentError(f"{name}: this is a tensor of {dtype.name}, which cannot leave its worker")
+    carried = Carried(dtype, shape)
+    operator_edges().connect(name, side, peer, carried)
+    return carried
 
 
 def _number(step: Any) -> Any:
@@ -112,14 +126,35 @@ def _peers(name: str) -> tuple[str, int, int]:
 
 @tf.RegisterGradient("TensorwireSend")  # type: ignore[untyped-decorator]
 def _gradient_of_send(op: Any, _: Any) -> list[Any]:
-    tensor, step = op.inputs
-    key, source, target = _peers(op.get_attr("key").decode())
-    back = edge_name(f"gradient of {key}", target, source)
-    return [_receive(back, tensor.shape, tensor.dtype, target, step, None), None]
+    return _receive_gradient(op, op.inputs[0].shape)
+
+
+@tf.RegisterGradient("TensorwireSendVarying")  # type: ignore[untyped-decorator]
+def _gradient_of_varying_send(op: Any, _: Any) -> list[Any]:
+    return _receive_gradient(op, _shape_of(op))
 
 
 @tf.RegisterGradient("TensorwireReceive")  # type: ignore[untyped-decorator]
+@tf.RegisterGradient("TensorwireReceiveVarying")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
-    key, source, target = _peers(op.get_attr("key").decode())
-    _send(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1])
+    if _has_gradient(gradient.dtype):
+        key, source, target = _peers(op.get_attr("key").decode())
+        _send(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1], _shape_of(op))
     return [None, None]
+
+
+def _shape_of(op: Any) -> Any:
+    return tf.TensorShape(op.get_attr("shape"))
+
+
+def _receive_gradient(op: Any, shape: Any) -> list[Any]:
+    tensor, step = op.inputs
+    if not _has_gradient(tensor.dtype):
+        return [None, None]
+    key, source, target = _peers(op.get_attr("key").decode())
+    back = edge_name(f"gradient of {key}", target, source)
+    return [_receive(back, shape, tensor.dtype, target, step, None), None]
+
+
+def _has_gradient(dtype: Any) -> bool:
+    return bool(dtype.is_floating or dtype.is_complex)

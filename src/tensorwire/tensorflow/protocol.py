@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
@@ -13,9 +13,8 @@ from tensorflow.python.eager import context  # private to TensorFlow 2.21
 
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.graph.ir import TensorSpec
 from tensorwire.launch.worker import Worker, current_worker
-from tensorwire.tensorflow.operator_edges import load_operators
+from tensorwire.tensorflow.operator_edges import Carried, load_operators
 
 _log = logging.getLogger("tensorwire")
 Protocol = Literal["tensorwire", "grpc"]
@@ -108,21 +107,21 @@ class GrpcNodes:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
-    def send(self, name: str, source: str, dtype: Any, key: str, peers: tuple[int, int]) -> None:
-        """Adds what sends ``source``."""
+    def send(self, name: str, source: str, carried: Carried, key: str, peers: tuple[int, int]) -> None:
+        """Adds what sends ``source``. Raises `Unsupported`."""
+        _check_carried(key, carried)
         node = self._graph.node.add(op="CollectiveBcastSendV2", name=name)
         node.input.extend([source, *self._keys(name, key, peers)])
-        self._finish(node, dtype)
+        self._finish(node, carried.dtype)
 
-    def receive(self, name: str, spec: TensorSpec, key: str, peers: tuple[int, int]) -> None:
+    def receive(self, name: str, carried: Carried, key: str, peers: tuple[int, int]) -> None:
         """Adds what receives a tensor of that shape and dtype. Raises `Unsupported`."""
-        if spec.dtype not in _GRPC_DTYPES:
-            raise Unsupported(f"{key} is of {spec.dtype}, which gRPC does not carry here: use protocol 'tensorwire'")
-        shape = self._constant(f"{name}/shape", tf.constant(cast("list[int]", list(spec.shape)), tf.int32))
+        _check_carried(key, carried)
+        shape = self._constant(f"{name}/shape", tf.constant(carried.shape.as_list(), tf.int32))
         node = self._graph.node.add(op="CollectiveBcastRecvV2", name=name)
         node.input.extend([*self._keys(name, key, peers), shape])
         node.attr["Tshape"].type = tf.int32.as_datatype_enum
-        self._finish(node, tf.as_dtype(spec.dtype))
+        self._finish(node, carried.dtype)
 
     def _keys(self, name: str, key: str, peers: tuple[int, int]) -> list[str]:
         numbers = {"size": 2, "group": 1 + _number(f"{min(peers)} {max(peers)}"), "instance": 1 + _number(key)}
@@ -138,6 +137,14 @@ class GrpcNodes:
         node.attr["T"].type = dtype.as_datatype_enum
         node.attr["communication_hint"].s = b"auto"
         node.attr["timeout_seconds"].f = step_timeout()
+
+
+def _check_carried(key: str, carried: Carried) -> None:
+    if carried.dtype.name not in _GRPC_DTYPES or carried.varies:
+        raise Unsupported(
+            f"{key} carries {carried.text}, and gRPC carries numbers of {', '.join(_GRPC_DTYPES)}, of a shape that is "
+            "known: use protocol 'tensorwire'"
+        )
 
 
 def _number(text: str) -> int:
