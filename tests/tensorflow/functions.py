@@ -159,4 +159,75 @@ def other_shapes(tf: Any, on: Any) -> Made:
     return step, variables, lambda number: tuple(each[: 16 if number < 3 else 5] for each in arguments(number))
 
 
-FUNCTIONS = [perceptron, there_and_back, loops_and_branches, control_dependencies, convolutions, other_shapes]
+def rows(tf: Any, width: int) -> Callable[[int], tuple[Any, ...]]:
+    """Batches of another size in every step, one of them empty, another one of many chunks."""
+
+    def arguments(step: int) -> tuple[Any, ...]:
+        return batch(tf, (7, 0, 40_000, 1, 20)[step], width)(step)
+
+    return arguments
+
+
+def unknown_batches(tf: Any, on: Any) -> Made:
+    """The perceptron, traced once for batches of all sizes."""
+    with on(0):
+        first = weight(tf, 12, 40)
+    with on(1):
+        second, calls = weight(tf, 40, 3), tf.Variable(0)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 12]), tf.TensorSpec([None, 3])])
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            with on(0):
+                hidden = tf.nn.relu(x @ first)
+            with on(1):
+                error = hidden @ second - y
+                loss = tf.reduce_sum(error**2)
+        for w, gradient in zip((first, second), tape.gradient(loss, [first, second]), strict=True):
+            w.assign_sub(1e-6 * gradient)
+        calls.assign_add(1)
+        return loss, error
+
+    return step, [first, second, calls], rows(tf, 12)
+
+
+def unknown_sizes(tf: Any, on: Any) -> Made:
+    """Sizes that depend on values, a rank that is not known, strings, and a list of tensors, which cross."""
+    with on(0):
+        longest = tf.Variable(0)
+    with on(1):
+        total = tf.Variable(tf.zeros(5))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec(None)])
+    def step(x: Any, y: Any) -> Any:
+        with on(0):
+            positive = tf.boolean_mask(x, x[:, 0] > 0)
+            distinct, index = tf.unique(tf.cast(tf.reshape(x, [-1]) * 3.0, tf.int32))
+            said = tf.strings.as_string(distinct)
+            doubled = y * 2.0
+            listed = tf.raw_ops.TensorListFromTensor(tensor=positive, element_shape=[5])
+        with on(1):
+            total.assign_add(tf.reduce_sum(positive, axis=0))
+            joined = tf.strings.reduce_join(said, separator=",")
+            back = tf.strings.join(["<", joined, ">"])
+            again = tf.gather(distinct, index)
+            most = tf.reduce_max(tf.concat([doubled, [[0.0] * 3]], axis=0))
+            listed = tf.raw_ops.TensorListPushBack(input_handle=listed, tensor=total * 1.0)
+        with on(0):
+            longest.assign(tf.maximum(longest, tf.strings.length(back)))
+            stacked = tf.raw_ops.TensorListStack(input_handle=listed, element_shape=[5], element_dtype=tf.float32)
+        return {"back": back, "again": again, "most": most, "stacked": stacked, "said": said}
+
+    return step, [longest, total], rows(tf, 5)
+
+
+FUNCTIONS = [
+    perceptron,
+    there_and_back,
+    loops_and_branches,
+    control_dependencies,
+    convolutions,
+    other_shapes,
+    unknown_batches,
+    unknown_sizes,
+]

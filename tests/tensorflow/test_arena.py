@@ -103,7 +103,7 @@ def run_in_arena(job: tw.Job, number: int) -> Any:
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("number", [0, 1, 4], ids=lambda n: FUNCTIONS[n].__name__)
+@pytest.mark.parametrize("number", [0, 1, 4, 6, 7], ids=lambda n: FUNCTIONS[n].__name__)
 def test_a_cut_function_has_the_bits_of_one_process(number: int, device: str) -> None:
     ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
     for rank, (found, mine, owners) in enumerate(run_job(run_in_arena, number, servers=0, device=device).ok()):

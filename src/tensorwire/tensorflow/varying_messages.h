@@ -129,11 +129,6 @@ inline absl::Status decode(DataType dtype, const TensorShape& shape, std::string
             if (!decodes_safely(each)) return errors::DataLoss("it is not encoded as TensorFlow does it");
     }
     if (!tensor->FromProto(proto)) return errors::DataLoss("TensorFlow cannot decode it");
-    if (dtype == DT_VARIANT) {
-        const auto values = tensor->flat<Variant>();
-        for (int64_t i = 0; i < values.size(); ++i)
-            if (values(i).get<VariantTensorDataProto>()) return errors::DataLoss("TensorFlow cannot decode a ", values(i).TypeName());
-    }
     return absl::OkStatus();
 }
 
@@ -141,20 +136,21 @@ inline absl::Status decode(DataType dtype, const TensorShape& shape, std::string
 
 class Arriving {
   public:
-    // Takes the next chunk. An error means that the peer does not keep to the format: nothing more can be read.
+    // Takes the next chunk. After an error nothing more can be read: the peer does not keep to the format, or there is no
+    // memory for what it sends.
     absl::Status take(const char* slot, DataType dtype) {
         if (!slot) return errors::Aborted("a chunk lies where nothing is lent");
         const char* from = slot;
         if (!begun_) {
             TF_RETURN_IF_ERROR(read_front(slot, dtype, &header_, &shape_));
+            TF_RETURN_IF_ERROR(allocate(dtype));
             begun_ = true;
             at_ = 0;
-            allocate(dtype);
             from += front_bytes(header_.rank);
             if (header_.nbytes >= small_payload) return absl::OkStatus();
         }
         const uint64_t length = std::min(header_.nbytes - at_, chunk_bytes);
-        if (status_.ok() && length) std::memcpy(data_ + at_, from, length);
+        if (length) std::memcpy(data_ + at_, from, length);
         at_ += length;
         return absl::OkStatus();
     }
@@ -170,14 +166,12 @@ class Arriving {
         tensor_ = Tensor();
         std::string payload = std::move(payload_);
         payload_ = std::string();
-        if (status_.ok() && encoded(dtype)) status_ = decode(dtype, shape_, std::move(payload), &tensor);
-        if (!status_.ok()) return status_;
+        if (encoded(dtype)) TF_RETURN_IF_ERROR(decode(dtype, shape_, std::move(payload), &tensor));
         return tensor;
     }
 
   private:
-    void allocate(DataType dtype) {
-        status_ = absl::OkStatus();
+    absl::Status allocate(DataType dtype) {
         data_ = nullptr;
         if (encoded(dtype)) {
             try {
@@ -189,8 +183,8 @@ class Arriving {
             tensor_ = Tensor(cpu_allocator(), dtype, shape_);
             if (tensor_.IsInitialized()) data_ = const_cast<char*>(tensor_.tensor_data().data());
         }
-        if (header_.nbytes && !data_)  // its chunks are passed over
-            status_ = errors::ResourceExhausted("there is no memory for ", header_.nbytes, " bytes");
+        if (header_.nbytes && !data_) return errors::ResourceExhausted("there is no memory for ", header_.nbytes, " bytes");
+        return absl::OkStatus();
     }
 
     bool begun_ = false;
@@ -200,7 +194,6 @@ class Arriving {
     std::string payload_;  // of strings or variants
     char* data_ = nullptr;
     uint64_t at_ = 0;  // bytes that are there
-    absl::Status status_;
 };
 
 }  // namespace tensorwire

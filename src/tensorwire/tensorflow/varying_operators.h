@@ -253,7 +253,7 @@ class Incoming {
     uint64_t chunk_ = 1;    // the next one
     bool asked_ = false;    // for it
     bool reading_ = false;  // a thread is in `read`
-    absl::Status broken_;   // the peer does not keep to the format
+    absl::Status broken_;   // why nothing more can be received
 };
 
 inline Keyed<Incoming>& incoming() {

@@ -1,0 +1,545 @@
+"""Tensors whose size is known only when they are sent: any sizes, in any order, strings and variants, and liars."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorwire as tw
+from tests.harness.jobs import run_job
+from tests.tensorflow.test_operators import load
+
+DEVICES = pytest.mark.parametrize("device", ["shm", "tcp"])
+CHUNK = 256 << 10
+# Elements of float32: none, in the chunk of the header, one less and more than a chunk, and more than all slots hold.
+SIZES = [3, 0, 1, 1023, 1024, 1025, CHUNK // 4 - 1, CHUNK // 4, CHUNK // 4 + 1, 7 * CHUNK // 4 + 5, 2, 0, 40000]
+
+
+def numbers(size: int) -> Any:
+    return np.random.default_rng(size).standard_normal(size).astype("f4")
+
+
+def many_sizes(job: tw.Job, traced: bool) -> list[Any]:
+    tf, twt = load()
+    from tensorwire.observe import counters
+
+    def cross(tensor: Any) -> Any:
+        if job.rank == 0:
+            return twt.send(tensor, "key", to=1, shape=[None])
+        return twt.recv("key", [None], source=0)
+
+    if traced:
+        cross = tf.function(cross, input_signature=[tf.TensorSpec([None], tf.float32)])
+    wrong = []
+    for size in SIZES:
+        before = counters.snapshot()
+        found = cross(numbers(size))
+        copied = counters.since(before).copied_bytes
+        if job.rank == 1 and not (found.numpy().tobytes() == numbers(size).tobytes() and copied == 4 * size):
+            wrong.append((size, found.shape, copied))
+    return wrong
+
+
+@pytest.mark.parametrize(("device", "traced"), [("shm", False), ("shm", True), ("tcp", False), ("tcp", True)])
+def test_every_size_arrives_and_is_copied_once(device: str, traced: bool) -> None:
+    assert run_job(many_sizes, traced, servers=0, device=device).ok() == [[], []]
+
+
+def shapes_and_dtypes(job: tw.Job) -> list[str]:
+    """Any number of dimensions; operands that are permuted, sliced and broadcast; every dtype."""
+    tf, twt = load()
+    from tests.tensorflow.test_operators import DTYPES, SHAPES, drawn
+
+    base = tf.reshape(tf.range(2 * 300 * 5), [2, 300, 5])
+    tensors = [drawn(tf, dtype, shape) for dtype in DTYPES.split() for shape in SHAPES]
+    tensors += [tf.transpose(base), base[1], base[:, 7:9], base[0, 1:, 2], tf.broadcast_to(base[:, :1], [2, 300, 5])]
+    wrong = []
+    for wanted in tensors:
+        key = wanted.dtype.name
+        if job.rank == 0:
+            twt.send(wanted, key, to=1, shape=tf.TensorShape(None))
+        else:
+            found = twt.recv(key, tf.TensorShape(None), wanted.dtype, source=0)
+            if found.shape != wanted.shape or (found.numpy() != wanted.numpy()).any():
+                wrong.append(f"{key} {wanted.shape} {found.shape}")
+    return wrong
+
+
+@DEVICES
+def test_every_rank_and_dtype_arrives(device: str) -> None:
+    assert run_job(shapes_and_dtypes, servers=0, device=device).ok() == [[], []]
+
+
+MANY = 40  # more than a key keeps until they have left
+
+
+def out_of_order(job: tw.Job) -> list[int]:
+    """Steps of our own, in another order at either end, some of many chunks; most are kept until they are asked for."""
+    tf, twt = load()
+
+    def tensor(step: int) -> Any:
+        return tf.fill([step * 10_000, 2], float(step))
+
+    wrong = []
+    for step in np.random.default_rng(job.rank).permutation(np.arange(1, MANY + 1)).tolist():
+        if job.rank == 0:
+            twt.send(tensor(step), "key", to=1, step=step, shape=[None, 2])
+        else:
+            found = twt.recv("key", [None, 2], source=0, step=step)
+            if (found.numpy() != tensor(step).numpy()).any():
+                wrong.append(step)
+    return wrong
+
+
+@DEVICES
+def test_steps_may_come_in_any_order(device: str) -> None:
+    assert run_job(out_of_order, servers=0, device=device).ok() == [[], []]
+
+
+def many_at_once(job: tw.Job) -> list[float]:
+    """Receives of a loop whose iterations overlap, and a branch."""
+    tf, twt = load()
+
+    @tf.function
+    def run() -> Any:
+        total = tf.zeros([])
+        for number in tf.range(1, MANY + 1):
+            size = tf.cast(number, tf.float32)
+            if job.rank == 0:
+                twt.send(tf.fill([1000 * number], size), "loop", to=1, step=number)
+            else:
+                total += tf.reduce_sum(twt.recv("loop", [None], source=0, step=MANY + 1 - number))
+        return total
+
+    return float(run())
+
+
+def test_operators_work_in_loops() -> None:
+    assert run_job(many_at_once, servers=0).ok()[1] == 1000.0 * sum(n * n for n in range(1, MANY + 1))
+
+
+# ---- strings and variants
+
+
+TEXTS: list[Any] = [
+    "plain",
+    ["", "grüße", "日本語", "\U0001f40d", b"\x00\xff"],
+    [["a", "b"], ["c", "d" * 100]],
+    [],
+    ["x" * 3_000_000, "y"],
+    [str(number) for number in range(50_000)],
+]
+
+
+def strings(job: tw.Job) -> list[int]:
+    tf, twt = load()
+    wrong = []
+    for number, text in enumerate(TEXTS):
+        wanted = tf.constant(text, tf.string)
+        if job.rank == 0:
+            twt.send(wanted, "texts", to=1, shape=tf.TensorShape(None))
+        else:
+            found = twt.recv("texts", tf.TensorShape(None), tf.string, source=0)
+            if not np.array_equal(found.numpy(), wanted.numpy()):
+                wrong.append(number)
+    return wrong
+
+
+@DEVICES
+def test_strings_arrive(device: str) -> None:
+    assert run_job(strings, servers=0, device=device).ok() == [[], []]
+
+
+def variants(job: tw.Job) -> list[Any]:
+    """A list of tensors, a list of lists, an optional, an empty one; and a data set, which TensorFlow cannot decode."""
+    tf, twt = load()
+    raw = tf.raw_ops
+
+    def listed(*tensors: Any) -> Any:
+        made = raw.EmptyTensorList(element_shape=-1, max_num_elements=-1, element_dtype=tensors[0].dtype)
+        for each in tensors:
+            made = raw.TensorListPushBack(input_handle=made, tensor=each)
+        return made
+
+    words = listed(tf.constant("one"), tf.constant(["two", "three"]))
+    nested = listed(words, words)
+    optional = raw.OptionalFromValue(components=[tf.range(200_000)])
+    if job.rank == 0:
+        for each in (words, nested, optional, raw.OptionalNone()):
+            twt.send(each, "variants", to=1)
+        with pytest.raises(tf.errors.UnimplementedError) as raised:
+            twt.send(tf.data.Dataset.range(3)._variant_tensor, "variants", to=1)
+        twt.send(words, "variants", to=1)
+        return [raised.value.message]
+
+    def received() -> Any:
+        return twt.recv("variants", [], tf.variant, source=0)
+
+    def first(handle: Any, dtype: Any) -> Any:
+        return raw.TensorListGetItem(input_handle=handle, index=0, element_shape=-1, element_dtype=dtype)
+
+    found = [first(received(), tf.string).numpy(), first(first(received(), tf.variant), tf.string).numpy()]
+    (value,) = raw.OptionalGetValue(optional=received(), output_types=[tf.int32], output_shapes=[[None]])
+    found += [int(tf.reduce_max(value)), bool(raw.OptionalHasValue(optional=received()))]
+    return [*found, int(raw.TensorListLength(input_handle=received()))]
+
+
+@DEVICES
+def test_variants_arrive_if_tensorflow_can_encode_them(device: str) -> None:
+    (said,), found = run_job(variants, servers=0, device=device).ok()
+    assert found == [b"one", b"one", 199_999, False, 2]
+    assert "variants from worker 0 to worker 1 cannot carry this tensor: it holds a tensorflow::Dataset" in said
+    assert "\n" not in said.partition(" [Op:")[0]
+
+
+# ---- gradients
+
+
+BATCHES = [16, 3, 0, 40]
+
+
+def weight(tf: Any, *shape: int) -> Any:
+    return tf.Variable(np.random.default_rng(shape).standard_normal(shape).astype("f4") / 5)
+
+
+def batch(size: int, width: int) -> Any:
+    return np.random.default_rng((size, width)).standard_normal((size, width)).astype("f4")
+
+
+def half_a_model(job: tw.Job, traced: bool) -> list[Any]:
+    """A layer on each worker, and batches of any size."""
+    tf, twt = load()
+    w = weight(tf, 20, 30) if job.rank == 0 else weight(tf, 30, 4)
+
+    def first(x: Any) -> None:
+        with tf.GradientTape() as tape:
+            token = twt.send(tf.nn.relu(x @ w), "hidden", to=1, shape=[None, 30])
+        w.assign_sub(0.1 * tape.gradient(token, w))
+
+    def second(y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((twt.recv("hidden", [None, 30], source=0) @ w - y) ** 2)
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+
+    step, width = (first, 20) if job.rank == 0 else (second, 4)
+    if traced:
+        step = tf.function(step, input_signature=[tf.TensorSpec([None, width])])
+    for size in BATCHES:
+        step(batch(size, width))
+    return w.numpy()
+
+
+def whole_model(job: tw.Job) -> list[Any]:
+    tf, _ = load()
+    first, second = weight(tf, 20, 30), weight(tf, 30, 4)
+    for size in BATCHES:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((tf.nn.relu(batch(size, 20) @ first) @ second - batch(size, 4)) ** 2)
+        for w, gradient in zip((first, second), tape.gradient(loss, [first, second]), strict=True):
+            w.assign_sub(0.1 * gradient)
+    return [first.numpy(), second.numpy()]
+
+
+@pytest.mark.parametrize(("device", "traced"), [("shm", True), ("shm", False), ("tcp", True)])
+def test_gradients_have_the_shape_of_what_was_sent(device: str, traced: bool) -> None:
+    ((first, second),) = run_job(whole_model, workers=1, servers=0).ok()
+    found = run_job(half_a_model, traced, servers=0, device=device).ok()
+    np.testing.assert_array_equal(found[0], first)
+    np.testing.assert_array_equal(found[1], second)
+
+
+def no_gradient(job: tw.Job) -> bool:
+    """Of whole numbers, strings and variants no gradient crosses."""
+    tf, twt = load()
+    with tf.GradientTape() as tape:
+        x = tf.Variable([1.0, 2.0])
+        if job.rank == 0:
+            listed = tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=tf.zeros([0], tf.int32))
+            result = twt.send(tf.strings.as_string(x), "text", to=1) + twt.send(listed, "list", to=1)
+        else:
+            twt.recv("text", [None], tf.string, source=0)
+            listed = twt.recv("list", [], tf.variant, source=0)
+            result = tf.raw_ops.TensorListStack(
+                input_handle=listed, element_shape=tf.zeros([0], tf.int32), element_dtype=tf.float32
+            )
+    return tape.gradient(result, x) is None
+
+
+def test_what_has_no_gradient_sends_none() -> None:
+    assert run_job(no_gradient, servers=0).ok() == [True, True]
+
+
+# ---- errors
+
+
+def failed_sends(job: tw.Job) -> str:
+    """Sends to an end that is another one: when 16 of them wait, the next one waits for its failure."""
+    tf, twt = load()
+    if job.rank == 0:
+
+        def send_all() -> None:
+            for _ in range(18):
+                twt.send([1.0], "key", to=1, shape=[None])
+
+        with pytest.raises(tf.errors.AbortedError) as raised:
+            send_all()
+        return str(raised.value.message)
+    with pytest.raises(tf.errors.AbortedError) as raised:
+        twt.recv("key", [1], source=0)
+    return str(raised.value.message)
+
+
+def test_after_a_failed_send_the_next_one_says_so() -> None:
+    said = run_job(failed_sends, servers=0).ok()
+    assert "carries is 'float32[?]' here and 'float32[1]' there" in said[0]
+    assert "carries is 'float32[1]' here and 'float32[?]' there" in said[1]
+
+
+def mismatched(job: tw.Job) -> list[str]:
+    tf, twt = load()
+    ends = [
+        ("static", [3], None, [None], tf.float32),
+        ("dtype", [3], [None], [None], tf.int32),
+        ("rank", [3], [None], [None, None], tf.float32),
+        ("any rank", [3], [None], tf.TensorShape(None), tf.float32),
+        ("length", [3, 4], [None, 4], [None, 5], tf.float32),
+    ]
+    said = []
+    for key, shape, declared, taken, dtype in ends:
+        if job.rank == 0:
+            twt.send(tf.zeros(shape), key, to=1, shape=declared)
+            continue
+        with pytest.raises(tf.errors.AbortedError) as raised:
+            twt.recv(key, taken, dtype, source=0)
+        said.append(raised.value.message)
+    job.barrier()
+    return said
+
+
+def test_ends_that_differ_are_told_apart() -> None:
+    parts = [
+        "carries is 'float32[?]' here and 'float32[3]' there",
+        "carries is 'int32[?]' here and 'float32[?]' there",
+        "carries is 'float32[?, ?]' here and 'float32[?]' there",
+        "carries is 'float32[...]' here and 'float32[?]' there",
+        "a tensor of shape [3,4] came, and this takes [?,5]",
+    ]
+    said = run_job(mismatched, servers=0).ok()[1]
+    assert len(said) == len(parts)
+    for each, part in zip(said, parts, strict=True):
+        assert part in each
+
+
+def front(step: int, nbytes: int, dtype: int, *lengths: int, rank: int | None = None) -> bytes:
+    """What a message begins with, as varying_messages.h has it."""
+    numbers = np.array([step, nbytes], "i8").tobytes()
+    return (
+        numbers
+        + np.array([dtype, len(lengths) if rank is None else rank], "i4").tobytes()
+        + np.array(lengths, "i8").tobytes()
+    )
+
+
+FLOAT, STRING, VARIANT = 1, 7, 21  # of TensorFlow's DataType
+LIES = [
+    ("float32", front(1, 4, 3, 1), "dtype number 3"),
+    ("float32", front(0, 4, FLOAT, 1), "step 0"),
+    ("float32", front(1, 4, FLOAT, rank=255), "255 dimensions"),
+    ("float32", front(1, 4, FLOAT, rank=-1), "-1 dimensions"),
+    ("float32", front(1, 4, FLOAT, -1), "lengths cannot be"),
+    ("float32", front(1, 4, FLOAT, 1 << 40, 1 << 40), "lengths cannot be"),
+    ("float32", front(1, 1 << 40, FLOAT, 5), "in 1099511627776 bytes"),
+    ("float32", front(1, 8, FLOAT, 1 << 62), "in 8 bytes"),
+    ("float32", front(1, 1 << 58, FLOAT, 1 << 56), "no memory"),
+    ("string", front(1, 8, STRING, 1 << 40), "in 8 bytes"),
+    ("string", front(1, 1 << 40, STRING, 5), "in 1099511627776 bytes"),
+    ("string", front(1, 2, STRING, 2) + b"\x7f\x7f", "cannot decode"),
+    ("variant", front(1, 3, VARIANT, 1) + b"\xff\xff\xff", "not encoded as TensorFlow does it"),
+    ("variant", front(1, 1, VARIANT, 1) + b"\x7a", "not encoded as TensorFlow does it"),
+    ("variant", front(1, 2, VARIANT, 2) + b"\x7a\x00", "another number of elements"),
+    ("variant", front(1, 5, VARIANT, 1) + b"\x7a\x03\x0a\x01x", "TensorFlow cannot decode it"),
+    (  # a tensor of variants in a variant, whose content says that it is longer than it is
+        "variant",
+        front(1, 9, VARIANT, 1) + b"\x7a\x07\x1a\x05\x08\x15\x22\x01\x7f",
+        "not encoded as TensorFlow does it",
+    ),
+]
+
+
+def lie(job: tw.Job) -> list[str]:
+    """Worker 0 writes what it likes into the slots of varying edges."""
+    tf, twt = load()
+    from tensorwire.tensorflow.operator_edges import Carried, edge_name, load_operators, operator_edges
+
+    said = []
+    for number, (dtype, message, _) in enumerate(LIES):
+        key, shape = f"lie {number}", tf.TensorShape(None)
+        if job.rank == 0:
+            name = edge_name(key, 0, 1)
+            operator_edges().connect(name, "producer", 1, Carried(tf.as_dtype(dtype), shape))
+            chunk = tf.constant(np.frombuffer(message, "u1"))
+            load_operators().ops.tensorwire_send(chunk, tf.constant(1, tf.int64), key=name)
+            continue
+        with pytest.raises(tf.errors.OpError) as raised:
+            twt.recv(key, shape, dtype, source=0)
+        said.append(raised.value.message)
+    job.barrier()
+    return said
+
+
+@DEVICES
+def test_a_peer_that_lies_gets_an_error(device: str) -> None:
+    said = run_job(lie, servers=0, device=device).ok()[1]
+    assert len(said) == len(LIES)
+    for each, (_, _, part) in zip(said, LIES, strict=True):
+        assert part in each
+
+
+def twice(job: tw.Job) -> list[str]:
+    """A step that comes twice breaks an edge."""
+    tf, twt = load()
+    said: list[str] = []
+    if job.rank == 0:
+        for step in (5, 5, 6):
+            twt.send([1.0], "key", to=1, step=step, shape=[None])
+        job.barrier()
+        return said
+    for _ in range(2):
+        with pytest.raises(tf.errors.AbortedError) as raised:
+            twt.recv("key", [None], source=0, step=6)
+        said.append(raised.value.message)
+    said.append(str(float(twt.recv("key", [None], source=0, step=5)[0])))
+    job.barrier()
+    return said
+
+
+def test_a_step_comes_once() -> None:
+    _, said = run_job(twice, servers=0).ok()
+    assert ["step 5 was sent twice" in each for each in said] == [True, True, False]
+    assert said[2] == "1.0"
+
+
+def die_in_a_message(job: tw.Job) -> str:
+    """Worker 1 dies with a part of a message in the slots, which hold no more."""
+    tf, twt = load()
+    if job.rank == 0:
+        twt.recv("large", [None], source=1)
+    else:
+        twt.send([1.0], "large", to=0, shape=[None])
+        twt.send(tf.zeros([20 * CHUNK]), "large", to=0, shape=[None])
+        job.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.barrier()
+    try:
+        twt.recv("large", [None], source=1)
+    except tf.errors.AbortedError as error:
+        return str(error.message)
+    return ""
+
+
+@DEVICES
+def test_a_worker_that_dies_in_a_message_ends_its_receive(device: str) -> None:
+    ended = run_job(die_in_a_message, servers=0, device=device)
+    assert ended.cause is not None
+    assert "worker 1" in str(ended.cause)
+    assert "tensorwire: receiving large from worker 1 to worker 0 cannot happen: " in ended.results[0]
+
+
+def cancel(job: tw.Job) -> list[Any]:
+    """The message of a receive that was cancelled is kept, and the next receive gets the next one."""
+    tf, twt = load()
+    from tensorflow.python.eager import cancellation  # private to TensorFlow 2.21
+
+    if job.rank == 1:
+        job.barrier()
+        for number in (1.0, 2.0):
+            twt.send(tf.fill([CHUNK], number), "key", to=0, shape=[None])
+        return []
+    started = threading.Event()
+    receive = tf.function(lambda: twt.recv("key", [None], source=1, step=tf.py_function(begin, [], tf.int64)))
+
+    def begin() -> int:
+        started.set()
+        return 1
+
+    manager = cancellation.CancellationManager()
+    cancelable = manager.get_cancelable_function(receive.get_concrete_function())
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            cancelable()
+        except tf.errors.CancelledError as error:
+            said.append(type(error).__name__)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    manager.start_cancel()
+    thread.join()
+    job.barrier()
+    found = [float(twt.recv("key", [None], source=1, step=step)[-1]) for step in (2, 1)]
+    return [*said, *found]
+
+
+@DEVICES
+def test_a_receive_can_be_cancelled(device: str) -> None:
+    assert run_job(cancel, servers=0, device=device).ok()[0] == ["CancelledError", 2.0, 1.0]
+
+
+def run_out_of_time(job: tw.Job) -> list[Any]:
+    """A message that nobody finishes sending in time; when it has come, it is there."""
+    os.environ["TENSORWIRE_TIMEOUT"] = "2"
+    tf, twt = load()
+    if job.rank == 1:
+        twt.send([1.0], "key", to=0, shape=[None])
+        job.barrier()
+        twt.send([2.0], "key", to=0, shape=[None])
+        return []
+    twt.recv("key", [None], source=1)
+    with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+        twt.recv("key", [None], source=1, step=2)
+    job.barrier()
+    return [str(raised.value.message), float(twt.recv("key", [None], source=1, step=2)[0])]
+
+
+def test_a_receive_that_takes_too_long_says_what_did_not_come() -> None:
+    said, value = run_job(run_out_of_time, servers=0).ok()[0]
+    assert "tensorwire: receiving key from worker 1 to worker 0 did not happen in time" in said
+    assert value == 2.0
+
+
+def keeps_sixteen(job: tw.Job) -> list[int]:
+    """Of a key 16 tensors wait to leave; the next send is done when its own has left."""
+    tf, twt = load()
+    large, done = tf.zeros([4 * CHUNK]), []
+    if job.rank == 0:
+
+        def run() -> None:
+            for number in range(18):
+                twt.send(large, "key", to=1, shape=[None])
+                done.append(number)
+                if number == 15:
+                    full.set()
+
+        full = threading.Event()
+        thread = threading.Thread(target=run)
+        thread.start()
+        full.wait()
+        before = len(done)  # not more, until worker 1 receives
+        job.barrier()
+        thread.join()
+        return [before, len(done)]
+    job.barrier()
+    return [int(twt.recv("key", [None], source=0).shape[0]) for _ in range(18)]
+
+
+def test_a_send_waits_only_when_many_have_not_left() -> None:
+    sent, received = run_job(keeps_sixteen, servers=0).ok()
+    assert sent == [16, 18]
+    assert received == [4 * CHUNK] * 18
