@@ -21,7 +21,10 @@ def over(job: tw.Job, number: int, protocol: str) -> tuple[Any, ...]:
     return twt.use_protocol(protocol), *run(job, number, True)
 
 
-@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=lambda n: FUNCTIONS[n].__name__)
+STATIC = [number for number, each in enumerate(FUNCTIONS) if not each.__name__.startswith("unknown_")]
+
+
+@pytest.mark.parametrize("number", STATIC, ids=lambda n: FUNCTIONS[n].__name__)
 def test_over_grpc_a_cut_function_has_the_bits_of_one_process(number: int) -> None:
     ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
     for rank, (used, found, mine, owners) in enumerate(run_job(over, number, "grpc", servers=0).ok()):
@@ -74,3 +77,14 @@ def test_workers_choose_the_same_protocol() -> None:
     cause = run_job(differing, servers=0).cause
     assert cause is not None
     assert "worker 1 uses protocol 'grpc', and worker 0 'tensorwire'" in str(cause)
+
+
+def unknown(job: tw.Job) -> None:
+    _, twt = load()
+    twt.use_protocol("grpc")
+    with pytest.raises(errors.Unsupported, match=r"gRPC carries numbers of .*, of a shape that is known"):
+        run(job, [each.__name__ for each in FUNCTIONS].index("unknown_sizes"), True)
+
+
+def test_grpc_does_not_carry_what_varies() -> None:
+    run_job(unknown, servers=0).ok()
