@@ -33,8 +33,9 @@ def translated(error: BaseException) -> TensorwireError | None:
     found = _TEXT.search(str(error))
     if found is None:
         return None
-    kind = getattr(errors, found.group(1) or "", PeerLost)
-    return kind(found.group(2)) if isinstance(kind, type) and issubclass(kind, TensorwireError) else None
+    name, text = found.groups()
+    kind = getattr(errors, name, None) if name else PeerLost
+    return kind(text) if isinstance(kind, type) and issubclass(kind, TensorwireError) else None
 
 
 def register(worker: Worker) -> None:
