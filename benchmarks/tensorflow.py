@@ -111,6 +111,11 @@ def _contender(python: str, peer: str, device: str, word: str, nbytes: int) -> C
     """The programs of worker 1 and worker 0."""
     runtime = {OURS: OURS, ARENA: "arena", OWN: OWN}[peer]
     where = "tcp" if peer == OWN else device
-    commands = tuple((python, str(PROGRAMS / "tensorflow_crossing.py"), str(i), runtime, where) for i in (1, 0))
-    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
-    return Contender(peer, commands, environment=secret, word=word, memory=20 * nbytes)
+    made = two_workers(python, "tensorflow_crossing.py", peer, runtime, where)
+    return replace(made, word=word, memory=20 * nbytes)
+
+
+def two_workers(python: str, program: str, peer: str, runtime: str, where: str) -> Contender:
+    """Worker 1 and worker 0 of a program; ``where``: the device, for those of Tensorwire."""
+    commands = tuple((python, str(PROGRAMS / program), str(i), runtime, where) for i in (1, 0))
+    return Contender(peer, commands, environment={"TENSORWIRE_SECRET": secrets.token_hex(32)})

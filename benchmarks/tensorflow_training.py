@@ -12,12 +12,10 @@ average over the two:
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.libraries import PROGRAMS
-from benchmarks.tensorflow import OWN, find_python
+from benchmarks.tensorflow import OWN, find_python, two_workers
 from benchmarks.training import Course
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.models import MODELS
@@ -165,5 +163,4 @@ def _records(case: Case, timed: Mapping[str, Timed]) -> Iterator[Record]:
 def _contender(python: str, peer: str, device: str) -> Contender:
     """The programs of worker 1 and worker 0."""
     runtime, carrier = (OWN, "tcp") if peer == OWN else (OURS, device)
-    commands = tuple((python, str(PROGRAMS / "tensorflow_network.py"), str(i), runtime, carrier) for i in (1, 0))
-    return Contender(peer, commands, environment={"TENSORWIRE_SECRET": secrets.token_hex(32)}, together=True)
+    return replace(two_workers(python, "tensorflow_network.py", peer, runtime, carrier), together=True)

@@ -14,6 +14,7 @@ namespace tw {
 namespace {
 
 constexpr u64 event_token = 1, stop_token = 2;
+
 }  // namespace
 
 Sleepers::Sleepers(int fd, bool naps) : fd_(fd), naps_(naps), pid_(getpid()) {

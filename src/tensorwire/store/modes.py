@@ -248,6 +248,18 @@ Mode = Sync | Async | SSP | EASGD | LocalSGD | DiLoCo
 _MODES: dict[str, type[Mode]] = {mode.__name__: mode for mode in get_args(Mode)}
 
 
+def check_mode(mode: object) -> None:
+    """Raises `ArgumentError` for what is no mode."""
+    if not isinstance(mode, Mode):
+        raise ArgumentError(f"mode must be one of tw.store, such as tw.store.Async(), not {mode!r:.100}")
+
+
+def check_reduce(reduce: object) -> None:
+    """Raises `ArgumentError` for what gradients cannot be reduced to."""
+    if reduce not in ("mean", "sum"):
+        raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r:.100}")
+
+
 def settings_of(mode: Mode) -> dict[str, Any]:
     """What a server is told of a mode."""
     return {"name": type(mode).__name__, "settings": asdict(mode)}

@@ -212,7 +212,6 @@ class _BucketRule:
         self._shared: list[torch.Tensor | None] = []
         self._kept: list[torch.Tensor | None] = []
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._pushed: list[list[torch.Tensor]] = []  # of the round that was reduced last
         self.by_group: dict[int, list[torch.nn.Parameter]] = {}
         for piece, master in zip(bucket.pieces, self._masters, strict=True):
             if master is not None:
@@ -282,7 +281,7 @@ class _BucketRule:
     def reduce(self, pushes: Sequence[Push], divisor: float, keep: bool) -> None:
         if keep and not self._kept:
             self._kept = self._sums(torch.empty(self.sum_bytes, dtype=torch.uint8))
-        self._pushed = views = [self._slot(push.worker, push.slot) for push in pushes]
+        views = [self._slot(push.worker, push.slot) for push in pushes]
         for i, (master, total) in enumerate(zip(self._masters, self._kept if keep else self._shared, strict=True)):
             if master is None or total is None:
                 continue

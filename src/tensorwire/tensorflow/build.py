@@ -5,12 +5,14 @@ The wheel's headers suffice. What is kept is named by a hash of everything that 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -39,6 +41,19 @@ def compiled(name: str) -> Path:
         with progress(f"compiling {name} for TensorFlow, once"):
             _compile(command, library)
     return library
+
+
+class OperatorLibrary(NamedTuple):
+    """What a library of operators has for TensorFlow, and what for us."""
+
+    ops: Any
+    library: ctypes.CDLL
+
+
+def load_library(name: str) -> OperatorLibrary:
+    """The operators that are made of ``NAME.cc``. Raises as `compiled`."""
+    path = str(compiled(name))
+    return OperatorLibrary(tf.load_op_library(path), ctypes.CDLL(path))
 
 
 def _compile(command: list[str], library: Path) -> None:

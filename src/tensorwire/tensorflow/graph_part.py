@@ -12,8 +12,8 @@ from tensorwire.graph.analysis import Analysis
 from tensorwire.graph.ir import worker_name
 from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
+from tensorwire.tensorflow.grpc_nodes import GrpcNodes, add_constant
 from tensorwire.tensorflow.operator_edges import Carried
-from tensorwire.tensorflow.protocol import GrpcNodes
 
 _STEP = "tensorwire/step"  # a constant: the operators count
 _ANCHOR = "tensorwire/anchor"
@@ -48,8 +48,8 @@ class PartBuilder:
 
     def build(self) -> Callable[..., list[Any]]:
         """What runs the part: it takes the function's arguments, flat, and returns its results, flat."""
-        self._add_constant(_STEP, tf.constant(0, tf.int64))
-        self._add_constant(_ANCHOR, tf.constant(0.0))
+        add_constant(self._graph, _STEP, tf.constant(0, tf.int64))
+        add_constant(self._graph, _ANCHOR, tf.constant(0.0))
         for value, (source, targets) in self._crossing.sent.items():
             if self._me in targets:
                 self._add_receive(value, int(source.rpartition(" ")[2]))
@@ -67,11 +67,6 @@ class PartBuilder:
         return self._me in (self._crossing.holds[name] if found is None else found)
 
     # ---- nodes
-
-    def _add_constant(self, name: str, value: Any) -> None:
-        node = self._graph.node.add(op="Const", name=name)
-        node.attr["dtype"].type = value.dtype.as_datatype_enum
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
 
     def _add_receive(self, value: str, source: int) -> None:
         carried = self._imported.carried(value)
@@ -94,7 +89,7 @@ class PartBuilder:
         source = value
         if value not in self._imported.ops and ":" not in value:  # that an operator has run
             source = f"tensorwire/ran/{len(self._sends)}"
-            self._add_constant(source, tf.zeros([0], tf.bool))
+            add_constant(self._graph, source, tf.zeros([0], tf.bool))
             self._graph.node[-1].input.append("^" + value.removesuffix(control_name("")))
         name = f"tensorwire/send/{len(self._sends)}"
         self._sends.append(name)

@@ -17,7 +17,7 @@ from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch.worker import Worker, current_worker
-from tensorwire.tensorflow.build import compiled
+from tensorwire.tensorflow.build import OperatorLibrary, load_library
 from tensorwire.tensorflow.error_texts import failure_text, register
 
 CHUNK_BYTES = 256 << 10  # of a slot of a varying edge
@@ -159,21 +159,14 @@ def operator_edges() -> OperatorEdges:
     return _current
 
 
-class Operators(NamedTuple):
-    """What the library of operators has for TensorFlow, and what for us."""
-
-    ops: Any
-    library: ctypes.CDLL
-
-
 @functools.cache
-def load_operators() -> Operators:
-    """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
-    path = str(compiled("operators"))
-    ops, library = tf.load_op_library(path), ctypes.CDLL(path)
+def load_operators() -> OperatorLibrary:
+    """The operators. Raises `Unsupported` where they cannot be compiled, or are of another version."""
+    found = load_library("operators")
+    library = found.library
     library.tensorwire_begin.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     library.tensorwire_know.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p]
     library.tensorwire_know.restype = None
     if not library.tensorwire_begin(async_edges(), CHUNK_BYTES):
         raise Unsupported("the operators for TensorFlow are of another version of Tensorwire: install it again")
-    return Operators(ops, library)
+    return found

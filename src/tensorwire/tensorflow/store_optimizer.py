@@ -15,7 +15,7 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.store.compression import parse_compression
-from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
+from tensorwire.store.modes import Mode, Sync, check_mode, check_reduce, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
 from tensorwire.tensorflow.error_texts import register
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds
@@ -76,10 +76,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         inner = keras.optimizers.get(optimizer)
         if isinstance(inner, StoreOptimizer):
             raise ArgumentError("a StoreOptimizer takes an optimizer of Keras, not a StoreOptimizer")
-        if not isinstance(mode, Mode):
-            raise ArgumentError(f"mode must be one of tw.store, such as tw.store.Async(), not {mode!r:.100}")
-        if reduce not in ("mean", "sum"):
-            raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r:.100}")
+        check_mode(mode)
+        check_reduce(reduce)
         if keras.config.dtype_policy().name == "mixed_float16" and not _scales(inner):
             inner = keras.optimizers.LossScaleOptimizer(inner)
         super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)

@@ -120,12 +120,11 @@ class Rounds:
                 "optimizer.write_parameters() on every worker after an intended change"
             )
 
-    def _remember(self, arrays: dict[int, Bytes]) -> None:
+    def _remember(self, values: Values) -> None:
         """What the fingerprint will be before the next step."""
         tensors = self.client.plan.tensors
-        self._expected = fingerprint_of(
-            [arrays[number] for number in range(len(tensors))], [DTYPES[each.dtype] for each in tensors]
-        )
+        now = [values.now(number) for number in range(len(tensors))]
+        self._expected = fingerprint_of(now, [DTYPES[each.dtype] for each in tensors])
 
 
 class GradientRounds(Rounds):
@@ -164,7 +163,7 @@ class _ParameterRounds(Rounds):
                 client.copy(bucket, number, self._part(values[piece.tensor], piece))
             client.push(bucket)
         client.wait()
-        self._remember(dict(enumerate(values)))
+        self._remember(Values(dict(enumerate(values))))
 
     def _room(self, bucket: Bucket, piece: Piece) -> Bytes:
         memory = np.frombuffer(self.client.memory(bucket), np.uint8)
@@ -199,7 +198,7 @@ class ChangeRounds(_ParameterRounds):
         for bucket in client.order:
             client.wait_for(bucket, client.step)
             self._take(bucket, values)
-        self._remember(values.now())
+        self._remember(values)
 
 
 class LocalRounds(_ParameterRounds):
@@ -231,12 +230,12 @@ class LocalRounds(_ParameterRounds):
     def _during(self, values: Values, call: Callable[[], None]) -> None:
         self._values = values
         call()
-        self._remember(values.now())
+        self._remember(values)
         del self._values
 
     def _fill(self, bucket: Bucket) -> None:
         for number, piece in enumerate(bucket.pieces):
-            own = self._part(self._values.now()[piece.tensor], piece)
+            own = self._part(self._values.now(piece.tensor), piece)
             if isinstance(self.client.spec.mode, DiLoCo):
                 self._put_difference(bucket, piece, self._answered(piece, bucket), own)
             else:

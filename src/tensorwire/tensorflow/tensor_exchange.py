@@ -6,13 +6,13 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tensorwire.errors import OutOfMemory
-from tensorwire.tensorflow.build import compiled
+from tensorwire.tensorflow.build import OperatorLibrary, load_library
 from tensorwire.tensorflow.error_texts import as_text
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -47,9 +47,9 @@ class Values:
             np.copyto(self.result(number), self.arrays[number])
         return self.results[number]
 
-    def now(self) -> dict[int, Bytes]:
-        """By number, what comes out."""
-        return {**self.arrays, **self.results}
+    def now(self, number: int) -> Bytes:
+        """What comes out for a tensor."""
+        return self.results.get(number, self.arrays[number])
 
 
 class _Run(Values):
@@ -124,16 +124,11 @@ def fingerprint_of(arrays: Sequence[Bytes], itemsizes: Sequence[int]) -> float:
     return float(_load_exchange().library.tensorwire_fingerprint(count, addresses, sizes, kind(*itemsizes)))
 
 
-class _Exchanging(NamedTuple):
-    ops: Any
-    library: ctypes.CDLL
-
-
 @functools.cache
-def _load_exchange() -> _Exchanging:
-    """The operators. Raises `Unsupported` where they cannot be compiled or loaded."""
-    path = str(compiled("tensor_exchange"))
-    ops, library = tf.load_op_library(path), ctypes.CDLL(path)
+def _load_exchange() -> OperatorLibrary:
+    """The operators. Raises `Unsupported` where they cannot be compiled."""
+    found = load_library("tensor_exchange")
+    library = found.library
     at, number = ctypes.c_void_p, ctypes.c_uint64
     numbers = ctypes.POINTER(number)
     library.tensorwire_exchange_next.argtypes = [ctypes.c_char_p, ctypes.c_double, numbers]
@@ -150,7 +145,7 @@ def _load_exchange() -> _Exchanging:
     library.tensorwire_exchange_close.restype = None
     for name in ("TensorwireExchange", "TensorwireFingerprint"):
         tf.no_gradient(name)
-    return _Exchanging(ops, library)
+    return found
 
 
 def _bytes_at(address: int, nbytes: int) -> Bytes:

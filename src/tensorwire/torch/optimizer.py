@@ -20,7 +20,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.foreign import folders_of, source_of
 from tensorwire.store.function_rules import FunctionOptimizer
-from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync
+from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync, check_mode, check_reduce
 from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.store.step_header import LEFT_OUT
@@ -116,8 +116,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._worker = current_worker()
         self._alone = Alone()
-        if reduce not in ("mean", "sum"):
-            raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r}")
+        check_reduce(reduce)
         if optimizer == MEAN and reduce != "mean":
             raise ArgumentError("the rule 'mean' takes the workers' mean: use 'assign' with reduce='sum'")
         largest_norm(max_grad_norm)
@@ -580,8 +579,7 @@ def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mod
 
 def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:
     """Raises `ArgumentError` or `Unsupported` for what a mode does not go with."""
-    if not isinstance(mode, Mode):
-        raise ArgumentError(f"mode must be one of tw.store, such as tw.store.Async(), not {mode!r:.100}")
+    check_mode(mode)
     if isinstance(mode, Sync):
         return
     if overlap:

@@ -12,7 +12,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.row_table import Table, most_rows
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch import current_worker
-from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.modes import SSP, Async, Sync, check_reduce
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 
@@ -73,8 +73,7 @@ class StoreEmbedding(torch.nn.Module):
         for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r:.100}")
-        if reduce not in ("mean", "sum"):
-            raise ArgumentError(f"gradients can be reduced to their 'mean' or their 'sum', not {reduce!r}")
+        check_reduce(reduce)
         if not isinstance(scale, (int, float)) or not math.isfinite(scale):
             raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
         rule = getattr(optimizer, "__name__", "")
