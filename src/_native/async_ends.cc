@@ -1,23 +1,14 @@
 #include "async_ends.h"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
-
 #include <cstring>
 
-#include "../tensorwire/include/tensorwire/async_edges.h"
+#include "copy.h"
 #include "count.h"
-#include "memory.h"
-#include "post_queue.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace tw {
 namespace {
 
+constexpr u64 never = ~u64{0};       // a step that no word reaches
 constexpr double forever = 1e9;     // seconds: a consumer may keep a tensor as long as it likes
 constexpr double post_seconds = 60;  // how long a full connection may take to drain
 
@@ -104,11 +95,27 @@ void fill_slot(char* slot, const SlotHeader& header, const char* data, u64 nbyte
 }
 
 void AsyncProducer::send(u64 step, const char* data, u64 nbytes, std::function<void(Outcome)> sent) {
+    bool early;
     {
         std::lock_guard g(mutex_);
+        early = step > last_ + 1;
         waiting_.insert_or_assign(step, Waiting{data, nbytes, std::move(sent)});
     }
     advance(Outcome::reached);
+    if (early) limit(step);
+}
+
+// A step that still waits for those before it waits no longer than for a slot.
+void AsyncProducer::limit(u64 step) {
+    {
+        std::lock_guard g(mutex_);
+        if (!waiting_.count(step)) return;
+    }
+    const u64 timer = watcher_->when(word_, never, peer_, seconds_, [this](Outcome found) { advance(found); });
+    std::lock_guard g(mutex_);
+    const auto at = waiting_.find(step);
+    if (at == waiting_.end()) watcher_->cancel(timer);
+    else at->second.timer = timer;
 }
 
 // One more than where the data lie in what is lent; 0: they do not.
@@ -118,30 +125,40 @@ u64 AsyncProducer::lent(const char* data, u64 nbytes) const {
     return lends_->holds(offset, nbytes) ? offset + 1 : 0;
 }
 
-// Sends what can be sent now. No lock is held while others are called.
+// Sends what can be sent now; after anything but `reached` all that waits ends so, and what comes later.
+// No lock is held while others are called.
 void AsyncProducer::advance(Outcome outcome) {
     std::vector<std::pair<std::function<void(Outcome)>, Outcome>> calls;
     std::vector<std::pair<u64, std::function<void(Outcome)>>> borrowed;  // until their steps are released
     u64 credit = 0;  // to wait for
     {
         std::lock_guard g(mutex_);
-        if (outcome != Outcome::reached) {  // nothing that waits will ever be sent
-            for (auto& [step, each] : waiting_) calls.emplace_back(std::move(each.sent), outcome);
-            waiting_.clear();
-        }
-        for (auto at = waiting_.begin(); at != waiting_.end() && at->first == last_ + 1; at = waiting_.erase(at)) {
+        if (ended_ == Outcome::reached) ended_ = outcome;
+        auto at = waiting_.begin();
+        for (; ended_ == Outcome::reached && at != waiting_.end() && at->first == last_ + 1; at = waiting_.erase(at)) {
             if (!free(at->first)) {
                 if (!watching_) credit = at->first - ring_.count;
                 watching_ = true;
                 break;
             }
-            const Waiting& w = at->second;
+            Waiting& w = at->second;
             SlotHeader header;
             header.lent = lent(w.data, w.nbytes);
-            const bool carried = !peer_->lost() && carrier_->carry(at->first, header, w.data, w.nbytes);
+            if (peer_->lost() || !carrier_->carry(at->first, header, w.data, w.nbytes)) {
+                ended_ = Outcome::lost;
+                break;
+            }
             last_ = at->first;
-            if (carried && header.lent) borrowed.emplace_back(last_, std::move(at->second.sent));
-            else calls.emplace_back(std::move(at->second.sent), carried ? Outcome::reached : Outcome::lost);
+            if (w.timer) watcher_->cancel(w.timer);
+            if (header.lent) borrowed.emplace_back(last_, std::move(w.sent));
+            else calls.emplace_back(std::move(w.sent), Outcome::reached);
+        }
+        if (ended_ != Outcome::reached) {
+            for (auto& [step, each] : waiting_) {
+                if (each.timer) watcher_->cancel(each.timer);
+                calls.emplace_back(std::move(each.sent), ended_);
+            }
+            waiting_.clear();
         }
     }
     for (auto& [step, sent] : borrowed) watcher_->when(word_, step, peer_, forever, std::move(sent));
@@ -226,67 +243,8 @@ const tw_async_edges functions = {
     },
 };
 
-Ring ring_of(const std::tuple<u64, u64, u64, u64>& numbers) {
-    const auto [first, stride, nbytes, count] = numbers;
-    if (!count || nbytes < sizeof(SlotHeader) || stride < nbytes || stride > largest || count > largest / std::max<u64>(stride, 1)) throw nb::value_error("no such ring of slots");
-    return {first, stride, nbytes, count};
-}
-
-void check_ring(const Memory& memory, const Ring& ring) { check(memory, ring.first, ring.stride * (ring.count - 1) + ring.nbytes); }
-
 }  // namespace
 
-void bind_async_ends(nb::module_& m) {
-    using Numbers = std::tuple<u64, u64, u64, u64>;
-    nb::class_<Watcher>(m, "Watcher", "A thread that looks at the words of one region for others.")
-        .def(nb::new_([](const Memory& words, bool naps) { return std::make_shared<Watcher>(words.span, naps); }), "words"_a, "naps"_a = false)
-        .def("close", &Watcher::close, nb::call_guard<Unlocked>(), "Whatever waits for a word is told that it is lost.");
-    nb::class_<PostQueue>(m, "PostQueue", "Writes of such ends that Python is to post.")
-        .def(nb::new_([] { return std::make_shared<PostQueue>(); }))
-        .def("next", [](PostQueue& queue, double seconds) -> std::optional<std::tuple<u64, u64, u64>> {
-                 Post post;
-                 bool found;
-                 {
-                     Unlocked unlocked;
-                     found = queue.pop(seconds, post);
-                 }
-                 if (!found) return std::nullopt;
-                 return std::make_tuple(post.number, post.step, post.nbytes);
-             }, "seconds"_a, "Whose it is, the step, and how many bytes of its slot go with the signal; None: none came in time.")
-        .def("close", &PostQueue::close, nb::call_guard<Unlocked>(), "`next` returns at once, when it has returned what waits.");
-    nb::class_<AsyncProducer>(m, "AsyncProducer", "The sending end of an edge, for programs in C++.")
-        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, const Memory& slots, Numbers ring, const Memory& words, u64 arrival, const Memory* lends) {
-                 check_ring(slots, ring_of(ring)); check_writable(slots);
-                 word(words, arrival); check_writable(words);
-                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), mapped_carrier(slots.span, ring_of(ring), words.span, arrival), ring_of(ring), lends ? lends->span : nullptr);
-             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "slots"_a, "ring"_a, "words"_a, "arrival"_a, "lends"_a.none() = nb::none())
-        .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, std::shared_ptr<Connection> connection, const Memory& source, Numbers ours, u64 key, Numbers theirs, u64 words_key, u64 arrival) {
-                 check_ring(source, ring_of(ours));
-                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds),
-                                                        posted_carrier(std::move(connection), source.span, ring_of(ours), {key, ring_of(theirs), words_key, arrival}), ring_of(ours), nullptr);
-             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "connection"_a, "source"_a, "ours"_a, "key"_a, "theirs"_a, "words_key"_a, "arrival"_a)
-        .def_static("queued", [](std::shared_ptr<Watcher> watcher, u64 credit, std::shared_ptr<Liveness> peer, double seconds, std::shared_ptr<PostQueue> queue, u64 number, const Memory& source, Numbers ours) {
-                 check_ring(source, ring_of(ours));
-                 return std::make_shared<AsyncProducer>(AsyncEnd(std::move(watcher), credit, std::move(peer), seconds), queued_carrier(std::move(queue), number, source.span, ring_of(ours)), ring_of(ours), nullptr);
-             }, "watcher"_a, "credit"_a, "peer"_a, "seconds"_a, "queue"_a, "number"_a, "source"_a, "ours"_a)
-        .def_prop_ro("address", [](AsyncProducer& p) { return reinterpret_cast<uintptr_t>(&p); });
-    nb::class_<AsyncConsumer>(m, "AsyncConsumer", "The receiving end of an edge, for programs in C++.")
-        .def_static("mapped", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, const Memory& words, u64 credit, const Memory* lent) {
-                 check_ring(memory, ring_of(ring));
-                 word(words, credit); check_writable(words);
-                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), mapped_announcement(words.span, credit), lent ? lent->span : nullptr);
-             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "words"_a, "credit"_a, "lent"_a.none() = nb::none())
-        .def_static("posted", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, std::shared_ptr<Connection> connection, u64 words_key, u64 credit) {
-                 check_ring(memory, ring_of(ring));
-                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), posted_announcement(std::move(connection), words_key, credit), nullptr);
-             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "connection"_a, "words_key"_a, "credit"_a)
-        .def_static("queued", [](std::shared_ptr<Watcher> watcher, u64 arrival, std::shared_ptr<Liveness> peer, double seconds, const Memory& memory, Numbers ring, std::shared_ptr<PostQueue> queue, u64 number) {
-                 check_ring(memory, ring_of(ring));
-                 return std::make_shared<AsyncConsumer>(AsyncEnd(std::move(watcher), arrival, std::move(peer), seconds), memory.span, ring_of(ring), queued_announcement(std::move(queue), number), nullptr);
-             }, "watcher"_a, "arrival"_a, "peer"_a, "seconds"_a, "memory"_a, "ring"_a, "queue"_a, "number"_a)
-        .def_prop_ro("address", [](AsyncConsumer& c) { return reinterpret_cast<uintptr_t>(&c); });
-    m.attr("SLOT_HEADER") = sizeof(SlotHeader);
-    m.def("async_edges", [] { return reinterpret_cast<uintptr_t>(&functions); }, "The address of the functions that tensorwire/async_edges.h describes.");
-}
+const tw_async_edges& async_edges() { return functions; }
 
 }  // namespace tw

@@ -1,11 +1,10 @@
 // The ends of edges that need no Python: see tensorwire/async_edges.h.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <map>
 #include <set>
 
+#include "../tensorwire/include/tensorwire/async_edges.h"
 #include "engine.h"
 #include "watcher.h"
 
@@ -81,10 +80,12 @@ class AsyncProducer : public AsyncEnd {
         const char* data;
         u64 nbytes;
         std::function<void(Outcome)> sent;
+        u64 timer = 0;  // of one whose predecessors have not come
     };
     u64 lent(const char* data, u64 nbytes) const;
     bool free(u64 step) const { return step <= ring_.count || watcher_->reached(word_, step - ring_.count); }
     void advance(Outcome outcome);
+    void limit(u64 step);
 
     const std::unique_ptr<Carrier> carrier_;
     const Ring ring_;
@@ -93,6 +94,7 @@ class AsyncProducer : public AsyncEnd {
     std::map<u64, Waiting> waiting_;  // by step
     u64 last_ = 0;                    // the last step that was sent
     bool watching_ = false;           // the watcher will call `advance`
+    Outcome ended_ = Outcome::reached;  // else why nothing is sent any more
 };
 
 class AsyncConsumer : public AsyncEnd {
@@ -115,6 +117,7 @@ class AsyncConsumer : public AsyncEnd {
     u64 last_ = 0;            // up to here all slots came back
 };
 
-void bind_async_ends(nanobind::module_& m);
+// What other languages see.
+const tw_async_edges& async_edges();
 
 }  // namespace tw

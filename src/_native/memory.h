@@ -41,12 +41,8 @@ inline void move(char* target, const char* source, u64 nbytes) {
     copy(target, source, nbytes);
 }
 
-inline void raise(const Span& span, u64 offset, u64 value) {
-    span.word(offset)->store(value, std::memory_order_release);
-    span.announce();
-}
-
 void bind_mapped(nanobind::module_& m);
 void bind_holds(nanobind::module_& m);
+void bind_async_ends(nanobind::module_& m);
 
 }  // namespace tw

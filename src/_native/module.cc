@@ -9,7 +9,6 @@
 #include <optional>
 #include <system_error>
 
-#include "async_ends.h"
 #include "count.h"
 #include "death_notifier.h"
 #include "engine.h"

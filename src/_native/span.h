@@ -68,4 +68,9 @@ class Span {
     u64 at_ = 0;
 };
 
+inline void raise(const Span& span, u64 offset, u64 value) {
+    span.word(offset)->store(value, std::memory_order_release);
+    span.announce();
+}
+
 }  // namespace tw

@@ -171,11 +171,29 @@ def test_what_waits_is_cancelled_or_ends_in_time_or_with_the_edge(kind: type[Dev
         assert ends.receive(1)[0].wait() == TIMED_OUT
         sent = [ends.send(step, data_of(step)) for step in (1, 2, 3)]
         assert [each.wait() for each in sent] == [DONE, DONE, TIMED_OUT]
+        assert ends.send(4, data_of(4)).wait() == TIMED_OUT  # that of step 3 never comes
         waiting, _ = ends.receive(9)
         ends.edges[1].close()
         assert waiting.wait() in (LOST, TIMED_OUT)
         assert ends.receive(9)[0].wait() == LOST
         assert outcome.value is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_whose_predecessors_never_come_ends_in_time(kind: type[Device]) -> None:
+    with pair(kind, seconds=0.5) as ends:
+        early = [ends.send(step, data_of(step)) for step in (3, 2)]
+        assert [each.wait() for each in early] == [TIMED_OUT] * 2
+        assert ends.send(1, data_of(1)).wait() == TIMED_OUT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_time_of_an_early_step_ends_when_it_is_sent(kind: type[Device]) -> None:
+    with pair(kind, depth=4, seconds=0.5) as ends:
+        early = [ends.send(step, data_of(step)) for step in (3, 2, 1)]
+        assert [each.wait() for each in early] == [DONE] * 3
+        assert ends.receive(9)[0].wait() == TIMED_OUT  # so that as much time has passed
+        assert ends.send(4, data_of(4)).wait() == DONE
 
 
 @pytest.mark.parametrize("kind", [ShmDevice, TcpDevice, VerbsDevice])

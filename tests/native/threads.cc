@@ -14,12 +14,14 @@
 #include <thread>
 #include <vector>
 
+#include "async_ends.h"
 #include "copy.h"
 #include "death_notifier.h"
 #include "engine.h"
 #include "monitor.h"
 #include "notices.h"
 #include "pages.h"
+#include "post_queue.h"
 
 using namespace tw;
 
@@ -53,11 +55,6 @@ void await_word(const std::shared_ptr<Span>& span, u64 offset, u64 at_least, Pro
     REQUIRE(outcome == Outcome::reached);
 }
 
-void raise_word(const std::shared_ptr<Span>& span, u64 offset, u64 value) {
-    span->word(offset)->store(value, std::memory_order_release);
-    span->announce();
-}
-
 bool holds_only(const char* at, u64 nbytes, char value) {
     for (u64 i = 0; i < nbytes; i++)
         if (at[i] != value) return false;
@@ -80,9 +77,9 @@ void one_region(bool racy) {
         for (u64 step = 1; step <= steps; step++) {
             await_word(span, 8, step - 1);
             memset(source.data(), static_cast<int>(step), payload_bytes);
-            if (racy) raise_word(span, 0, step);
+            if (racy) raise(*span, 0, step);
             copy(span->base + payload_at, source.data(), payload_bytes);
-            if (!racy) raise_word(span, 0, step);
+            if (!racy) raise(*span, 0, step);
             if (step % 64 == 0) usleep(100);
         }
     });
@@ -91,7 +88,7 @@ void one_region(bool racy) {
         const bool right = holds_only(span->base + payload_at, payload_bytes, static_cast<char>(step));
         REQUIRE(right || racy);
         if (step % 64 == 32) usleep(100);
-        raise_word(span, 8, step);
+        raise(*span, 8, step);
     }
     producer.join();
 }
@@ -179,7 +176,7 @@ void two_engines() {
         for (u64 step = 1; step <= steps; step++) {
             await_word(inbox, 0, step, ends.peer.get());
             REQUIRE(holds_only(inbox->base + payload_at, payload_bytes, static_cast<char>(step)));
-            raise_word(credits, 0, step);
+            raise(*credits, 0, step);
         }
     });
     std::thread adder([&] {
@@ -342,6 +339,62 @@ void words_of_life() {
     for (int fd : sockets) ::close(fd);
 }
 
+// Ends that need no Python: one thread sends the odd steps and one the even ones, so that many come early; two threads
+// receive and release. `queued`: a third thread posts what they write, as one of Python's does for a NIC.
+void ends_of_other_programs(bool queued) {
+    constexpr u64 steps = 2000, depth = 4, stride = sizeof(SlotHeader) + payload_bytes, nobody = 0, producers = 1, consumers = 2;
+    const Ring ring{0, stride, stride, depth};
+    auto words = region(16), slots = region(depth * stride), source = region(depth * stride);  // credit at 0, arrival at 8
+    auto watcher = std::make_shared<Watcher>(words);
+    auto queue = std::make_shared<PostQueue>();
+    auto peer = std::make_shared<Liveness>();
+    std::thread poster([&] {
+        Post post;
+        for (;;) {
+            post.number = nobody;
+            if (!queue->pop(patience, post)) return;
+            REQUIRE(post.number != nobody);
+            if (post.nbytes) copy(slots->base + ring.at(post.step), source->base + ring.at(post.step), post.nbytes);
+            raise(*words, post.number == producers ? 8 : 0, post.step);
+        }
+    });
+    AsyncProducer out(AsyncEnd(watcher, 0, peer, patience), queued ? queued_carrier(queue, producers, source, ring) : mapped_carrier(slots, ring, words, 8), ring, nullptr);
+    AsyncConsumer in(AsyncEnd(watcher, 8, peer, patience), slots, ring, queued ? queued_announcement(queue, consumers) : mapped_announcement(words, 0), nullptr);
+    std::atomic<u64> sent{0}, received{0};
+    std::vector<std::thread> all;
+    for (u64 first : {1, 2}) {
+        all.emplace_back([&, first] {
+            for (u64 step = first; step <= steps; step += 2) {
+                auto* data = new std::vector<char>(payload_bytes, static_cast<char>(step));
+                out.send(step, data->data(), payload_bytes, [&sent, data](Outcome outcome) {
+                    REQUIRE(outcome == Outcome::reached);
+                    delete data;
+                    sent++;
+                });
+            }
+        });
+        all.emplace_back([&, first] {
+            for (u64 step = first; step <= steps; step += 2)
+                in.receive(step, [&in, &received, step](Outcome outcome) {
+                    REQUIRE(outcome == Outcome::reached);
+                    REQUIRE(holds_only(in.slot(step), payload_bytes, static_cast<char>(step)));
+                    in.release(step);
+                    received++;
+                });
+        });
+    }
+    for (auto& each : all) each.join();
+    while (sent < steps || received < steps) usleep(100);
+    out.send(steps + 2, source->base, 8, [&sent](Outcome outcome) {  // for ever early
+        REQUIRE(outcome == Outcome::lost);
+        sent++;
+    });
+    watcher->close();
+    REQUIRE(sent == steps + 1);
+    queue->close();
+    poster.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -361,5 +414,7 @@ int main(int argc, char** argv) {
     a_peer_that_reads_no_more();
     a_hang_up();
     words_of_life();
+    ends_of_other_programs(false);
+    ends_of_other_programs(true);
     puts("every value was right");
 }

@@ -20,7 +20,8 @@ struct tw_async_edges {
     uint64_t version;
     /* Sends `data` in `step`, 1 or more, once the steps before it have been sent and the consumer has released a slot.
      * Calls `sent`, perhaps before it returns, when the data may be reused: it was copied, or if it lies in memory that
-     * is lent, the consumer has released it. */
+     * is lent, the consumer has released it. It waits for those steps no longer than for a slot; once one has timed out
+     * or is lost, so are all that wait and all that come later. */
     void (*send)(void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context);
     /* Calls `arrived` when `step` has arrived. If it has, that is before this returns, which is with 0; else with a ticket. */
     uint64_t (*receive)(void* consumer, uint64_t step, tw_call arrived, void* context);
