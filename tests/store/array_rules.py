@@ -28,6 +28,28 @@ def what_is_imported(parameter: Any, gradient: Any, state: dict[str, Any], optio
 what_is_imported.numpy = True  # type: ignore[attr-defined]
 
 
+class Kept:
+    """What numpy takes for an array."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.array(values)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.asarray(self.values, dtype)
+
+
+def fading(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """What is kept begins with a half; of keys as another kind of array."""
+    first = np.full(parameter.shape, options["first"], parameter.dtype)
+    kept = np.asarray(state.get("kept", first)) / 2 + gradient
+    state["kept"] = Kept(kept) if options["kinds"] else kept
+    parameter += kept
+
+
+fading.numpy = True  # type: ignore[attr-defined]
+fading.initial = lambda options: {"kept": options["first"]}  # type: ignore[attr-defined]
+
+
 def keeps_a_name(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
     """Keeps what cannot be saved."""
     state["name"] = "x"

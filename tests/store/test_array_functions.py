@@ -114,6 +114,39 @@ def test_rows_have_the_values_of_the_function_given_these_rows(before: int, afte
     np.testing.assert_array_equal(found, wanted)
 
 
+FADING = "tests.store.array_rules:fading"
+
+
+def fade_rows(job: tw.Job) -> Any:
+    kv = KeyValue(Async(), FADING, first=0.5, kinds=0)
+    kv.init_rows("table", (3000, 2))
+    for row in (2500, 7, 2500, 7, 7):
+        kv.row_sparse_push("table", np.array([row]), np.ones((1, 2), "f4"))
+    return kv.row_sparse_pull("table", np.array([0, 7, 2500])).wait()
+
+
+def test_what_is_kept_for_a_row_begins_as_the_function_says() -> None:
+    (found,) = run_job(fade_rows, workers=1, servers=2).ok()
+    once = 0.25 + 1
+    twice = once / 2 + 1
+    np.testing.assert_array_equal(found[:, 0], [0, once + twice + twice / 2 + 1, once + twice])
+
+
+def fade_keys(job: tw.Job, path: str) -> Any:
+    kv = KeyValue(Sync(), FADING, bucket_bytes=4096, elementwise=True, first=0.5, kinds=1)
+    kv.init("a", np.zeros(3000, "f4"))
+    kv.push("a", np.ones(3000, "f4")).wait()
+    kv.save(path)
+    kv.push("a", np.ones(3000, "f4")).wait()
+    kv.load(path)
+    return kv.pushpull("a", np.ones(3000, "f4")).wait()
+
+
+def test_what_numpy_takes_for_an_array_is_saved_and_loaded(tmp_path: Path) -> None:
+    (found,) = run_job(fade_keys, str(tmp_path / "keys.npz"), workers=1, servers=2).ok()
+    np.testing.assert_array_equal(found, np.full(3000, 1.25 + 1.625, "f4"))
+
+
 SCRIPT = """
 import sys
 import numpy as np

@@ -314,6 +314,35 @@ def test_a_file_continues_on_another_number_of_servers(rule: str, tmp_path: Path
         np.testing.assert_array_equal(mine, theirs)
 
 
+def assign_on_the_way(job: tw.Job, mode: Sync | Async) -> list[Array]:
+    """Values are set between updates, whose optimizer goes on."""
+    kv = KeyValue(mode, "SGD", bucket_bytes=4096, lr=1.0, momentum=0.5, compression="topk(0.25)")
+    kv.init(["a", 3, "b"], [np.zeros(3000, "f4"), np.zeros((2, 0), "f4"), np.ones(7, "f4")])
+    kv.push("a", np.ones(3000, "f4"))
+    with pytest.raises(errors.ArgumentError, match="must be float32"):
+        kv.assign("a", np.zeros(2))
+    kv.assign(["b", "a"], [np.full(7, 5.0 + job.rank, "f4"), np.arange(3000, dtype="f4") + 10 * job.rank])
+    seen: list[Array] = kv.pull(["a", "b"]).wait()
+    kv.barrier()
+    kv.push("a", np.zeros(3000, "f4")).wait()
+    kv.barrier()
+    return [*seen, kv.pull("a").wait()]
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_keys_are_set_to_worker_0s_values_and_the_optimizer_goes_on(device: str) -> None:
+    for a, b, after in run_job(assign_on_the_way, Sync(), device=device, servers=2).ok():
+        np.testing.assert_array_equal(a, np.arange(3000, dtype="f4"))
+        np.testing.assert_array_equal(b, np.full(7, 5, "f4"))
+        # A quarter of every bucket was pushed before; what was left out was dropped.
+        moved = a - after
+        assert set(np.unique(moved)) == {0.0, 1.0}, np.unique(moved)
+        assert moved.sum() == 750
+    for a, b, _ in run_job(assign_on_the_way, Async(), device=device).ok():
+        np.testing.assert_array_equal(a, np.arange(3000, dtype="f4"))
+        np.testing.assert_array_equal(b, np.full(7, 5, "f4"))
+
+
 def load_what_does_not_fit(job: tw.Job, folder: str) -> list[str]:
     kv = KeyValue(rule="SGD", lr=0.1)
     kv.init("a", np.zeros(3, "f4"))

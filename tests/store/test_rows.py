@@ -127,6 +127,21 @@ def test_an_optimizer_on_the_servers_has_the_bits_of_the_stock_one(rule: str, op
         np.testing.assert_allclose(expected, stock(2, rule, options, sparse=False), rtol=1e-5, atol=1e-7)
 
 
+def push_at_both_ends(job: tw.Job) -> Array:
+    kv = KeyValue(rule="SparseAdam", lr=0.1)
+    kv.init_rows("table", (ROWS, WIDTH))
+    for row in (0, 1, ROWS - 1, 0, ROWS - 1):
+        kv.row_sparse_push("table", np.array([row]), np.ones((1, WIDTH), "f4"))
+    found: Array = kv.row_sparse_pull("table", np.arange(ROWS)).wait()
+    return found
+
+
+def test_an_update_counts_on_every_server_wherever_its_rows_are() -> None:
+    (expected,) = run_job(push_at_both_ends, workers=1, servers=1).ok()
+    (found,) = run_job(push_at_both_ends, workers=1, servers=3).ok()
+    np.testing.assert_array_equal(found, expected)
+
+
 # ---- what travels
 
 

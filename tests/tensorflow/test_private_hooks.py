@@ -16,7 +16,14 @@ import tensorwire.tensorflow
 from tests.tensorflow.test_operators import load
 
 SOURCE = Path(tensorwire.tensorflow.__file__).parent
-OURS = ("_tensorwire", "_bucket_bytes", "_compression", "_mode", "_reduce")  # attributes that we add ourselves
+OURS = (
+    "_tensorwire",
+    "_bucket_bytes",
+    "_compression",
+    "_mode",
+    "_on_servers",
+    "_reduce",
+)  # attributes that we add ourselves
 
 
 def traced(tf: Any) -> Any:
@@ -131,6 +138,19 @@ def save_model(tf: Any) -> None:
     assert len(saved) == 2
 
 
+def excluded(tf: Any) -> None:
+    """From weight decay: where an optimizer remembers it."""
+    import keras
+
+    names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+    variable = keras.Variable([1.0])
+    for options, name in (({"var_list": [variable]}, names[0]), ({"var_names": ["bias"]}, names[1])):
+        optimizer = keras.optimizers.AdamW()
+        assert not any(getattr(optimizer, each, None) for each in names)
+        optimizer.exclude_from_weight_decay(**options)
+        assert getattr(optimizer, name)
+
+
 HOOKS: dict[str, Callable[[Any], None]] = {
     "_id": op_id,
     "_is_function": functions_of_a_graph,
@@ -145,6 +165,8 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "_initialized": started,
     "_initial_epoch": first_epoch,
     "_save_model": save_model,
+    "_exclude_from_weight_decay": excluded,
+    "_exclude_from_weight_decay_pattern": excluded,
 }
 
 

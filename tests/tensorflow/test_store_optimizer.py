@@ -262,7 +262,7 @@ def test_callbacks_decide_alike_on_all_workers() -> None:
     assert first[2][-1] < 0.5 * first[2][0]
 
 
-def backed_up(job: tw.Job, folder: str, dies: int) -> tuple[int, list[Any]]:
+def backed_up(job: tw.Job, folder: str, dies: int, on_servers: bool = False) -> tuple[int, list[Any]]:
     """Five epochs; worker ``dies`` is killed in the middle of the fourth, unless it is -1."""
     _, twt = load()
     import keras
@@ -273,7 +273,7 @@ def backed_up(job: tw.Job, folder: str, dies: int) -> tuple[int, list[Any]]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     trained = model(keras, job.rank)
-    trained.compile(twt.StoreOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    trained.compile(twt.StoreOptimizer(keras.optimizers.Adam(0.01), on_servers=on_servers), "mse")
     x, y = share(job)
     callbacks = [twt.BackupAndRestore(folder), Dies()]
     history = trained.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)

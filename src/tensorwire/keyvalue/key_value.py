@@ -200,6 +200,28 @@ class KeyValue(RowKeys):
         if isinstance(key, bool) or not isinstance(key, (str, int)):
             raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
 
+    def assign(self, keys: Key | Sequence[Key], values: Any) -> None:
+        """Sets keys to worker 0's values. Every worker calls it; what the rule keeps stays as it is.
+
+        Args:
+            keys: A key, or a list of keys.
+            values: As for `push`; those of worker 0 count.
+
+        Raises:
+            ArgumentError: As for `push`. Nothing was changed.
+            WaitTimeout: Another worker did not come in time.
+            JobEnded: The job ended; the message says why.
+        """
+        entries, arrays = self._given(keys, values)
+        with self._calls:
+            self._complete_pushes()
+            self._worker.collectives.barrier(_BARRIER_SECONDS)
+            if self.rank == 0:
+                self._assign(entries, arrays)
+                for entry in entries:
+                    entry.wait_for_push(None)
+            self._end_assign()
+
     def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
         """`init`, and then `pull`.
 
@@ -355,17 +377,23 @@ class KeyValue(RowKeys):
             JobEnded: The job ended; the message says why.
         """
         with self._calls:
-            for entry in self._entries.values():
-                entry.wait_for_push(None)
+            self._complete_pushes()
             arrays, wrong = self._read(path) if self.rank == 0 else ([], "")
             wrong = self._worker.collectives.broadcast(wrong, 0, _BARRIER_SECONDS)
             if wrong:
                 raise ArgumentError(wrong)
             if self.rank == 0:
                 self._set(arrays)
-            for store in self._stores:
-                store.forget()
-            self._worker.collectives.barrier(_BARRIER_SECONDS)
+            self._end_assign()
+
+    def _complete_pushes(self) -> None:
+        for entry in self._entries.values():
+            entry.wait_for_push(None)
+
+    def _end_assign(self) -> None:
+        for store in self._stores:
+            store.forget()
+        self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def _read(self, path: str | os.PathLike[str]) -> tuple[list[tuple[SavedArray, Any]], str]:
         """What is in a file, or what is wrong with it."""
@@ -389,9 +417,8 @@ class KeyValue(RowKeys):
     def _set(self, arrays: Sequence[tuple[SavedArray, Any]]) -> None:
         """The servers have these values, and keep this. Others send nothing meanwhile."""
         values = [(self._entries[saved.key], array) for saved, array in arrays if not saved.name]
-        self._fill([entry for entry, _ in values], [[array] for _, array in values])
+        self._assign([entry for entry, _ in values], [[array] for _, array in values])
         for store in self._stores:
-            store.request(KeyOperation.ASSIGN, [e.tensor for e, _ in values if e.store is store], self._options)
             kept = [
                 KeptArray(entry.tensor, saved.name, saved.kind, saved.rows, array)
                 for saved, array in arrays
@@ -400,6 +427,11 @@ class KeyValue(RowKeys):
             load_arrays(store, kept, self._options)
         for entry, _ in values:
             entry.wait_for_push(None)
+
+    def _assign(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
+        """Begins to set these keys. Others send nothing meanwhile."""
+        self._fill(entries, arrays)
+        self._request(KeyOperation.ASSIGN, entries, 0)
 
     # ---- the rest
 

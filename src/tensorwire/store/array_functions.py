@@ -1,7 +1,8 @@
 """Functions as rules for keys and rows: ``function(parameter, gradient, state, options)`` over numpy arrays.
 
 A function says by an attribute, ``function.numpy = True``, that it takes these. What it keeps between calls it puts
-into ``state``, as numbers and arrays, which are saved and restored with the keys.
+into ``state``, as numbers and arrays, which are saved and restored with the keys; or as what numpy takes for arrays.
+What it keeps for rows begins as zeros, or as what ``function.initial(options)`` returns, a number for each name.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ def kept_items(
             number = np.array([float(value)])
             yield Entry(tensor, key, "float64", (1,), False, 0, 1, NUMBER), number.view(np.uint8).data
             continue
-        if not isinstance(value, np.ndarray) or value.dtype.name not in PARAMETER_DTYPES:
+        array = np.asarray(value) if hasattr(value, "__array__") else None
+        if array is None or array.dtype.name not in PARAMETER_DTYPES:
             raise Unsupported(
                 f"a rule keeps {key!r} as a {type(value).__name__}, which is neither a number nor an array"
             )
-        flat = np.ascontiguousarray(value).reshape(-1)
-        rows = value.shape == like.shape
-        whole, at = (shape, start) if rows and shape is not None else (value.shape, 0)
-        yield Entry(tensor, key, value.dtype.name, whole, rows, at, at + flat.size), flat.view(np.uint8).data
+        flat = np.ascontiguousarray(array).reshape(-1)
+        rows = array.shape == like.shape
+        whole, at = (shape, start) if rows and shape is not None else (array.shape, 0)
+        yield Entry(tensor, key, array.dtype.name, whole, rows, at, at + flat.size), flat.view(np.uint8).data
 
 
 def load_item(state: dict[str, Any], entry: Entry, data: memoryview) -> None:

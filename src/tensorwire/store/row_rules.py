@@ -110,8 +110,13 @@ class _FunctionRows(RowRule):
                 self._numbers[key] = value
                 continue
             if key not in self._rows:
-                self._rows[key] = np.zeros(self.values.shape, value.dtype)
+                self._rows[key] = np.full(self.values.shape, self._initial(key, options), value.dtype)
             self._rows[key][indices] = value
+
+    def _initial(self, key: str, options: bytes) -> float:
+        """What is kept for each element of a row that was not pushed yet."""
+        initial = getattr(self._function, "initial", None)
+        return float(initial(self._in_force.of(options)).get(key, 0.0)) if initial else 0.0
 
     def state(self) -> Iterator[Item]:
         """What the function keeps."""

@@ -166,9 +166,8 @@ class RowServer:
         if self._together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
             divisor = len(self._links) if self.table.followed else len(given)
             rows = rows if divisor == 1 else rows / np.array(divisor, rows.dtype)
-        if indices.size:
-            self.rule.update(indices, rows, next(iter(here.values()))[1])
-            self._mark(indices)
+        self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
+        self._mark(indices)
         self._version += 1
         pushes = [(worker, self._clocks[worker]) for worker in here]
         alike = len(pushes)

@@ -28,7 +28,8 @@ def failure_text(what: str, error: Exception) -> str:
 
 def translated(error: BaseException) -> TensorwireError | None:
     """The error of ours that one of TensorFlow's stands for. A peer that is gone is mostly a consequence."""
-    if not isinstance(error, (tf.errors.AbortedError, tf.errors.FailedPreconditionError)):
+    kinds = tf.errors.AbortedError, tf.errors.FailedPreconditionError, tf.errors.UnknownError  # the last by Python
+    if not isinstance(error, kinds):
         return None
     found = _TEXT.search(str(error))
     if found is None:

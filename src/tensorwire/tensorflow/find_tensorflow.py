@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 from typing import Any
 
 from tensorwire.errors import MissingPackage, Unsupported
@@ -21,6 +22,7 @@ def load_tensorflow() -> Any:
             f"tensorwire.tensorflow is written for TensorFlow {VERSION}, and this is {found[0]}: "
             f"pip install 'tensorflow-cpu=={VERSION}.*'"
         )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # or each server prints what its processor can do
     try:
         return importlib.import_module("tensorflow")
     except ImportError as error:

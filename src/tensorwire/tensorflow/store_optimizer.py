@@ -18,11 +18,13 @@ from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, check_mode, check_reduce, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
 from tensorwire.tensorflow.error_texts import register
+from tensorwire.tensorflow.server_rounds import ServerRounds
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds
 from tensorwire.tensorflow.tensor_exchange import Bytes, TensorExchange, Values, fingerprint
 
 _SYNC = Sync()
 _numbers = itertools.count()
+_SERVERS = "servers"  # in files of Keras's
 
 
 @keras.saving.register_keras_serializable("tensorwire")
@@ -41,6 +43,9 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     and `DiLoCo`, workers exchange parameters every few steps. Variables that are not trained, such as the statistics of
     a ``BatchNormalization``, are each worker's own.
 
+    With ``on_servers``, servers run the optimizer and keep its state, in `Sync`, `Async` and `SSP`: workers push
+    gradients and get the new values, as from the parameter servers of ``tf.distribute``. Servers then need TensorFlow.
+
     After a change of trained variables, or of the optimizer's state, call `write_parameters` on every worker, unless
     each of them has loaded a file with the optimizer's state in it, which does so.
 
@@ -53,6 +58,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         mode: How the workers take turns, the same on all of them, as for ``tw.torch.StoreOptimizer``; ``damping`` must
             be 0. ``DiLoCo`` needs PyTorch on the servers' machines.
         reduce: In `Sync`, ``"mean"`` or ``"sum"`` of the workers' gradients.
+        on_servers: Whether servers run the optimizer. Not with ``global_clipnorm``, ``use_ema``,
+            ``gradient_accumulation_steps``, ``exclude_from_weight_decay()`` or the policy ``"mixed_float16"``.
         compression: By what code workers push, as for ``tw.torch.StoreOptimizer``.
         bucket_bytes: The size of the store's buckets in bytes, a multiple of 4,096; 4 MiB by default.
         name: As for every optimizer of Keras.
@@ -69,6 +76,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         *,
         mode: Mode = _SYNC,
         reduce: str = "mean",
+        on_servers: bool = False,
         compression: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         name: str | None = None,
@@ -82,7 +90,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             inner = keras.optimizers.LossScaleOptimizer(inner)
         super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
-        self._mode, self._reduce, self._bucket_bytes = mode, reduce, bucket_bytes
+        self._mode, self._reduce, self._on_servers, self._bucket_bytes = mode, reduce, on_servers, bucket_bytes
         self._compression = str(parse_compression(compression) or "")
         self._share: _Share | None = None
 
@@ -101,7 +109,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             WaitTimeout, JobEnded: Another worker did not come in time, or the job has ended.
         """
         variables = list(var_list)
-        self.inner_optimizer.build(variables)
+        if not self._on_servers:
+            self.inner_optimizer.build(variables)
         super(keras.optimizers.LossScaleOptimizer, self).build(variables)
         with tf.init_scope():
             if not all(_is_initialized(variable) for variable in variables):
@@ -141,10 +150,21 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         """The loss as the worker's optimizer wants it."""
         return self.inner_optimizer.scale_loss(loss)
 
+    def save_own_variables(self, store: Any) -> None:
+        """Called by Keras when a model is saved. What servers keep goes with it."""
+        super().save_own_variables(store)
+        saved = None if self._share is None else self._share.rounds.save()
+        if saved is not None:
+            store[_SERVERS] = saved
+
     def load_own_variables(self, store: Any) -> None:
         """Called by Keras when a model is loaded: with the next step, worker 0's variables become everybody's."""
-        super().load_own_variables(store)
+        saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # that of Keras is no mapping
+        servers = saved.pop(_SERVERS, None)
+        super().load_own_variables(saved)
         if self._share is not None:
+            if servers is not None:
+                self._share.rounds.restore(np.array(servers, np.uint8))
             self._share.loaded.assign(True)
 
     def get_config(self) -> dict[str, Any]:
@@ -154,6 +174,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "mode": settings_of(self._mode),
             "reduce": self._reduce,
+            "on_servers": self._on_servers,
             "compression": self._compression or None,
             "bucket_bytes": self._bucket_bytes,
         }
@@ -198,19 +219,17 @@ class _Share:
         self._optimizer, self._variables = optimizer, variables
         self._worker: Worker = current_worker()
         tensors = [_spec(number, variable) for number, variable in enumerate(variables)]
-        self.rounds: Rounds = make_rounds(
-            self._worker,
-            optimizer._mode,
-            tensors,
-            optimizer._reduce,
-            optimizer._bucket_bytes,
-            optimizer._compression,
+        options = optimizer._mode, tensors, optimizer._reduce, optimizer._bucket_bytes, optimizer._compression
+        self.rounds: Rounds = (
+            ServerRounds(optimizer.inner_optimizer, *options)
+            if optimizer._on_servers
+            else make_rounds(self._worker, *options)
         )
         self.loaded = tf.Variable(False, trainable=False, name="tensorwire_loaded")
         register(self._worker)
         self._exchange = TensorExchange(f"store optimizer {next(_numbers)}", self._handle)
         self._worker.at_close(self._leave)
-        if self.rounds.takes_gradients:
+        if isinstance(optimizer._mode, Sync):
             self._worker.uneven_stores.append(self)
         self.spread(variables)
 
@@ -229,7 +248,15 @@ class _Share:
         if self.rounds.takes_gradients:
             there = [n for n, g in enumerate(gradients) if g is not None]
             dense = [tf.cast(tf.convert_to_tensor(gradients[n]), variables[n].dtype) for n in there]
-            means = dict(zip(there, self._exchange(found, dense, [numbers[n] for n in there]), strict=True))
+            places = [numbers[n] for n in there]
+            if self.rounds.brings_values:
+                rate = tf.cast(inner.learning_rate, tf.float64)
+                results = self._exchange(found, [*dense, rate], [*places, len(self._variables)])
+                for n, result in zip(there, results[:-1], strict=True):
+                    variables[n].assign(result)
+                inner.iterations.assign_add(1)
+                return
+            means = dict(zip(there, self._exchange(found, dense, places), strict=True))
             inner.apply([means.get(n) for n in range(len(gradients))], variables)
             return
         if len(variables) != len(self._variables):
@@ -241,7 +268,8 @@ class _Share:
 
     def _all(self) -> list[Any]:
         """What must be the same on all workers, or else what only steps may change."""
-        state = self._optimizer.inner_optimizer.variables if self.rounds.takes_gradients else []
+        workers = self.rounds.takes_gradients and not self.rounds.brings_values
+        state = self._optimizer.inner_optimizer.variables if workers else []
         return [*self._variables, *state]
 
     def _numbers(self, variables: Sequence[Any]) -> list[int]:
@@ -276,7 +304,7 @@ class _Share:
     # ---- uneven numbers of steps
 
     def check_pausing(self) -> None:
-        """Raises `Unsupported`: a worker that waits would miss updates, which each worker computes for itself."""
+        """Raises `Unsupported`: a worker that waits would miss updates."""
         raise Unsupported(
             "job.uneven() is not for a Keras optimizer with mode=Sync(): give every worker the same number of steps, "
             "as by dataset.repeat() and steps_per_epoch, or use another mode"

@@ -64,14 +64,11 @@ class Rounds:
     Attributes:
         takes_gradients: Whether `exchange` is about gradients, before the worker's optimizer has its turn. Else it is
             about parameters, after it.
+        brings_values: Whether it brings the parameters themselves, so that the worker's optimizer has no turn.
     """
 
-    takes_gradients = False
-
-    def __init__(self, worker: Worker, spec: StoreSpec) -> None:
-        self.client = join_store(worker, spec)
-        self._window = np.frombuffer(memoryview(self.client.windows[0]), np.uint8)
-        self._expected: float | None = None  # the fingerprint of the parameters after the last round
+    takes_gradients = brings_values = False
+    _expected: float | None = None  # the fingerprint of the parameters after the last round
 
     def exchange(self, values: Values) -> None:
         """One step's round."""
@@ -85,6 +82,31 @@ class Rounds:
 
     def finish(self) -> None:
         """This worker is done."""
+
+    def save(self) -> Bytes | None:
+        """What the servers have and a file of the worker's optimizer should: one worker may call it alone."""
+        return None
+
+    def restore(self, saved: Bytes) -> None:
+        """What `save` returned is the servers' with the next `assign`."""
+
+    def _check(self, values: Values) -> None:
+        if self._expected is not None and values.fingerprint != self._expected:
+            raise ParameterModified(
+                "a parameter was changed since the last step, and its value is the servers': call "
+                "optimizer.write_parameters() on every worker after an intended change"
+            )
+
+
+class _BucketRounds(Rounds):
+    """Rounds of a store that is cut into buckets."""
+
+    def __init__(self, worker: Worker, spec: StoreSpec) -> None:
+        self.client = join_store(worker, spec)
+        self._window = np.frombuffer(memoryview(self.client.windows[0]), np.uint8)
+
+    def finish(self) -> None:
+        """As `Rounds`."""
         self.client.finish()
 
     # ---- for those below
@@ -113,13 +135,6 @@ class Rounds:
                 np.copyto(self._part(values.result(piece.tensor), piece), answer)
                 counters.add(copies=1, copied_bytes=answer.nbytes)
 
-    def _check(self, values: Values) -> None:
-        if self._expected is not None and values.fingerprint != self._expected:
-            raise ParameterModified(
-                "a parameter was changed since the last step, and its value is the servers': call "
-                "optimizer.write_parameters() on every worker after an intended change"
-            )
-
     def _remember(self, values: Values) -> None:
         """What the fingerprint will be before the next step."""
         tensors = self.client.plan.tensors
@@ -127,7 +142,7 @@ class Rounds:
         self._expected = fingerprint_of(now, [DTYPES[each.dtype] for each in tensors])
 
 
-class GradientRounds(Rounds):
+class GradientRounds(_BucketRounds):
     """Gradients are pushed, and their mean comes back: all workers update their own variables alike."""
 
     takes_gradients = True
@@ -150,7 +165,7 @@ class GradientRounds(Rounds):
             self._take(bucket, values)
 
 
-class _ParameterRounds(Rounds):
+class _ParameterRounds(_BucketRounds):
     """Rounds in which parameters are on the servers, too."""
 
     def assign(self, values: Sequence[Bytes]) -> None:

@@ -1,0 +1,275 @@
+"""``StoreEmbedding``: a layer of Keras whose table is on the servers alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.keyvalue.table_files import load_on_all, save_table
+from tensorwire.launch.worker import current_worker
+from tensorwire.store.modes import SSP, Async, Sync, check_reduce, mode_of, settings_of
+from tensorwire.store.row_layout import TableSpec
+from tensorwire.tensorflow.error_texts import failure_text, register
+from tensorwire.tensorflow.keras_rules import RATE, ROW_RULE, is_elementwise
+from tensorwire.tensorflow.keras_rules import settings_of as settings_of_optimizer
+
+_SEED_SECONDS = 600.0  # in which all workers build the layer
+
+
+@keras.saving.register_keras_serializable("tensorwire")
+class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
+    """An embedding whose table no worker has to hold: rows are pulled in the forward pass and pushed in the backward.
+
+    ::
+
+        layer = tw.tensorflow.StoreEmbedding(10**8, 64, keras.optimizers.Adagrad(0.1))
+        model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+
+    It has no variables: servers, which need TensorFlow for it, run the optimizer as soon as gradients come. Each row
+    travels once per pass, however often it is named, and rows that are not named stay as they are, with their state.
+    Every worker builds the layer, in the same place of its program. With ``Sync()``, all workers have to run backward
+    through it equally often. ``fit`` runs backward only if the model has a variable to train. `save` and `load` keep
+    the rows; files of Keras have none of them.
+
+    Args:
+        input_dim: The number of rows.
+        output_dim: Elements of a row.
+        optimizer: An optimizer of Keras, or its name: one that treats each element by itself, without clipping by norms
+            or weight decay. Its learning rate, which may be a schedule, goes with every push.
+        mode: ``tw.store.Sync()``: an update has the gradients of all workers, and a pull waits for that of the worker's
+            last backward. ``Async()``: each worker's gradients are applied by themselves. ``SSP()``: the same, and a
+            pull waits while this worker is more than ``staleness`` updates ahead of the slowest.
+        reduce: ``"mean"`` or ``"sum"`` of the workers' gradients, with ``Sync()``.
+        initial: How servers draw the first values: ``"uniform"``, ``"normal"`` or ``"zeros"``.
+        scale: The bound of ``"uniform"``, the standard deviation of ``"normal"``.
+        seed: From which they are drawn; None: a random one.
+        **options: As for every layer of Keras, such as ``name`` and ``dtype``, which has to be float32 or float64 for
+            variables.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        Unsupported: Servers cannot run the optimizer on rows.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        optimizer: Any,
+        *,
+        mode: Sync | Async | SSP = Sync(),  # noqa: B008  # frozen
+        reduce: str = "mean",
+        initial: str = "uniform",
+        scale: float = 0.05,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        for name, value in (("input_dim", input_dim), ("output_dim", output_dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r:.100}")
+        check_reduce(reduce)
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
+        super().__init__(**options)
+        self.input_dim, self.output_dim = input_dim, output_dim
+        self.optimizer = keras.optimizers.get(optimizer)
+        self._settings = settings_of_optimizer(self.optimizer)
+        if not is_elementwise(self.optimizer):
+            raise Unsupported(f"{type(self.optimizer).__name__}, as it is given, does not treat each element by itself")
+        if self.optimizer.weight_decay:
+            raise Unsupported("weight decay changes rows that are not pushed, too: leave weight_decay out")
+        self._mode, self._reduce, self._initial, self._scale, self._seed = mode, reduce, initial, float(scale), seed
+        self._rows: _Rows | None = None
+        self.supports_jit = False
+
+    # ---- what Keras asks for
+
+    def build(self, input_shape: Any) -> None:
+        """Makes the table, for which it waits until all workers have come.
+
+        Raises:
+            ArgumentError: This process is in no job with servers, or an argument is wrong.
+            Unsupported: The dtype is another one, or the policy scales losses, as ``"mixed_float16"`` does.
+            PlanMismatch: The workers' tables differ.
+            WaitTimeout, JobEnded: Another worker did not come in time, or the job has ended.
+        """
+        if self.dtype_policy.name == "mixed_float16" or keras.config.dtype_policy().name == "mixed_float16":
+            raise Unsupported("servers do not scale losses, as mixed_float16 needs")
+        worker = current_worker()
+        seed = self._seed
+        if seed is None:
+            drawn = int(np.random.default_rng().integers(2**63))
+            seed = worker.collectives.broadcast(drawn, 0, _SEED_SECONDS)
+        shape, dtype = (self.input_dim, self.output_dim), str(self.variable_dtype)
+        table = Table(
+            worker,
+            "embedding",
+            shape,
+            dtype,
+            mode=self._mode,
+            rule=ROW_RULE,
+            options=self._settings,
+            reduce=self._reduce,
+            settings=TableSpec(most_rows(shape, dtype), self._initial, self._scale, seed),
+        )
+        register(worker)
+        self._rows = _Rows(table, self.optimizer)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        """Looks rows up.
+
+        Args:
+            inputs: Integers from 0 to ``input_dim - 1``, of any shape.
+
+        Returns:
+            The rows, of the shape of ``inputs`` and ``output_dim``.
+
+        Raises:
+            ArgumentError: A number is out of range.
+            WaitTimeout: The servers did not answer in time, because another worker did not run backward.
+            JobEnded: The job ended; the message says why.
+            tf.errors.UnknownError: One of these, in a ``tf.function``; the message says which.
+        """
+        numbers = tf.cast(inputs, tf.int64)
+        unique, inverse = tf.unique(tf.reshape(numbers, [-1]))
+        rows = tf.gather(self._table.look_up(unique), inverse)
+        found = tf.reshape(rows, tf.concat([tf.shape(numbers), [self.output_dim]], 0))
+        found.set_shape([*numbers.shape, self.output_dim] if numbers.shape.rank is not None else None)
+        return tf.cast(found, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """The shape of what it returns."""
+        return (*input_shape, self.output_dim)
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        """As for every layer of Keras."""
+        return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """As for every layer of Keras."""
+        return {
+            **super().get_config(),
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "optimizer": keras.saving.serialize_keras_object(self.optimizer),
+            "mode": settings_of(self._mode),
+            "reduce": self._reduce,
+            "initial": self._initial,
+            "scale": self._scale,
+            "seed": self._seed,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> StoreEmbedding:
+        """As for every layer of Keras."""
+        optimizer = keras.saving.deserialize_keras_object(config["optimizer"])
+        return cls(**{**config, "optimizer": optimizer, "mode": mode_of(config["mode"])})
+
+    # ---- ours
+
+    @property
+    def _table(self) -> _Rows:
+        if self._rows is None:
+            raise ArgumentError("the layer is not built: call it, or the model, once before")
+        return self._rows
+
+    def wait(self) -> None:
+        """Returns when the servers have applied this worker's gradients.
+
+        Raises:
+            WaitTimeout: They did not in time, because another worker did not run backward.
+            JobEnded: The job ended; the message says why.
+        """
+        self._table.table.wait()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes all rows, and what the optimizer keeps for them, to a folder of npy files.
+
+        One worker may call it alone, while the others wait at a barrier.
+
+        Args:
+            folder: The folder, which is replaced as a whole.
+
+        Raises:
+            ArgumentError: It cannot be written, or is no folder of a table.
+            WaitTimeout: The servers did not answer in time.
+            JobEnded: The job ended; the message says why.
+        """
+        save_table(self._table.table, folder)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Sets all rows, and what the optimizer keeps for them. Every worker calls it; worker 0 reads the folder.
+
+        Args:
+            folder: A folder that `save` wrote, with any number of servers.
+
+        Raises:
+            ArgumentError: The folder cannot be read, or is of another table or optimizer. Nothing was changed.
+            WaitTimeout: Another worker or a server did not come in time.
+            JobEnded: The job ended; the message says why.
+        """
+        load_on_all(self._table.table, folder)
+
+
+class _Rows:
+    """The table of a layer, as a part of TensorFlow's graphs."""
+
+    def __init__(self, table: Table, optimizer: Any) -> None:
+        self.table, self._optimizer = table, optimizer
+        with tf.init_scope():
+            # Pulls read it, so that tapes, which watch it, record them. Pushes write it, so that calls keep order.
+            self._anchor = tf.Variable(0.0, trainable=True, name="tensorwire_rows")
+
+    def look_up(self, unique: Any) -> Any:
+        """The rows of these numbers, each of which comes once. Their gradient is pushed."""
+        dtype = tf.as_dtype(self.table.dtype)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def pulled(anchor: Any) -> Any:
+            with tf.control_dependencies([anchor]):
+                rows = _called(self._pull, [unique], dtype)
+            rows.set_shape([None, *self.table.shape[1:]])
+            return rows, self._push_gradient(unique)
+
+        return pulled(self._anchor.read_value())
+
+    def _push_gradient(self, unique: Any) -> Callable[[Any], Any]:
+        def gradient(upstream: Any) -> Any:
+            given = [unique, tf.convert_to_tensor(upstream), tf.cast(self._optimizer.learning_rate, tf.float64)]
+            with tf.control_dependencies([_called(self._push, given, tf.float32)]):
+                self._anchor.assign_add(0.0)
+                self._optimizer.iterations.assign_add(1)
+            return None
+
+        return gradient
+
+    def _pull(self, numbers: Any) -> Any:
+        pull = self.table.pull(numbers)
+        pull.finish(None)
+        return pull.result
+
+    def _push(self, numbers: Any, gradient: Any, rate: Any) -> Any:
+        self.table.set_options(**{RATE: float(rate)})
+        self.table.push(*self.table.given(numbers, gradient))
+        return np.float32(0)
+
+
+def _called(function: Callable[..., Any], given: Sequence[Any], dtype: Any) -> Any:
+    """Calls it when TensorFlow runs, which knows no errors of ours, or at once."""
+
+    def call(*values: Any) -> Any:
+        try:
+            return function(*values)
+        except TensorwireError as error:
+            raise RuntimeError(failure_text("", error)) from None
+
+    return tf.numpy_function(function if tf.executing_eagerly() else call, given, dtype)
