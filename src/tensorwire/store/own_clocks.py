@@ -3,7 +3,7 @@
 A thread per worker waits for that worker's pushes, and contributes each to the open round of its bucket. A round closes
 when its quorum is there, in the thread of whoever completes it; or, if others are given some time to join, in a thread
 for that. Then the contributions are merged, the rule is applied, and those who contributed are answered. A lock per
-bucket puts all of it in order.
+bucket puts all of it in order. Where some workers of all are a quorum, `QuorumRounds` says who contributes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.pushes import Push
+from tensorwire.store.quorum_rounds import QuorumRounds
 from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
@@ -58,26 +59,34 @@ class OwnClocks:
         self._damping = mode.damping if isinstance(mode, (Async, SSP)) else 0.0
         self._rates = [i for i, (_, option, _) in enumerate(shard.spec.numeric) if option == "lr"]
         self._open: list[list[_Contribution]] = [[] for _ in buckets]  # the contributions to each bucket's round
-        # Where rounds close with some workers of all, these must be the same ones for all buckets. Otherwise one waits
-        # for an answer about a bucket, and another for one about another, and nobody can push.
-        self._everyone = len(shard.workers)
-        self.in_order = threading.Lock() if 1 < quorum_of(mode, self._everyone) < self._everyone else None
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = shard.plan.fragments(count)
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
-        self._grace = grace_of(mode)
+        everyone, quorum, grace = len(shard.workers), quorum_of(mode, len(shard.workers)), grace_of(mode)
+        some = 1 < quorum < everyone
+        self.quorum_rounds = QuorumRounds(shard, quorum, self.fragments, grace, self._close_with) if some else None
+        self._grace = None if some else grace
         self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
         ends: Ends = SimpleQueue()
+        calls = {f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers}
+        rounds, finished = self.quorum_rounds, False
+        if rounds is not None and self.shard.index:
+            calls[f"{self.shard.name} decisions"] = rounds.follow
         if self._deadlines is not None:
             self._deadlines.start(f"{self.shard.name} grace", ends)
+        if rounds is not None:
+            rounds.start(ends)
         try:
-            attend({f"{self.shard.name} {w.name}": _Rounds(self, w).run for w in self.shard.workers}, ends)
+            attend(calls, ends)
+            finished = True
         finally:
             if self._deadlines is not None:
                 self._deadlines.stop()
+            if rounds is not None:
+                rounds.stop(finished=finished)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -98,18 +107,17 @@ class OwnClocks:
 
     def leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it."""
-        with self.in_order or contextlib.nullcontext():
-            self.workers.leave(worker)
-            for bucket, lock in enumerate(self.locks):
-                with lock:
-                    self._close_if_due(bucket)
+        self.workers.leave(worker)
+        if self.quorum_rounds is not None:
+            self.quorum_rounds.leave()
+            return
+        for bucket, lock in enumerate(self.locks):
+            with lock:
+                self._close_if_due(bucket)
 
     def _close_if_due(self, bucket: int) -> None:
         here, workers = len(self._open[bucket]), self.workers.active
-        wanted = quorum_of(self.mode, workers)
-        if self.in_order is not None:  # a worker that has finished counts, or the last ones wait for each other
-            wanted -= self._everyone - workers
-        if not here or here < wanted:
+        if not here or here < quorum_of(self.mode, workers):
             return
         if self._grace is None or self._deadlines is None or here >= workers:
             self._close(bucket)
@@ -119,28 +127,32 @@ class OwnClocks:
 
     def _close_late(self, bucket: int, version: int) -> None:
         """The time for joining the round after ``version`` is over."""
-        together = [bucket]
-        if self.in_order is not None:
-            together = next(fragment for fragment in self.fragments if bucket in fragment)
-        with self.in_order or contextlib.nullcontext():
-            for each in together:
-                with self.locks[each]:
-                    if self.versions[each] == version and self._open[each]:
-                        self._close(each)
+        with self.locks[bucket]:
+            if self.versions[bucket] == version and self._open[bucket]:
+                self._close(bucket)
 
     def _close(self, bucket: int) -> None:
+        """Closes the open round of a bucket. The caller holds the bucket's lock."""
+        start = clock()
+        here, self._open[bucket] = self._open[bucket], []
+        self._merge_and_answer(bucket, here)
+        if self._grace is not None:
+            self._grace.updated(bucket, clock() - start)
+
+    def _close_with(self, bucket: int, here: list[_Contribution]) -> None:
+        """Closes a round of a bucket with these contributions."""
+        with self.locks[bucket]:
+            self._merge_and_answer(bucket, here)
+
+    def _merge_and_answer(self, bucket: int, here: list[_Contribution]) -> None:
         """Merges, applies and answers. The caller holds the bucket's lock."""
         start = clock()
-        here = sorted(self._open[bucket], key=lambda c: c.push.worker)
-        self._open[bucket] = []
+        here.sort(key=lambda c: c.push.worker)
         if not self._is_too_stale([bucket], here[0]):
             self._merge([bucket], here)
         for c in here:
             c.rounds.answer_if_due(bucket, c.step)
-        end = clock()
-        spans.add("update", here[0].step, start, end)
-        if self._grace is not None:
-            self._grace.updated(bucket, end - start)
+        spans.add("update", here[0].step, start, clock())
 
     def _is_too_stale(self, buckets: Sequence[int], contribution: _Contribution) -> bool:
         """Whether a push knows too little of the others'; then it is discarded. The caller holds the buckets' locks."""
@@ -235,25 +247,23 @@ class _Rounds:
         if head.fragment >= len(clocks.fragments):
             raise ProtocolError(f"{self._worker.name} sent fragment {head.fragment} of {len(clocks.fragments)}")
         buckets = clocks.fragments[head.fragment]
+        here: dict[int, _Contribution] = {}
         for bucket in buckets:
             self._shard.receive(self._worker.pushes[bucket], self._step)
-            if not self._rule.together and clocks.in_order is None:
-                self._contribute(bucket, head)
-        if not self._rule.together and clocks.in_order is not None:
-            with clocks.in_order:
-                for bucket in buckets:
-                    self._contribute(bucket, head)
+            if self._rule.together:
+                continue
+            here[bucket] = _Contribution(self, self._step, head, self.push(bucket, head.weight))
+            if clocks.quorum_rounds is None:
+                with clocks.locks[bucket]:
+                    clocks.contribute(bucket, here[bucket])
+        if clocks.quorum_rounds is not None:
+            clocks.quorum_rounds.contribute(head.fragment, self._worker.index, here)
         if self._rule.together and buckets:
             start = clock()
             with clocks.at_rest():
                 clocks.merge_together(_Contribution(self, self._step, head, self.push(0, head.weight)))
             spans.add("update", self._step, start, clock())
             self._late = list(buckets)
-
-    def _contribute(self, bucket: int, head: StepHeader) -> None:
-        push = self.push(bucket, head.weight)
-        with self._clocks.locks[bucket]:
-            self._clocks.contribute(bucket, _Contribution(self, self._step, head, push))
 
     def push(self, bucket: int, weight: float) -> Push:
         """What the worker has pushed to a bucket in this round; asked for once a round."""
