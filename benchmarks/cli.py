@@ -229,13 +229,14 @@ def mxnet(**options: Any) -> None:
 @plain
 @click.option(
     "--part",
-    type=click.Choice(["crossings", "networks"]),
+    type=click.Choice(["crossings", "networks", "strategies"]),
     default="crossings",
     show_default=True,
-    help="crossings: of single tensors; networks: steps of training, with variables on worker 1 or cut in two.",
+    help="crossings: of single tensors; networks: steps of training, with variables on worker 1 or cut in two; "
+    "strategies: steps of two workers with batches of their own.",
 )
 @workload(
-    "networks: all, or alexnet, inception, vgg16, lstm, gru, fcn5.",
+    "networks, strategies: all, or alexnet, inception, vgg16, lstm, gru, fcn5.",
     every=("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5"),
     default="all",
 )
@@ -250,6 +251,7 @@ def tensorflow(**options: Any) -> None:
     TensorFlow has a Python of its own: make setup-tensorflow, or the one that TENSORWIRE_TENSORFLOW_PYTHON names.
       python -m benchmarks tensorflow --sizes 64,64KiB,1MiB
       python -m benchmarks tensorflow --part networks --workload fcn5,lstm --report networks.svg
+      python -m benchmarks tensorflow --part strategies --workload fcn5 --steps 20
     """
     _run("tensorflow", **options)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.modes import FOLDERS
 from benchmarks.mxnet_jobs import OWN, Job
 from benchmarks.mxnet_paper import Epoch
-from tensorwire.bench.compare import Samples, Stages, Workload, records
+from benchmarks.turns import take_turns
+from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import OURS, Answer, Contender, ProgramFailed
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
@@ -124,22 +125,14 @@ def run(
     contenders: Mapping[str, Contender], course: Course, cores: Sequence[int], label: str, notes: Notes
 ) -> dict[str, Outcome]:
     """All rounds. MXNet's own store is left out where it fails."""
-    outcomes = {name: Outcome() for name in contenders}
-    with Stages(cores) as stages:
-        for number in range(course.rounds):
-            names = list(outcomes)
-            at = number % len(names)  # nobody is always the first after a pause
-            for name in names[at:] + names[:at]:
-                notes.progress(f"{label}: round {number + 1} of {course.rounds}: {name}")
-                try:
-                    answers = stages.get(contenders[name]).run(WARM, course.steps)
-                    outcomes[name].add(answers, course.steps)
-                except ProgramFailed as error:
-                    if name != OWN:
-                        raise
-                    notes.skip(f"{label}: {name}: {error}")
-                    del outcomes[name]
-            check_losses(label, outcomes)
+    answers = take_turns(
+        contenders, course.rounds, WARM, course.steps, cores=cores, label=label, notes=notes, tolerated=(OWN,)
+    )
+    outcomes = {name: Outcome() for name in answers}
+    for name, rounds in answers.items():
+        for each in rounds:
+            outcomes[name].add(each, course.steps)
+    check_losses(label, outcomes)
     return outcomes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from benchmarks import (
     mxnet_training,
     report,
     stores,
+    tensorflow_strategies,
     tensorflow_training,
     training,
     writes,
@@ -150,9 +152,9 @@ def tensorflow(options: Options) -> None:
     if options.report:
         check_picture(options.report, option="--report")
     crossings.find_python()
-    networks = options.part == "networks"
-    records, described = report_on(options, _networks if networks else _tensorflow, shared=True)
-    if not networks:
+    parts = {"crossings": _tensorflow, "networks": _networks, "strategies": _strategies}
+    records, described = report_on(options, parts[options.part], shared=True)
+    if options.part != "networks":
         return
     print_table = report.markdown if options.markdown else report.show
     print_table(tensorflow_training.TITLE, report.STEP_HEAD, report.step_rows(records))
@@ -167,10 +169,18 @@ def _tensorflow(options: Options, settings: Settings, notes: Notes) -> list[Reco
 
 
 def _networks(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    return _whole_steps(tensorflow_training.measure, options, settings, notes)
+
+
+def _strategies(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    return _whole_steps(tensorflow_strategies.measure, options, settings, notes)
+
+
+def _whole_steps(
+    measure: Callable[..., list[Record]], options: Options, settings: Settings, notes: Notes
+) -> list[Record]:
     course = training.Course(options.rounds or (1 if options.quick else 3), options.steps)
-    return tensorflow_training.measure(
-        options.workloads, options.devices, options.shrink, course, cores=settings.cores, notes=notes
-    )
+    return measure(options.workloads, options.devices, options.shrink, course, cores=settings.cores, notes=notes)
 
 
 def _convergence(trained: list[modes.Trainings], options: Options, settings: Settings, notes: Notes) -> list[Record]:

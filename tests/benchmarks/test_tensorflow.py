@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.tensorflow import ADDITIONS, ARENA, MANY, OWN, find_python, transfers
+from benchmarks.tensorflow_strategies import MIRRORED, PARAMETER_SERVER
+from benchmarks.tensorflow_strategies import check_losses as check_losses_of_strategies
 from benchmarks.tensorflow_training import COMPUTE, STEP, Timed, check_losses, parts_of
 from tensorwire.bench.compare import Samples, Workload, records
 from tensorwire.bench.programs import OURS, ProgramFailed
@@ -71,6 +73,30 @@ def test_the_parts_of_a_step_add_up(timed: tuple[float, float, float], parts: di
     found = parts_of(*timed)
     assert found == {**parts, "update": 0.0}
     assert found["compute"] + found["exposed"] + found["idle"] == timed[0]
+
+
+@pytest.mark.slow
+def test_strategies_of_tensorflow_and_ours_train_a_network(sandbox: Sandbox) -> None:
+    try:
+        python = find_python()
+    except MissingPackage as error:
+        pytest.skip(str(error))
+    options = ("--part", "strategies", "--workload", "gru", "--device", "tcp")
+    _, made = bench(sandbox, *BESIDE, "tensorflow", *options, TENSORWIRE_TENSORFLOW_PYTHON=python)
+    assert [(record["mode"], record["peer"]) for record in made] == [
+        ("sync-step", OURS),
+        ("sync-step", MIRRORED),
+        ("async-step", OURS),
+        ("async-step", PARAMETER_SERVER),
+    ]
+    assert made[0]["details"]["loss"] == pytest.approx(made[1]["details"]["loss"], rel=1e-3)
+
+
+def test_strategies_with_other_losses_end_the_benchmark() -> None:
+    ours = [[{"seconds": 1.0, "second": 0.5}, {"seconds": 1.0, "second": 0.7}, {"seconds": 0.0}]]
+    check_losses_of_strategies("a", {"shm": ours, MIRRORED: [[{"second": 0.6}, {"second": 0.60001}]]})
+    with pytest.raises(ProgramFailed, match=r"a: the second loss is 0.6 with tensorwire, but 0.61 with mirrored"):
+        check_losses_of_strategies("a", {"shm": ours, MIRRORED: [[{"second": 0.61}]]})
 
 
 def timed(first: float, steps: list[float], alone: list[float]) -> Timed:

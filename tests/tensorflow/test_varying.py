@@ -514,6 +514,28 @@ def test_a_receive_that_takes_too_long_says_what_did_not_come() -> None:
     assert value == 2.0
 
 
+def nobody_receives(job: tw.Job) -> list[Any]:
+    """A step that is never sent, while 300 others are; those that came can be received afterwards."""
+    tf, twt = load()
+    if job.rank == 0:
+        for step in range(1, 301):
+            twt.send(tf.fill([step], step), "n", to=1, step=step, shape=[None])
+        job.barrier()
+        return []
+    with pytest.raises(tf.errors.FailedPreconditionError, match="256 tensors of other steps came, and nobody has"):
+        twt.recv("n", [None], tf.int32, source=0, step=1000)
+    with pytest.raises(tf.errors.FailedPreconditionError):
+        twt.recv("n", [None], tf.int32, source=0, step=300)
+    found = [int(tf.reduce_sum(twt.recv("n", [None], tf.int32, source=0, step=step))) for step in range(1, 301)]
+    job.barrier()
+    return found
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_step_that_is_never_sent_does_not_fill_memory(device: str) -> None:
+    assert run_job(nobody_receives, device=device).ok()[1] == [step * step for step in range(1, 301)]
+
+
 def keeps_sixteen(job: tw.Job) -> list[int]:
     """Of a key 16 tensors wait to leave; the next send is done when its own has left."""
     tf, twt = load()

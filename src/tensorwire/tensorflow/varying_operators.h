@@ -113,6 +113,8 @@ struct Waiting {
     absl::Status was_cancelled() const { return errors::Cancelled("tensorwire: receiving ", key, " was cancelled"); }
 };
 
+constexpr size_t most_kept = 256;  // messages of other steps than those that are received, or they would fill memory
+
 // The consumer's end of a varying edge.
 class Incoming {
   public:
@@ -165,10 +167,22 @@ class Incoming {
     // Asks for the next chunk while a receive waits. One thread does so at a time: one that comes meanwhile leaves it the
     // work, and a chunk that is there already is no deeper call.
     void read() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        if (reading_) return;
-        reading_ = true;
-        while (!asked_ && !waiting_.empty()) {
+        Due due;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            if (reading_) return;
+            reading_ = true;
+            ask(lock);
+            if (!asked_ && !waiting_.empty())
+                take_all(errors::FailedPrecondition("tensorwire: receiving ", key_, " cannot happen: ", most_kept, " tensors of other steps came, and nobody has received them"), true, due);
+            reading_ = false;
+        }
+        for (auto& [each, with] : due) each->finish(with);
+    }
+
+    // The caller holds the mutex.
+    void ask(std::unique_lock<std::mutex>& lock) {
+        while (!asked_ && !waiting_.empty() && kept_.size() < most_kept) {
             asked_ = true;
             for (auto& [step, each] : waiting_) each->asked = true;
             const uint64_t chunk = chunk_;
@@ -176,7 +190,6 @@ class Incoming {
             edges->receive(end_->edge, chunk, [](void* self, int outcome) { static_cast<Incoming*>(self)->arrived(outcome); }, this);
             lock.lock();
         }
-        reading_ = false;
     }
 
     // Until `asked_` is false again, no other thread touches what arrives.
