@@ -39,6 +39,8 @@ MODES = {
     "transfer-alone": "a crossing without its addition",
     "servers-step": "a step of training by worker 0, with variables and their updates on worker 1",
     "halves-step": "a step of training, each worker with the variables and operators of a part of the network",
+    "sync-step": "a step of training in which two workers average their gradients; the slowest worker",
+    "async-step": "a step of training in which a server takes the gradients of each of two workers by themselves",
     "push-list": "pushes of 64 keys per call, applied one by one; time per push",
     "push-one": "pushes of one key per call, applied one by one; time per push",
     "push-to-answer": "one key after the other pushed and pulled; the mean time from a push to its answer",

@@ -70,7 +70,7 @@ class QuorumRounds(Generic[T]):
         if self._deadlines is not None:
             self._deadlines.stop()
         if finished and not self._shard.index:
-            self._decisions.tell(_END, ())
+            self._decisions.send(_END, ())
 
     def contribute(self, fragment: int, worker: int, pushed: Mapping[int, T]) -> None:
         """A worker has pushed a fragment: what it contributes to each of its buckets here."""
@@ -90,7 +90,7 @@ class QuorumRounds(Generic[T]):
     def follow(self) -> None:
         """On other servers than 0: takes what server 0 decides, until all workers have finished."""
         for number in itertools.count(1):
-            fragment, workers = self._decisions.hear(number)
+            fragment, workers = self._decisions.receive(number)
             if fragment == _END:
                 return
             with self._lock:
@@ -117,7 +117,7 @@ class QuorumRounds(Generic[T]):
     def _decide(self, fragment: int) -> None:
         """All who are here contribute."""
         workers = sorted(self._here[fragment])
-        self._decisions.tell(fragment, workers)
+        self._decisions.send(fragment, workers)
         self._close(fragment, workers)
 
     def _close(self, fragment: int, workers: Collection[int]) -> None:
@@ -141,7 +141,7 @@ class _Decisions:
 
     def __init__(self, shard: Shard, fragments: int) -> None:
         self._shard, self._fragments, self._workers = shard, fragments, len(shard.workers)
-        self._told = 0
+        self._sent = 0
         self._edges = [self._edge(0)] if shard.index else [self._edge(s) for s in range(1, shard.plan.servers)]
 
     def _edge(self, other: int) -> _Edge:
@@ -164,16 +164,16 @@ class _Decisions:
         views = [theirs.view(at, nbytes) for at in places]
         return Producer(channel, theirs.view(0, 8), slots=views, source=source, credit=word, label=f"server {other}")
 
-    def tell(self, fragment: int, workers: Collection[int]) -> None:
+    def send(self, fragment: int, workers: Collection[int]) -> None:
         """Server 0: the others learn of it, in this order."""
-        self._told += 1
+        self._sent += 1
         flags = bytes(worker in workers for worker in range(self._workers))
         for edge in self._edges:
             assert isinstance(edge, Producer)
-            self._shard.patiently(partial(edge.slot, self._told))[:] = _FRAGMENT.pack(fragment) + flags
-            edge.send(self._told)
+            self._shard.while_job_lives(partial(edge.slot, self._sent))[:] = _FRAGMENT.pack(fragment) + flags
+            edge.send(self._sent)
 
-    def hear(self, number: int) -> tuple[int, list[int]]:
+    def receive(self, number: int) -> tuple[int, list[int]]:
         """Others: the decision of that number, once it has come."""
         (edge,) = self._edges
         assert isinstance(edge, Consumer)

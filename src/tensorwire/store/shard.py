@@ -139,11 +139,11 @@ class Shard:
 
     def receive(self, edge: Consumer, step: int) -> memoryview:
         """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
-        slot = self.patiently(lambda seconds: edge.receive(step, seconds))
+        slot = self.while_job_lives(lambda seconds: edge.receive(step, seconds))
         assert slot is not None
         return slot
 
-    def patiently(self, call: Callable[[float], T]) -> T:
+    def while_job_lives(self, call: Callable[[float], T]) -> T:
         """What a call returns, which waits so many seconds at most, and is made again as long as the job lives."""
         while True:
             try:
