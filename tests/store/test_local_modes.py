@@ -164,6 +164,15 @@ class Simulation:
         self.sent: dict[tuple[Key, int, int], tuple[list[torch.Tensor], float]] = {}
         self.answers: dict[tuple[Key, int, int], list[torch.Tensor]] = {}
         self.versions = {k: self._versions(k, fates) for k in self.keys}
+        quorum = mode.quorum if isinstance(mode, DiLoCo) else None
+        # Who comes after its update is answered with the version before the one that has its push.
+        self.late = 1 < (quorum or 0) < len(seen)
+        self.updates = dict.fromkeys(self.keys, 0)  # that somebody has waited for
+        self.rounds = {
+            (k, w): sorted(r for each in v for n, r in each if n == w)
+            for k, v in self.versions.items()
+            for w in range(len(seen))
+        }
         for key in self.keys if compression else ():
             for rank in range(len(seen)):
                 code = SimulatedCode(compression, mode, self.buckets[key].shown)
@@ -196,7 +205,11 @@ class Simulation:
                 here = versions.pop(0)
                 answer = self.buckets[key].merge([self.sent[key, w, r] for w, r in here])
                 for w, r in here:
-                    self.answers[key, w, r] = answer
+                    self.answers.setdefault((key, w, r), answer)
+                self.updates[key] += any(self.rounds[key, w].index(r) == self.updates[key] for w, r in here)
+                for w, r in versions[0] if versions and self.late else ():
+                    if self.rounds[key, w].index(r) < self.updates[key]:
+                        self.answers[key, w, r] = answer
                 closed = True
         return closed
 
@@ -320,12 +333,12 @@ def test_three_workers_of_which_two_are_enough(tmp_path: Path, servers: int, dev
     assert problems(lines) == []
     fates = [line for line in lines if isinstance(line, Fate)]
     Simulation(found[0][0], fates, mode, [seen for _, seen in found]).run()
-    rounds = {(f.version, f.server, f.bucket): set[int]() for f in fates}
+    rounds = {(f.version, f.server, f.bucket): set[tuple[int, int]]() for f in fates}
     for f in fates:
-        rounds[f.version, f.server, f.bucket].add(f.worker)
-    for version in {f.version for f in fates}:  # on all servers the same workers
-        assert len({frozenset(workers) for at, workers in rounds.items() if at[0] == version}) == 1
-    assert all(len(workers) in ((2, 3) if grace else (2,)) for at, workers in rounds.items() if at[0] < 3)
+        rounds[f.version, f.server, f.bucket].add((f.worker, f.round))
+    for version in {f.version for f in fates}:  # on all servers the same pushes
+        assert len({frozenset(pushes) for at, pushes in rounds.items() if at[0] == version}) == 1
+    assert all(len({w for w, _ in pushes}) >= 2 for at, pushes in rounds.items() if at[0] < 5)
 
 
 def exchange_at_once(job: tw.Job, fragments: int) -> float:
@@ -346,6 +359,68 @@ def exchange_at_once(job: tw.Job, fragments: int) -> float:
 def test_workers_whose_pushes_reach_servers_in_another_order_do_not_wait_for_each_other(fragments: int) -> None:
     """Where each server chose by itself, three workers waited for each other within a hundred exchanges."""
     assert all(total < 0 for total in run_job(exchange_at_once, fragments, workers=3, servers=3).ok())
+
+
+def meet_after_exchanges(job: tw.Job, folder: str) -> tuple[float, float]:
+    """All workers meet after each exchange, of which one may have come late; then they set values, and go on."""
+    log_into(folder)
+    p = torch.nn.Parameter(torch.zeros(3000))
+    mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
+    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
+    p.grad = torch.ones_like(p)
+    for _ in range(10):
+        store.step()
+        job.barrier(60.0)
+    with torch.no_grad():
+        p.fill_(100.0)
+    store.write_parameters()
+    first = float(p.detach()[0])
+    store.step()
+    job.barrier(60.0)
+    store.step()
+    return first, float(p.detach()[0])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(servers: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    prepare = partial(log_into, folder)
+    for first, last in run_job(meet_after_exchanges, folder, workers=3, servers=servers, prepare=prepare).ok():
+        assert first == 100.0
+        assert last == 98.0  # what came late before is not added to what was set
+    assert problems(read_fates([folder])) == []
+
+
+def fall_behind(job: tw.Job, folder: str) -> list[float]:
+    """Worker 2 begins when the others have exchanged six times; then all exchange once more."""
+    log_into(folder)
+    p = torch.nn.Parameter(torch.zeros(3000))
+    mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
+    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
+    p.grad = torch.ones_like(p)
+    if job.rank == 2:
+        job.barrier()
+    seen = []
+    for _ in range(6):
+        store.step()
+        seen.append(float(p.detach()[-1]))
+    if job.rank < 2:
+        job.barrier()
+    job.barrier()
+    store.step()
+    return [*seen, float(p.detach()[-1])]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(
+    servers: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    prepare = partial(log_into, folder)
+    *others, behind = run_job(fall_behind, folder, workers=3, servers=servers, prepare=prepare).ok()
+    assert others == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -12.0]] * 2
+    assert behind == [-6.0, -7.0, -8.0, -9.0, -10.0, -11.0, -12.0]  # an update later
+    assert problems(read_fates([folder])) == []
 
 
 # ---- values and state that users set

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -34,12 +34,22 @@ from tensorwire.store.worker_threads import Ends, attend
 
 @dataclass(frozen=True)
 class _Contribution:
-    """A worker's push, of its round ``step``, to the open round of a bucket."""
+    """A worker's push, of its round ``step``, to the open round of a bucket, of whose version ``based`` it came.
+
+    ``answered``: the worker was late, and waits for no answer.
+    """
 
     rounds: _Rounds
     step: int
     head: StepHeader
     push: Push
+    based: int
+    answered: bool = False
+
+    @property
+    def worker(self) -> int:
+        """Who pushed."""
+        return self.rounds.worker
 
 
 class OwnClocks:
@@ -64,7 +74,9 @@ class OwnClocks:
         self.fragments = [[b.index for b in buckets if numbers[b.number] == f] for f in range(count)]
         everyone, quorum, grace = len(shard.workers), quorum_of(mode, len(shard.workers)), grace_of(mode)
         some = 1 < quorum < everyone
-        self.quorum_rounds = QuorumRounds(shard, quorum, self.fragments, grace, self._close_with) if some else None
+        self.quorum_rounds = (
+            QuorumRounds(shard, quorum, self.fragments, grace, self._close_with, self._keep) if some else None
+        )
         self._grace = None if some else grace
         self._deadlines = Deadlines(self._close_late) if self._grace is not None else None
 
@@ -91,6 +103,8 @@ class OwnClocks:
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """Inside it no round closes."""
+        if self.quorum_rounds is not None:
+            self.quorum_rounds.merge_late()
         with contextlib.ExitStack() as held:
             for lock in self.locks:
                 held.enter_context(lock)
@@ -102,7 +116,7 @@ class OwnClocks:
         """Adds to the open round of a bucket, and closes it if that is due. The caller holds the bucket's lock."""
         self._open[bucket].append(contribution)
         if self._grace is not None:
-            self._grace.contributed(bucket, contribution.push.worker)
+            self._grace.contributed(bucket, contribution.worker)
         self._close_if_due(bucket)
 
     def leave(self, worker: int) -> None:
@@ -122,7 +136,7 @@ class OwnClocks:
         if self._grace is None or self._deadlines is None or here >= workers:
             self._close(bucket)
         else:
-            at = self._grace.deadline(bucket, [c.push.worker for c in self._open[bucket]])
+            at = self._grace.deadline(bucket, [c.worker for c in self._open[bucket]])
             self._deadlines.set(at, bucket, self.versions[bucket])
 
     def _close_late(self, bucket: int, version: int) -> None:
@@ -144,14 +158,22 @@ class OwnClocks:
         with self.locks[bucket]:
             self._merge_and_answer(bucket, here)
 
+    def _keep(self, bucket: int, late: _Contribution) -> _Contribution:
+        """Answers a worker that is late. What it pushed, in memory that its next push does not change."""
+        with self.locks[bucket]:
+            kept = late.rounds.kept(bucket, late.push)
+            late.rounds.answer_if_due(bucket, late.step)
+        return replace(late, push=kept, answered=True)
+
     def _merge_and_answer(self, bucket: int, here: list[_Contribution]) -> None:
         """Merges, applies and answers. The caller holds the bucket's lock."""
         start = clock()
-        here.sort(key=lambda c: c.push.worker)
+        here.sort(key=lambda c: (c.worker, c.step))
         if not self._is_too_stale([bucket], here[0]):
             self._merge([bucket], here)
         for c in here:
-            c.rounds.answer_if_due(bucket, c.step)
+            if not c.answered:
+                c.rounds.answer_if_due(bucket, c.step)
         spans.add("update", here[0].step, start, clock())
 
     def _is_too_stale(self, buckets: Sequence[int], contribution: _Contribution) -> bool:
@@ -162,13 +184,13 @@ class OwnClocks:
         if staleness <= self._most:
             return False
         for bucket in buckets:
-            self.shard.fates.discarded(bucket, [contribution.push.worker], contribution.step, "too stale", staleness)
+            self.shard.fates.discarded(bucket, [contribution.worker], contribution.step, "too stale", staleness)
         return True
 
     def _merge(self, buckets: Sequence[int], here: Sequence[_Contribution]) -> None:
         rule, bucket = self.rule, buckets[0]
         total = sum(c.push.weight for c in here)
-        staleness = [self.versions[bucket] - c.rounds.based[bucket] for c in here]
+        staleness = [self.versions[bucket] - c.based for c in here]
         rule.set_options(self._options(here[0].head, staleness[0]), bucket)
         for each in buckets:
             pushes = [c.push if each == bucket else c.rounds.push(each, c.push.weight) for c in here]
@@ -182,7 +204,7 @@ class OwnClocks:
             weights = [c.push.weight / total for c in here]
             alone = quorum_of(self.mode, 2) == 1 and self._deadlines is None
             self.shard.fates.closed(
-                each, self.versions[each], [(c.push.worker, c.step) for c in here], weights, staleness, alone=alone
+                each, self.versions[each], [(c.worker, c.step) for c in here], weights, staleness, alone=alone
             )
 
     def merge_together(self, contribution: _Contribution) -> None:
@@ -212,6 +234,8 @@ class _Rounds:
         pulls = worker.pulls[: len(clocks.locks)]
         self._answers = [np.frombuffer(pull.memory, np.uint8, pull.nbytes) for pull in pulls]
         self._slots = [np.frombuffer(slot, np.uint8) for slot in worker.slots]
+        self._kept: dict[int, memoryview] = {}  # by bucket: what it pushed late
+        self.worker = worker.index
         self._step = 0
 
     def run(self) -> None:
@@ -252,7 +276,7 @@ class _Rounds:
             self._shard.receive(self._worker.pushes[bucket], self._step)
             if self._rule.together:
                 continue
-            here[bucket] = _Contribution(self, self._step, head, self.push(bucket, head.weight))
+            here[bucket] = _Contribution(self, self._step, head, self.push(bucket, head.weight), self.based[bucket])
             if clocks.quorum_rounds is None:
                 with clocks.locks[bucket]:
                     clocks.contribute(bucket, here[bucket])
@@ -261,7 +285,7 @@ class _Rounds:
         if self._rule.together and buckets:
             start = clock()
             with clocks.at_rest():
-                clocks.merge_together(_Contribution(self, self._step, head, self.push(0, head.weight)))
+                clocks.merge_together(_Contribution(self, self._step, head, self.push(0, head.weight), self.based[0]))
             spans.add("update", self._step, start, clock())
             self._late = list(buckets)
 
@@ -269,11 +293,24 @@ class _Rounds:
         """What the worker has pushed to a bucket in this round; asked for once a round."""
         return self._worker.push(bucket, bytes(self._worker.present[bucket]), weight)
 
+    def kept(self, bucket: int, push: Push) -> Push:
+        """A copy of a push, of which one a bucket is in use at most.
+
+        Rules know slots by the number of their worker, and so this has a number of its own.
+        """
+        if bucket not in self._kept:
+            self._kept[bucket] = memoryview(bytearray(len(push.slot)))
+        self._kept[bucket][:] = push.slot
+        counters.add(copies=1, copied_bytes=len(push.slot))
+        return push._replace(worker=push.worker + len(self._shard.workers), slot=self._kept[bucket])
+
     def _meet(self, operation: StepOperation) -> None:
         """All workers do this in the same place of their programs; worker 0's values count."""
         workers = self._clocks.workers
         if not workers.enter(self._worker.index, operation):
             return
+        if self._clocks.quorum_rounds is not None:
+            self._clocks.quorum_rounds.meet()
         with self._clocks.at_rest():
             if operation is StepOperation.LOAD:
                 take_state(self._shard.member, self._shard.name, self._step, self._rule)
