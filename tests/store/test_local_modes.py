@@ -323,16 +323,22 @@ def test_a_coded_local_mode_equals_its_simulation(mode: Local, compression: str,
     simulation.run()
 
 
-@pytest.mark.parametrize(("servers", "device", "grace"), [(1, "shm", 0), (3, "shm", 0), (3, "tcp", 0.01)])
-def test_three_workers_of_which_two_are_enough(tmp_path: Path, servers: int, device: str, grace: float) -> None:
+@pytest.mark.parametrize(
+    ("servers", "device", "grace", "compression"),
+    [(1, "shm", 0, ""), (3, "shm", 0, ""), (3, "tcp", 0.01, ""), (2, "tcp", 0, "2bit(0.02)"), (1, "shm", 0, "bf16")],
+)
+def test_three_workers_of_which_two_are_enough(
+    tmp_path: Path, servers: int, device: str, grace: float, compression: str
+) -> None:
     mode = DiLoCo(every=2, quorum=2, grace=grace, outer=SGD(lr=1.0, momentum=0.5))
     prepare = partial(log_into, str(tmp_path))
-    ended = run_job(train, str(tmp_path), mode, workers=3, servers=servers, device=device, prepare=prepare)
+    folder, code = str(tmp_path), compression or None
+    ended = run_job(train, folder, mode, code, workers=3, servers=servers, device=device, prepare=prepare)
     found = ended.ok()
     lines = read_fates([tmp_path])
     assert problems(lines) == []
     fates = [line for line in lines if isinstance(line, Fate)]
-    Simulation(found[0][0], fates, mode, [seen for _, seen in found]).run()
+    Simulation(found[0][0], fates, mode, [seen for _, seen in found], compression).run()
     rounds = {(f.version, f.server, f.bucket): set[tuple[int, int]]() for f in fates}
     for f in fates:
         rounds[f.version, f.server, f.bucket].add((f.worker, f.round))
