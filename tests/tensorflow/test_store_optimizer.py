@@ -149,6 +149,7 @@ MODES = {
     "Async, int8": (tw.store.Async(max_staleness=50), {"compression": "int8"}),
     "SSP": (tw.store.SSP(1), {}),
     "EASGD": (tw.store.EASGD(every=3, delay=1), {}),
+    "DiLoCo": (tw.store.DiLoCo(every=3, outer=tw.store.SGD(lr=0.7, momentum=0.5)), {}),
     "LocalSGD": (tw.store.LocalSGD(every=4), {"compression": "fp16"}),
     "Sync, bf16": (tw.store.Sync(), {"compression": "bf16"}),
 }
@@ -385,16 +386,9 @@ def test_what_cannot_be_is_refused() -> None:
     run_job(refusals, workers=1, servers=0).ok()
 
 
-def without_torch(job: tw.Job) -> None:
-    fit(job, tw.store.DiLoCo(every=2), 1)
-
-
-def test_diloco_needs_torch_on_the_servers() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch"):
-        run_job(fitted, tw.store.DiLoCo(every=2), 2, {}).ok()
-        return
-    cause = run_job(without_torch).cause
-    assert cause is not None
-    assert "applies the rule 'SGD' with PyTorch" in str(cause)
+def test_diloco_with_a_plain_outer_optimizer_is_local_sgd() -> None:
+    """An outer rate of 1 without momentum makes the mean of the workers' variables, up to rounding."""
+    outer = tw.store.SGD(lr=1.0, momentum=0.0, nesterov=False)
+    found = run_job(fitted, tw.store.DiLoCo(every=2, outer=outer), 2, {}).ok()
+    for (losses, _), (wanted, _) in zip(found, run_job(fitted, tw.store.LocalSGD(every=2), 2, {}).ok(), strict=True):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)

@@ -14,6 +14,7 @@ import numpy as np
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import MissingPackage, ProtocolError
 from tensorwire.extras import how_to_install
+from tensorwire.store.array_functions import ArrayFunction, array_function, kept_items, load_part
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ELASTIC, KEEP, MEAN, SUM
@@ -30,6 +31,8 @@ def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryv
     kind = {KEEP: Keep, SUM: Sum, MEAN: Mean, ELASTIC: Elastic}.get(spec.rule)
     if kind is not None:
         return kind(spec, plan, server, parameters)
+    if function := array_function(spec):
+        return ArrayFunctionRule(function, spec, plan, server, parameters)
     try:
         from tensorwire.store.rules import OptimizerRule
     except ImportError as error:
@@ -115,6 +118,7 @@ class _Floats:
         self.found: Array | None = None  # what the pushes of a round came to
         self._room: Array | None = None
         self._slots: dict[int, Array] = {}  # by worker; a slot never moves
+        self.kept: dict[str, Any] = {}  # by a function
 
     def view(self, memory: memoryview, start: int) -> Array:
         """The piece where the bucket begins at ``start``; of bfloat16, the bits."""
@@ -200,12 +204,12 @@ class Pieces(Rule):
             if floats.found is None:
                 continue
             found = floats.found if scale == 1.0 else floats.found * floats.found.dtype.type(scale)
-            self.change(floats.master, found)
+            self.change(floats, found)
             if floats.half:
                 floats.put(floats.master, out)
 
-    def change(self, value: Array, pushed: Array) -> None:
-        """Changes a piece in place."""
+    def change(self, floats: _Floats, pushed: Array) -> None:
+        """Changes the master of a piece in place."""
         raise NotImplementedError
 
     def state(self) -> Iterator[Item]:
@@ -237,15 +241,52 @@ class Pieces(Rule):
 class Sum(Pieces):
     """Adds what is pushed to the parameters."""
 
-    def change(self, value: Array, pushed: Array) -> None:
-        np.add(value, pushed, out=value)
+    def change(self, floats: _Floats, pushed: Array) -> None:
+        np.add(floats.master, pushed, out=floats.master)
 
 
 class Mean(Pieces):
     """The parameters become what is pushed, its mean over the workers."""
 
-    def change(self, value: Array, pushed: Array) -> None:
-        np.copyto(value, pushed)
+    def change(self, floats: _Floats, pushed: Array) -> None:
+        np.copyto(floats.master, pushed)
+
+
+class ArrayFunctionRule(Pieces):
+    """A function of arrays, which gets flat parts of parameters."""
+
+    def __init__(
+        self, function: ArrayFunction, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview
+    ) -> None:
+        super().__init__(spec, plan, server, parameters)
+        self._function = function
+        self._options: dict[str, Any] = {}
+
+    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        names = [name for _, name, _ in self.spec.numeric]
+        self._options = {**self.spec.groups[0], **dict(zip(names, values, strict=True))}
+
+    def change(self, floats: _Floats, pushed: Array) -> None:
+        self._function(floats.master, pushed, floats.kept, self._options)
+
+    def state(self) -> Iterator[Item]:
+        yield from super().state()
+        for floats in (each for bucket in self._floats for each in bucket):
+            piece = floats.piece
+            yield from kept_items(piece.tensor, floats.kept, floats.master, piece.start, floats.spec.shape)
+
+    def load_state(self, items: Iterable[Item]) -> None:
+        pieces = [each for bucket in self._floats for each in bucket]
+        for floats in pieces:
+            floats.kept = {}
+        masters = []
+        for entry, data in items:
+            if entry.key == MASTER:
+                masters.append((entry, memoryview(bytes(data))))
+                continue
+            for floats in pieces:
+                load_part(floats.kept, entry, data, floats.piece)
+        super().load_state(masters)
 
 
 class Elastic(Pieces):

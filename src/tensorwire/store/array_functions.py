@@ -11,12 +11,13 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from tensorwire.errors import ProtocolError, Unsupported
 from tensorwire.store.foreign import load_rule
 from tensorwire.store.rule_names import is_foreign
-from tensorwire.store.sharding import PARAMETER_DTYPES
+from tensorwire.store.sharding import PARAMETER_DTYPES, Piece
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
 from tensorwire.store.store_layout import StoreSpec
 
@@ -77,3 +78,14 @@ def load_item(state: dict[str, Any], entry: Entry, data: memoryview) -> None:
         raise ProtocolError(f"worker 0 loads {entry}, which no function keeps")
     array = state.setdefault(entry.key, np.empty(entry.shape, entry.dtype))
     array.reshape(-1)[entry.start : entry.stop] = np.frombuffer(data, entry.dtype)
+
+
+def load_part(state: dict[str, Any], entry: Entry, data: memoryview, piece: Piece) -> None:
+    """The same for a flat piece of a tensor, if the entry is of it. Raises `ProtocolError`."""
+    if entry.tensor != piece.tensor:
+        return
+    if not entry.rows:
+        load_item(state, entry, data)
+    elif piece.start <= entry.start < piece.stop:
+        size, start, stop = (n - piece.start for n in (piece.stop, entry.start, entry.stop))
+        load_item(state, msgspec.structs.replace(entry, shape=(size,), start=start, stop=stop), data)

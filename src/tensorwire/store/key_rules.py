@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, gather
 from tensorwire.errors import ProtocolError
-from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
+from tensorwire.store.array_functions import (
+    ArrayFunction,
+    OptionsInForce,
+    array_function,
+    kept_items,
+    load_item,
+    load_part,
+)
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ASSIGN, SUM
 from tensorwire.store.server_state import Stateful
@@ -158,13 +164,10 @@ class _FunctionRule(_ArrayRule):
         loaded: list[dict[str, Any]] = [{} for _ in self._pieces]
         for entry, data in items:
             for piece, state in zip(self._pieces, loaded, strict=True):
-                if piece.tensor != entry.tensor:
-                    continue
-                if self._whole or not entry.rows:
+                if not self._whole:
+                    load_part(state, entry, data, piece)
+                elif piece.tensor == entry.tensor:
                     load_item(state, entry, data)
-                elif piece.start <= entry.start < piece.stop:
-                    size, start, stop = (n - piece.start for n in (piece.stop, entry.start, entry.stop))
-                    load_item(state, msgspec.structs.replace(entry, shape=(size,), start=start, stop=stop), data)
         self._state = loaded
 
 

@@ -56,7 +56,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     Args:
         optimizer: The optimizer of each worker, or its name, as ``model.compile`` takes it.
         mode: How the workers take turns, the same on all of them, as for ``tw.torch.StoreOptimizer``; ``damping`` must
-            be 0. ``DiLoCo`` needs PyTorch on the servers' machines.
+            be 0. ``DiLoCo`` needs TensorFlow on the servers' machines, for its outer optimizer, Keras's ``SGD``.
         reduce: In `Sync`, ``"mean"`` or ``"sum"`` of the workers' gradients.
         on_servers: Whether servers run the optimizer. Not with ``global_clipnorm``, ``use_ema``,
             ``gradient_accumulation_steps``, ``exclude_from_weight_decay()`` or the policy ``"mixed_float16"``.

@@ -10,21 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import msgspec
 import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ParameterModified, Unsupported
+from tensorwire.keyvalue.key_arguments import origin
 from tensorwire.launch.join_store import join_store
 from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
-from tensorwire.store.modes import EASGD, SSP, Async, DiLoCo, Local, Mode, Sync, settings_of
+from tensorwire.store.modes import EASGD, SGD, SSP, Async, DiLoCo, Local, Mode, Sync, settings_of
 from tensorwire.store.rule_names import MEAN, SUM
 from tensorwire.store.sharding import Bucket, ParameterSpec, Piece
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.tensorflow.keras_rules import RATE, RULE
+from tensorwire.tensorflow.keras_rules import settings_of as settings_of_optimizer
 from tensorwire.tensorflow.tensor_exchange import Bytes, Values, fingerprint_of
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +43,7 @@ def make_rounds(
     """The rounds of a mode, in a new store. Raises as `join_store`, or `Unsupported`."""
     if isinstance(mode, Local):
         spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression)
-        return LocalRounds(worker, spec)
+        return LocalRounds(worker, _with_keras(spec, mode.outer) if isinstance(mode, DiLoCo) else spec)
     if isinstance(mode, (Async, SSP)) and mode.damping:
         raise Unsupported("a Keras optimizer sends changes, which know no learning rate: pass damping=0")
     alike = isinstance(mode, Sync)
@@ -56,6 +61,14 @@ def make_rounds(
         alike=alike,
     )
     return GradientRounds(worker, spec) if alike else ChangeRounds(worker, spec)
+
+
+def _with_keras(spec: StoreSpec, outer: SGD) -> StoreSpec:
+    """The same, whose servers run Keras's optimizer in place of PyTorch's."""
+    optimizer = keras.optimizers.SGD(outer.lr, outer.momentum, outer.nesterov)
+    options = {**settings_of_optimizer(optimizer), RATE: outer.lr}
+    changed = {"rule": RULE, "groups": [options], "numeric": [(0, RATE, -1)], **origin(RULE, options)}
+    return msgspec.structs.replace(spec, **changed)
 
 
 class Rounds:
