@@ -90,9 +90,9 @@ def ours(lines: Lines, index: int, way: str, device: str, name: str, shrink: int
 # ---- TensorFlow's own
 
 
-def cluster_of(**addresses: list[str]) -> tf.train.ClusterSpec:
-    """A cluster in which this process has a place."""
-    return tf.train.ClusterSpec(addresses)
+def cluster_of(addresses: list[str]) -> Any:
+    """The cluster of a parameter server, the workers, and their chief."""
+    return tf.train.ClusterSpec({"ps": addresses[:1], "worker": addresses[1:-1], "chief": addresses[-1:]})
 
 
 def mirrored(lines: Lines, index: int, name: str, shrink: int, size: int) -> Steps:
@@ -126,9 +126,7 @@ def mirrored(lines: Lines, index: int, name: str, shrink: int, size: int) -> Ste
 def serve(lines: Lines, role: str, index: int) -> None:
     """A server of ``ParameterServerStrategy``, of parameters or a worker: the chief's steps come to it."""
     ours = f"127.0.0.1:{free_port()}"
-    addresses = lines.hello(ours).split()
-    job = "ps" if role == "server" else "worker"
-    cluster = cluster_of(ps=addresses[:1], worker=addresses[1 : 1 + WORKERS], chief=addresses[1 + WORKERS :])
+    cluster, job = cluster_of(lines.hello(ours).split()), "ps" if role == "server" else "worker"
     server = tf.distribute.Server(cluster, job_name=job, task_index=index, protocol="grpc")
     threading.Thread(target=server.join, daemon=True).start()
     for _ in lines.runs():
@@ -137,8 +135,7 @@ def serve(lines: Lines, role: str, index: int) -> None:
 
 def chief(lines: Lines, name: str, shrink: int, size: int) -> Steps:
     """The chief, which computes nothing: ``count`` steps are as many of each worker."""
-    addresses = lines.hello(f"127.0.0.1:{free_port()}").split()
-    cluster = cluster_of(ps=addresses[:1], worker=addresses[1 : 1 + WORKERS], chief=addresses[1 + WORKERS :])
+    cluster = cluster_of(lines.hello(f"127.0.0.1:{free_port()}").split())
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, task_type="chief", task_id=0)
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

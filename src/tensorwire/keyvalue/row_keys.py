@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Collection
@@ -13,7 +12,7 @@ import numpy as np
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.handle import Calls, Handle
 from tensorwire.keyvalue.key_arguments import Key, as_array, plan_name
-from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.keyvalue.row_table import Table, check_scale, most_rows
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import Worker
 from tensorwire.store.modes import SSP, Async, Sync
@@ -78,8 +77,7 @@ class RowKeys:
             )
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ArgumentError(f"seed must be a whole number of at least 0, not {seed!r:.100}")
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
+        check_scale(scale)
         with self._calls:
             self._tables[key] = Table(
                 self._worker,

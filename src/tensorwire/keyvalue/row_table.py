@@ -16,7 +16,7 @@ from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
 from tensorwire.store.key_client import pack_options
-from tensorwire.store.modes import SSP, Async, Sync, settings_of
+from tensorwire.store.modes import SSP, Async, Sync, check_reduce, settings_of
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, RowOperation, TableSpec, merge
 from tensorwire.store.row_rules import check_row_rule
@@ -256,6 +256,39 @@ class TablePull:
             counters.add(copies=1, copied_bytes=self.result.nbytes)
         self._finished = True
         table.done(self)
+
+
+def check_embedding(sizes: Mapping[str, Any], reduce: str, scale: Any) -> None:
+    """Refuses what no embedding can have, before it has a table. Raises `ArgumentError`."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r:.100}")
+    check_reduce(reduce)
+    check_scale(scale)
+
+
+def check_scale(scale: Any) -> None:
+    """Refuses what first values cannot be scaled by. Raises `ArgumentError`."""
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
+
+
+def embedding_table(
+    worker: Worker,
+    shape: tuple[int, int],
+    dtype: str,
+    *,
+    drawn: int,
+    seed: int | None,
+    initial: str,
+    scale: float,
+    **options: Any,
+) -> Table:
+    """The table of an embedding. ``drawn``: worker 0's is the seed, if there is none. The rest is as for `Table`."""
+    if seed is None:
+        seed = worker.collectives.broadcast(drawn, 0, _BARRIER_SECONDS)
+    settings = TableSpec(most_rows(shape, dtype), initial, float(scale), seed)
+    return Table(worker, "embedding", shape, dtype, settings=settings, **options)
 
 
 def most_rows(shape: tuple[int, ...], dtype: str) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import MissingPackage, ProtocolError
 from tensorwire.extras import how_to_install
-from tensorwire.store.array_functions import ArrayFunction, array_function, kept_items, load_part
+from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_part
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import ELASTIC, KEEP, MEAN, SUM
@@ -259,12 +259,11 @@ class ArrayFunctionRule(Pieces):
         self, function: ArrayFunction, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview
     ) -> None:
         super().__init__(spec, plan, server, parameters)
-        self._function = function
+        self._function, self._in_force = function, OptionsInForce(spec)
         self._options: dict[str, Any] = {}
 
     def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
-        names = [name for _, name, _ in self.spec.numeric]
-        self._options = {**self.spec.groups[0], **dict(zip(names, values, strict=True))}
+        self._options = self._in_force.with_numbers(values)
 
     def change(self, floats: _Floats, pushed: Array) -> None:
         self._function(floats.master, pushed, floats.kept, self._options)

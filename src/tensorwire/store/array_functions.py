@@ -8,7 +8,7 @@ What it keeps for rows begins as zeros, or as what ``function.initial(options)``
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -42,7 +42,10 @@ class OptionsInForce:
 
     def of(self, block: bytes) -> dict[str, Any]:
         """Those in force with a packed option block."""
-        values = struct.unpack(f"<{len(block) // 8}d", block)
+        return self.with_numbers(struct.unpack(f"<{len(block) // 8}d", block))
+
+    def with_numbers(self, values: Sequence[float]) -> dict[str, Any]:
+        """Those in force with these numbers, in the order of the option block."""
         return {**self._group, **dict(zip(self._numeric, values, strict=True))}
 
 

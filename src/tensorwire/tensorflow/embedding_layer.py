@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,16 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import current_worker
-from tensorwire.store.modes import SSP, Async, Sync, check_reduce, mode_of, settings_of
-from tensorwire.store.row_layout import TableSpec
+from tensorwire.store.modes import SSP, Async, Sync, mode_of, settings_of
 from tensorwire.tensorflow.error_texts import failure_text, register
 from tensorwire.tensorflow.keras_rules import RATE, ROW_RULE, is_elementwise
 from tensorwire.tensorflow.keras_rules import settings_of as settings_of_optimizer
-
-_SEED_SECONDS = 600.0  # in which all workers build the layer
 
 
 @keras.saving.register_keras_serializable("tensorwire")
@@ -72,12 +68,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        for name, value in (("input_dim", input_dim), ("output_dim", output_dim)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r:.100}")
-        check_reduce(reduce)
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
+        check_embedding({"input_dim": input_dim, "output_dim": output_dim}, reduce, scale)
         super().__init__(**options)
         self.input_dim, self.output_dim = input_dim, output_dim
         self.optimizer = keras.optimizers.get(optimizer)
@@ -104,21 +95,18 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         if self.dtype_policy.name == "mixed_float16" or keras.config.dtype_policy().name == "mixed_float16":
             raise Unsupported("servers do not scale losses, as mixed_float16 needs")
         worker = current_worker()
-        seed = self._seed
-        if seed is None:
-            drawn = int(np.random.default_rng().integers(2**63))
-            seed = worker.collectives.broadcast(drawn, 0, _SEED_SECONDS)
-        shape, dtype = (self.input_dim, self.output_dim), str(self.variable_dtype)
-        table = Table(
+        table = embedding_table(
             worker,
-            "embedding",
-            shape,
-            dtype,
+            (self.input_dim, self.output_dim),
+            str(self.variable_dtype),
+            drawn=int(np.random.default_rng().integers(2**63)),
+            seed=self._seed,
+            initial=self._initial,
+            scale=self._scale,
             mode=self._mode,
             rule=ROW_RULE,
             options=self._settings,
             reduce=self._reduce,
-            settings=TableSpec(most_rows(shape, dtype), self._initial, self._scale, seed),
         )
         register(worker)
         self._rows = _Rows(table, self.optimizer)

@@ -130,7 +130,9 @@ class _Held:
                 if name != RATE:
                     self.kept[f"{name}{len(self.kept)}" if name in self.kept else name] = each
             self.initial = {
-                name: float(np.ravel(each.numpy())[0]) for name, each in self.kept.items() if each.shape.num_elements()
+                name: float(tf.reshape(each.value, [-1])[0])
+                for name, each in self.kept.items()
+                if each.shape.num_elements()
             }
             values, rate = tf.TensorSpec(shape, dtype), tf.TensorSpec((), tf.float64)
             self._step = tf.function(self._update, autograph=False).get_concrete_function(values, values, rate)

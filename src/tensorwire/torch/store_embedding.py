@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
 import torch
 
 from tensorwire.errors import ArgumentError
-from tensorwire.keyvalue.row_table import Table, most_rows
+from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch import current_worker
-from tensorwire.store.modes import SSP, Async, Sync, check_reduce
-from tensorwire.store.row_layout import TableSpec
+from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
-
-_SEED_SECONDS = 600.0  # in which all workers make the module
 
 
 class StoreEmbedding(torch.nn.Module):
@@ -70,23 +66,24 @@ class StoreEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         worker = current_worker()
-        for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r:.100}")
-        check_reduce(reduce)
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
+        check_embedding({"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}, reduce, scale)
         rule = getattr(optimizer, "__name__", "")
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule) is not optimizer:
             names = ", ".join(f"torch.optim.{name}" for name in ROW_OPTIMIZERS)
             raise ArgumentError(f"servers update rows by {names}; not by {optimizer!r:.100}")
         self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
-        if seed is None:
-            seed = worker.collectives.broadcast(torch.initial_seed() % 2**63, 0, _SEED_SECONDS)
-        shape, kind = (num_embeddings, embedding_dim), str(dtype).removeprefix("torch.")
-        settings = TableSpec(most_rows(shape, kind), initial, float(scale), seed)
-        self._table = Table(
-            worker, "embedding", shape, kind, mode=mode, rule=rule, options=options, reduce=reduce, settings=settings
+        self._table = embedding_table(
+            worker,
+            (num_embeddings, embedding_dim),
+            str(dtype).removeprefix("torch."),
+            drawn=torch.initial_seed() % 2**63,
+            seed=seed,
+            initial=initial,
+            scale=scale,
+            mode=mode,
+            rule=rule,
+            options=options,
+            reduce=reduce,
         )
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
