@@ -42,6 +42,19 @@ def test_wrong_values_are_seen() -> None:
     run_job(check_wrong_values, workers=1, device="shm").ok()
 
 
+def check_values_of_two_workers(job: tw.Job, mode: str) -> None:
+    """Rounds of steps that compute for next to no time, so that the pushes of both workers mix."""
+    paced = PacedWorker(find("lstm"), mode, 1e-4, "busy", job.rank)
+    for _ in range(50):
+        paced.run(Run(1, 1, 5))  # values are checked in there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ssp", "decoupled"])
+def test_values_are_accepted_however_pushes_mix(mode: str) -> None:
+    run_job(check_values_of_two_workers, mode, workers=2, device="shm").ok()
+
+
 def test_pushes_of_every_kind_arrive_once() -> None:
     contender = key_modes.contender("x", "128x4096", "async", "shm", workers=1)
     with nothing_kept(), Stage(contender, CORES) as stage:

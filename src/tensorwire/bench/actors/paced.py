@@ -43,7 +43,8 @@ class PacedWorker:
         self._scales = [2.0 ** (i % 8) for i in range(len(model.tensors))]
         bucket_bytes = _SMALL_BUCKETS if model.nbytes < _LARGE else 2**22
         self._most = chosen.fragments if isinstance(chosen, DiLoCo) else 1  # values, up to the scale
-        if isinstance(chosen, DiLoCo) and chosen.quorum is not None:  # each bucket's round closes by itself
+        if isinstance(chosen, SSP) or (isinstance(chosen, DiLoCo) and chosen.quorum is not None):
+            # Each bucket is updated by itself: those of other workers' pushes that it has may differ.
             self._most = len(model.tensors) + model.nbytes // bucket_bytes
         self._params = [
             torch.nn.Parameter(torch.full((t.elements,), scale))
