@@ -20,7 +20,8 @@ demo: setup
 # Three files of tests at a time, because many wait for other processes. ARGS=-n0: one after another, as --pdb needs.
 # ARGS="-m 'slow or not slow' FILE": the slow tests of a file, too. TENSORWIRE_TEST_PATIENCE=4 make test: every time limit
 # four times as long. COVERAGE=1: they also write .coverage, for `make check`, and take a fifth longer.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=5
+AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(AT_A_TIME) --durations=10 --durations-min=5
 test: setup
 	@$(if $(ARGS),,echo "The tests take about 10 minutes on 2 quiet cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
 	$(PYTEST) $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0) $(ARGS)
@@ -42,32 +43,32 @@ test-versions:
 MXNET := .venv-mxnet
 MXNET_PYTHON ?= $(shell for p in python3.11 python3.10 python3; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null && echo $$p && break; done)
 test-mxnet: setup-mxnet
-	$(MXNET)/bin/python -m pytest tests/mxnet $(ARGS)
+	$(MXNET)/bin/python -m pytest $(AT_A_TIME) tests/mxnet $(ARGS)
 
 setup-mxnet: $(MXNET)/.setup
 
-$(MXNET)/.setup: $(NATIVE)
+$(MXNET)/.setup: $(NATIVE) Makefile
 	@test -n "$(MXNET_PYTHON)" || { echo "MXNet 1.9.1 needs Python 3.10 or 3.11, and neither is here. Try: make $(MAKECMDGOALS) MXNET_PYTHON=PATH"; exit 1; }
 	@echo "making $(MXNET)"
 	@test -x $(MXNET)/bin/python || $(MXNET_PYTHON) -m venv $(MXNET)
 	$(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
 	PATH="$(abspath $(MXNET)/bin):$$PATH" $(MXNET)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		-C build-dir=build/mxnet -e '.[mxnet,testing,verbs]' idx2numpy
+		-C build-dir=build/mxnet -e '.[mxnet,testing,verbs]' idx2numpy pytest-xdist
 	@touch $@
 
 # The adapter for TensorFlow 2.21, likewise.
 TENSORFLOW := .venv-tensorflow
 test-tensorflow: setup-tensorflow
-	$(TENSORFLOW)/bin/python -m pytest tests/tensorflow $(ARGS)
+	$(TENSORFLOW)/bin/python -m pytest $(AT_A_TIME) tests/tensorflow $(ARGS)
 
 setup-tensorflow: $(TENSORFLOW)/.setup
 
-$(TENSORFLOW)/.setup: $(NATIVE)
+$(TENSORFLOW)/.setup: $(NATIVE) Makefile
 	@echo "making $(TENSORFLOW)"
 	@test -x $(TENSORFLOW)/bin/python || $(PYTHON) -m venv $(TENSORFLOW)
 	$(TENSORFLOW)/bin/python -m pip install --quiet --disable-pip-version-check scikit-build-core nanobind cmake ninja setuptools wheel
 	PATH="$(abspath $(TENSORFLOW)/bin):$$PATH" $(TENSORFLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		-C build-dir=build/tensorflow -e '.[tensorflow,testing,verbs]'
+		-C build-dir=build/tensorflow -e '.[tensorflow,testing,verbs]' pytest-xdist
 	@touch $@
 
 # Real RDMA, without a NIC: in virtual machines with Soft-RoCE. Needs root on Debian 12 or Ubuntu; says so where it cannot

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tensorwire.testing.patience import PATIENCE, VARIABLE, patient
 from tests.rdma.errors import Hung
 from tests.rdma.kernel import Image
 
-BOOT_SECONDS = 120.0  # it takes 5 on an idle machine
+BOOT_SECONDS = patient(120.0)  # it takes 5 on an idle machine
 INSIDE = "TENSORWIRE_RDMA_GUEST"  # set in a guest, to its name
 PORTS = ("out", "err", "status")
 KERNEL_OPTIONS = (
@@ -54,6 +55,7 @@ class Job:
             "TMPDIR": "/run/tmp",
             "PYTHONUNBUFFERED": "1",  # so that output comes when it is written
             INSIDE: self.name,
+            VARIABLE: f"{PATIENCE:g}",  # time limits are the host's
             **self.environment,
         }
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

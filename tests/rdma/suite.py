@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tensorwire.testing.patience import patient
 from tests.rdma import kernel, pair, wire
 from tests.rdma.errors import Hung, say
 from tests.rdma.host import ready
@@ -18,7 +19,7 @@ from tests.rdma.machine import Job, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
-GUEST_SECONDS = 900.0
+GUEST_SECONDS = patient(900.0)
 SUITE = ("--pyargs", "tensorwire.testing.conformance")
 DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire.testing.patience import VARIABLE, patient
 from tests.rdma import host, kernel
 from tests.rdma.__main__ import main
 from tests.rdma.errors import Impossible
 
-HANG_SECONDS = 200.0  # only a guard
+HANG_SECONDS = patient(200.0)  # only a guard
 
 
 def command(*words: str) -> list[str]:
@@ -31,10 +32,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_output_and_status_are_the_commands() -> None:
-    done = run("--", "bash", "-c", "echo this is out; echo this is err >&2; id -u; pwd; exit 7")
+def test_output_and_status_are_the_commands_and_patience_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "3.5")
+    done = run("--", "bash", "-c", f"echo this is out; echo this is err >&2; id -u; pwd; echo ${VARIABLE}; exit 7")
     assert done.returncode == 7
-    assert done.stdout == f"this is out\n0\n{Path.cwd()}\n"
+    assert done.stdout == f"this is out\n0\n{Path.cwd()}\n3.5\n"
     assert "this is err\n" in done.stderr
 
 
