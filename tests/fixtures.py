@@ -24,3 +24,17 @@ def allocator_built() -> None:
     from tensorwire.torch.graph.memory import allocator
 
     allocator._load(allocator._path())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with as many threads as in the processes of jobs, with which results are compared.
+
+    Convolutions have other bits with more, and where a CPU has AMX also products of bfloat16 matrices, as in Muon.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

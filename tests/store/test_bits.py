@@ -94,10 +94,10 @@ def reference(workers: int, optimizer: str, options: dict[str, Any], dtype: str)
     return {name: m.detach().to(kind) for name, m in masters.items()}
 
 
-def assert_same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> None:
+def assert_same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], case: object) -> None:
     assert ours.keys() == stock.keys()
     for name, value in ours.items():
-        assert torch.equal(value, stock[name]), f"{name}: {(value - stock[name]).abs().max()}"
+        assert torch.equal(value, stock[name]), f"{case}: {name}: {(value - stock[name]).abs().max()}"
 
 
 def check(workers: int, servers: int, device: str, cases: list[tuple[str, dict[str, Any], str]]) -> None:
@@ -105,7 +105,7 @@ def check(workers: int, servers: int, device: str, cases: list[tuple[str, dict[s
     for at, case in enumerate(cases):
         expected = reference(workers, *case)
         for mine in results:
-            assert_same(mine[at], expected)
+            assert_same(mine[at], expected, case)
 
 
 EVERY = [(workers, servers, "shm") for workers in (1, 2, 3, 4) for servers in (1, 2, 3)]

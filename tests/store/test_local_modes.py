@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -344,7 +345,27 @@ def test_three_workers_of_which_two_are_enough(
         rounds[f.version, f.server, f.bucket].add((f.worker, f.round))
     for version in {f.version for f in fates}:  # on all servers the same pushes
         assert len({frozenset(pushes) for at, pushes in rounds.items() if at[0] == version}) == 1
-    assert all(len({w for w, _ in pushes}) >= 2 for at, pushes in rounds.items() if at[0] < 5)
+    for at in {(f.server, f.bucket) for f in fates}:  # until workers finish, after five pushes
+        waited = workers_of_updates([f for f in fates if (f.server, f.bucket) == at])
+        assert len(waited) >= 5
+        assert all(len(workers) >= 2 for workers in waited[:5])
+
+
+def workers_of_updates(fates: list[Fate]) -> list[set[int]]:
+    """Whose pushes each update of a bucket has that workers waited for.
+
+    These are not all of its versions: of a worker that is late twice in a row, the first push is merged by itself.
+    """
+    versions: dict[int, list[tuple[int, int]]] = {}  # workers, and which of their pushes it is
+    pushes: Counter[int] = Counter()
+    for f in sorted(fates, key=lambda f: (f.version, f.round)):
+        pushes[f.worker] += 1
+        versions.setdefault(f.version, []).append((f.worker, pushes[f.worker]))
+    waited: list[set[int]] = []
+    for _, merged in sorted(versions.items()):
+        if any(number == len(waited) + 1 for _, number in merged):
+            waited.append({worker for worker, _ in merged})
+    return waited
 
 
 def exchange_at_once(job: tw.Job, fragments: int) -> float:

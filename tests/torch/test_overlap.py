@@ -101,15 +101,6 @@ def _share(models: list[torch.nn.Module]) -> None:
             other.copy_(ours)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As workers have it: convolutions give other bits with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def assert_same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], name: str) -> None:
     assert ours.keys() == stock.keys()
     for key, value in ours.items():
