@@ -108,14 +108,14 @@ def _run(
     cores: tuple[int, ...],
     notes: Notes,
 ) -> dict[str, Timed]:
-    """The runtimes take turns; each has processes of its own for the case, so that memory goes back after it."""
+    """The runtimes take turns; each has processes of its own for what is timed, so that memory goes back after it."""
     timed = {who: Timed() for who in contenders}
-    stages: dict[str, Stage] = {}
-    try:
-        for who, contender in contenders.items():
-            notes.progress(f"{case.title}: starting {who}")
-            stages[who] = Stage(contender, cores)
-        for what in (STEP, COMPUTE, TRANSFER):
+    for what in (STEP, COMPUTE, TRANSFER):
+        stages: dict[str, Stage] = {}
+        try:
+            for who, contender in contenders.items():
+                notes.progress(f"{case.title}: {what}: starting {who}")
+                stages[who] = Stage(contender, cores)
             for number in range(course.rounds):
                 order = list(stages)[number % 2 :] + list(stages)[: number % 2]
                 for who in order:
@@ -124,9 +124,9 @@ def _run(
                     timed[who].by_what[what].add(answers, WARM, course.steps, 1)
                     timed[who].losses[what].append(answers[-1]["loss"])
                     timed[who].first[what] = answers[-1]["first"]
-    finally:
-        for stage in stages.values():
-            stage.close()
+        finally:
+            for stage in stages.values():
+                stage.close()
     check_losses(case.title, timed)
     return timed
 

@@ -17,7 +17,7 @@ void count_copy(u64 nbytes) {
     count(Counter::copied_bytes, nbytes);
 }
 
-constexpr u64 least_kept = 4096;  // a smaller tensor costs less to copy than to keep
+constexpr u64 least_kept = 256 << 10;  // a smaller one costs less to copy than to give back, which wakes a thread
 
 class Mapped final : public Carrier, public Announcement {
   public:
@@ -232,6 +232,7 @@ const tw_async_edges functions = {
     [](void* consumer, uint64_t step, tw_call arrived, void* context) {
         return static_cast<AsyncConsumer*>(consumer)->receive(step, [arrived, context](Outcome outcome) { arrived(context, number_of(outcome)); });
     },
+    [](void* consumer, uint64_t step, double seconds) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->arrives(step, seconds)); },
     [](void* consumer, uint64_t ticket) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->cancel(ticket)); },
     [](void* consumer, uint64_t step) -> const void* { return static_cast<AsyncConsumer*>(consumer)->slot(step); },
     [](void* consumer, uint64_t step) { static_cast<AsyncConsumer*>(consumer)->release(step); },

@@ -103,6 +103,7 @@ class AsyncConsumer : public AsyncEnd {
     AsyncConsumer(AsyncEnd end, std::shared_ptr<Span> memory, Ring ring, std::unique_ptr<Announcement> credit, std::shared_ptr<Span> lent)
         : AsyncEnd(std::move(end)), memory_(std::move(memory)), ring_(ring), credit_(std::move(credit)), lent_(std::move(lent)) {}
     u64 receive(u64 step, std::function<void(Outcome)> arrived);
+    bool arrives(u64 step, double seconds) const { return watcher_->arrives(word_, step, *peer_, seconds); }
     bool cancel(u64 ticket) { return watcher_->cancel(ticket); }
     const char* slot(u64 step) const;
     void release(u64 step);

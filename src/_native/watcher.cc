@@ -1,5 +1,7 @@
 #include "watcher.h"
 
+#include <sched.h>
+
 #include <algorithm>
 
 namespace tw {
@@ -12,6 +14,24 @@ Outcome Watcher::look(const Entry& entry, double time) const {
     if (reached(entry.offset, entry.at_least)) return Outcome::reached;
     if (words_->closed() || (words_->own && words_->own->lost()) || (entry.peer && entry.peer->lost())) return Outcome::lost;
     return time >= entry.end ? Outcome::timed_out : Outcome::interrupted;
+}
+
+bool Watcher::arrives(u64 offset, u64 at_least, const Liveness& peer, double seconds) const {
+    if (reached(offset, at_least)) return true;
+    if (seconds <= 0) return false;
+    const double begun = now();
+    if (const auto progress = words_->progress.lock(); progress && !naps_) {
+        for (;;) {
+            const Outcome outcome = progress->wait(words_->target(offset, &peer), at_least, std::max(0.0, begun + seconds - now()));
+            if (outcome != Outcome::interrupted) return outcome == Outcome::reached;
+        }
+    }
+    for (double time = begun; time - begun < seconds; time = now()) {
+        if (reached(offset, at_least)) return true;
+        if (time - begun < spin_seconds) relax();
+        else sched_yield();  // to whoever is to send it, where processes share a processor
+    }
+    return false;
 }
 
 u64 Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call) {

@@ -21,6 +21,8 @@ class Watcher {
     Watcher& operator=(const Watcher&) = delete;
 
     bool reached(u64 offset, u64 at_least) const { return words_->word(offset)->load(std::memory_order_acquire) >= at_least; }
+    // Whether a word reaches a number within so many seconds. The calling thread sees to it, and drives tcp meanwhile.
+    bool arrives(u64 offset, u64 at_least, const Liveness& peer, double seconds) const;
     // Calls back once: `reached`, `timed_out`, or `lost` with the peer or when this is closed. Returns a ticket, never 0.
     u64 when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call);
     // Whether the call was still to come, and will not.

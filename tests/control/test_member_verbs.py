@@ -73,7 +73,7 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 
 def test_both_ends_take_verbs(join: Join) -> None:
     one, other = join(0), join(1)
-    channels = every([partial(one.channel, "worker", 1), partial(other.channel, "worker", 0)])
+    channels = every([partial(one.channel, "worker 1"), partial(other.channel, "worker 0")])
     assert [c.device for c in channels] == [one.devices["verbs"], other.devices["verbs"]]
     assert [m.routes[name].device for m, name in ((one, "worker 1"), (other, "worker 0"))] == ["verbs", "verbs"]
 
@@ -81,8 +81,8 @@ def test_both_ends_take_verbs(join: Join) -> None:
 def test_whoever_tries_first_decides_for_both(join: Join) -> None:
     one, other = join(0), join(1)
     break_verbs(one)
-    assert one.channel("worker", 1).device is one.devices["tcp"]
-    assert other.channel("worker", 0).device is other.devices["tcp"]  # though it reached the other side
+    assert one.channel("worker 1").device is one.devices["tcp"]
+    assert other.channel("worker 0").device is other.devices["tcp"]  # though it reached the other side
     for route in (one.routes["worker 1"], other.routes["worker 0"]):
         assert "not verbs: the queue pair did not connect" in route.why
 
@@ -90,9 +90,9 @@ def test_whoever_tries_first_decides_for_both(join: Join) -> None:
 def test_a_way_in_one_direction_is_an_error(join: Join) -> None:
     one, other = join(0), join(1)
     break_verbs(other)
-    assert one.channel("worker", 1).device is one.devices["verbs"]
+    assert one.channel("worker 1").device is one.devices["verbs"]
     with pytest.raises(PeerLost, match=r"no device reaches worker 0: verbs: the other side reached us.*--device tcp"):
-        other.channel("worker", 0)
+        other.channel("worker 0")
 
 
 @pytest.mark.parametrize("error", [VerbsUnavailable("no permission"), OutOfMemory("memlock is too small")])
@@ -100,9 +100,9 @@ def test_auto_goes_on_without_verbs(join: Join, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(StandIn, "trouble", error)
     one, other = join(0), join(1)
     assert one.card("worker 1").devices.keys() == {"shm", "tcp"}
-    assert one.channel("worker", 1).device is one.devices["tcp"]
+    assert one.channel("worker 1").device is one.devices["tcp"]
     assert f"not verbs: {error}" in one.routes["worker 1"].why
-    assert other.channel("worker", 0).device.name == "tcp"
+    assert other.channel("worker 0").device.name == "tcp"
     with pytest.raises(type(error), match=str(error)):
         join(2, "verbs")
 
@@ -111,7 +111,7 @@ def test_nothing_is_opened_without_an_active_port(join: Join, monkeypatch: pytes
     monkeypatch.setattr(reach, "has_active_port", lambda: False)
     one, _ = join(0), join(1)
     assert (StandIn.made, "verbs" in one.devices) == (0, False)
-    assert one.channel("worker", 1).device.name == "tcp"
+    assert one.channel("worker 1").device.name == "tcp"
     assert "not verbs: no active RDMA port" in one.routes["worker 1"].why
 
 
@@ -126,7 +126,7 @@ def test_verbs_by_name_is_all_there_is(join: Join) -> None:
     one, _ = join(0, "verbs"), join(1, "verbs")
     assert set(one.devices) == {"verbs"}
     assert (
-        str(one.channel("worker", 1) and one.routes["worker 1"]) == "verbs: the device that both sides were told to use"
+        str(one.channel("worker 1") and one.routes["worker 1"]) == "verbs: the device that both sides were told to use"
     )
 
 

@@ -35,6 +35,7 @@ class Functions(ctypes.Structure):
         ("version", _u64),
         ("send", ctypes.CFUNCTYPE(None, _pointer, _u64, _pointer, _u64, CALL, _pointer)),
         ("receive", ctypes.CFUNCTYPE(_u64, _pointer, _u64, CALL, _pointer)),
+        ("arrives", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _u64, ctypes.c_double)),
         ("cancel", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _u64)),
         ("slot", ctypes.CFUNCTYPE(_pointer, _pointer, _u64)),
         ("release", ctypes.CFUNCTYPE(None, _pointer, _u64)),
@@ -44,6 +45,7 @@ class Functions(ctypes.Structure):
 
 
 functions = Functions.from_address(async_edges())
+assert functions.version == 2
 
 
 class Outcome:
@@ -163,6 +165,21 @@ def test_steps_may_be_sent_and_released_in_any_order(kind: type[Device]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_may_look_whether_a_step_has_arrived(kind: type[Device]) -> None:
+    with pair(kind) as ends:
+        assert functions.arrives(ends.consumer, 1, 0.0) == 0
+        assert functions.arrives(ends.consumer, 1, 0.001) == 0
+        sender = threading.Thread(target=lambda: ends.send(1, data_of(1)).wait())
+        sender.start()
+        assert functions.arrives(ends.consumer, 1, patient(30.0)) == 1
+        sender.join()
+        assert ends.receive(1)[0].wait() == DONE
+        assert functions.arrives(ends.consumer, 1, 0.0) == 1
+        assert ends.taken(1) == data_of(1)
+        assert functions.arrives(ends.consumer, 2, 0.0) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_waits_is_cancelled_or_ends_in_time_or_with_the_edge(kind: type[Device]) -> None:
     with pair(kind, seconds=0.5) as ends:
         outcome, ticket = ends.receive(1)
@@ -209,7 +226,7 @@ def test_the_loss_of_the_peer_ends_what_waits(kind: type[Device]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_in_lent_memory_is_read_there_and_kept_until_it_is_released(kind: type[Device]) -> None:
-    nbytes, memory = 8192, Memory.allocate(4 << 20, reserve=False)
+    nbytes, memory = 300 << 10, Memory.allocate(4 << 20, reserve=False)
     with pair(kind, nbytes=nbytes, lends=memory) as ends:
         maps = ends.devices[0].capabilities.maps
         view, at = memoryview(memory), 12345

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
+from tensorwire.graph import Graph, analyze
 from tensorwire.graph.passes.assignment import assign
-from tensorwire.graph.passes.causality import walk
-from tensorwire.graph.passes.crossing import crossings
+from tensorwire.graph.passes.causality import sends_before, walk
+from tensorwire.graph.passes.crossing import Crossings, crossings
+from tests.graph.programs import Writer
 from tests.graph.sketch import Sketch
 
 
@@ -59,3 +65,64 @@ def test_a_parameter_implies_only_that_it_was_sent() -> None:
     s.op("early", on="b")
     s.op("x", "w", on="a")
     assert known(s, "x", "a") == {"a": "", "b": "w"}
+
+
+# ---- what cannot come before something has been sent
+
+
+def before(s: Sketch, me: str) -> dict[str, tuple[str, str]]:
+    graph = s.graph()
+    return sends_before(graph, crossings(graph, assign(graph)), me)
+
+
+def test_what_a_worker_receives_needs_the_last_send_that_it_was_computed_from() -> None:
+    s = Sketch("abc")
+    s.op("x", on="a")
+    s.op("y", "x", on="a")
+    s.op("there", "x", on="b")
+    s.op("more", "there", "y", on="b")
+    s.op("last", "more", on="c")
+    s.op("back", "there", "more", "last", on="a")
+    assert before(s, "a") == {"there": ("x", "b"), "more": ("y", "b"), "last": ("y", "b")}
+    assert before(s, "b") == {}
+    assert before(s, "c") == {}
+
+
+def test_what_others_compute_by_themselves_needs_no_send() -> None:
+    s = Sketch()
+    s.op("x", on="a")
+    s.op("used", "x", on="b")
+    s.op("own", on="b")
+    s.op("back", "own", on="a")
+    assert before(s, "a") == {}
+
+
+def needed(graph: Graph, crossing: Crossings, me: str, value: str) -> set[tuple[str, str]]:
+    """By brute force: all sends of ``me`` without which its source cannot compute a value."""
+    found, seen = set(), set()
+    waiting = [(value, crossing.sent[value][0])]
+    while waiting:
+        name, at = waiting.pop()
+        if (name, at) in seen:
+            continue
+        seen.add((name, at))
+        source, targets = crossing.sent.get(name, ("", ()))
+        if at in targets:
+            found |= {(name, at)} if source == me else set()
+            waiting.append((name, source))
+        elif at in crossing.runs.get(name, ()):
+            waiting += [(operand, at) for operand in graph.node(name).inputs]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(seed: int) -> None:
+    graph = Writer(random.Random(seed), 2 + seed % 3, 30).program.graph()
+    crossing = analyze(graph).crossing
+    for me in graph.workers:
+        found = sends_before(graph, crossing, me)
+        for value, (_, targets) in crossing.sent.items():
+            if me in targets:
+                sends = needed(graph, crossing, me, value)
+                last = max(sends, key=lambda send: (graph.place[send[0]], send[1]), default=None)
+                assert found.get(value) == last

@@ -296,6 +296,38 @@ def test_a_worker_that_has_only_a_copy_of_it_cannot_change_it() -> None:
         cross(s)
 
 
+def test_what_some_workers_are_given_is_computed_on_each_of_them_and_sent_to_others() -> None:
+    s = Sketch("abs")
+    s.input("x", on="ab")
+    s.op("scaled", "x", cheap=True)
+    s.op("constant", on=None, cheap=True)
+    for worker in "abs":
+        s.op(f"used on {worker}", "scaled", "constant", on=worker)
+    found = cross(s)
+    assert (found.runs["scaled"], found.runs["constant"]) == (workers("ab"), workers("abs"))
+    assert found.sent == {"scaled": ("a", ("s",))}
+
+
+def test_what_some_workers_are_given_and_none_of_them_wants_is_computed_on_one() -> None:
+    s = Sketch("abs")
+    s.input("x", on="ab")
+    s.op("scaled", "x", on="b", cheap=True)
+    s.op("used", "scaled", on="s")
+    found = cross(s)
+    assert (found.runs["scaled"], found.sent) == (workers("b"), {"scaled": ("b", ("s",))})
+
+
+def test_what_needs_values_of_different_workers_is_computed_once() -> None:
+    s = Sketch("abcd")
+    s.input("x", on="ab")
+    s.input("y", on="cd")
+    s.op("sum", "x", "y", on="a", cheap=True)
+    s.op("used", "sum", on="b")
+    found = cross(s)
+    assert found.runs["sum"] == workers("a")
+    assert found.sent == {"y": ("c", ("a",)), "sum": ("a", ("b",))}
+
+
 # ---- what cannot be
 
 

@@ -27,7 +27,7 @@ TRAIN = """
         net(torch.randn(4, 300)).square().mean().backward()
         optimizer.step()
     for i in range(2):
-        print(f"worker {job.rank} reaches server {i} by {job._worker.member.channel('server', i).device.name}")
+        print(f"worker {job.rank} reaches server {i} by {job._worker.member.channel(f'server {i}').device.name}")
     print("sum", sum(p.detach().double().sum().item() for p in net.parameters()))
 """
 

@@ -29,8 +29,8 @@ def flat(tf: Any, results: list[Any]) -> list[Any]:
     return [each.numpy() for each in tf.nest.flatten(results)]
 
 
-def run(job: tw.Job, number: int, distributed: bool) -> tuple[list[Any], list[Any], list[int]]:
-    """The results, the variables, and the worker of each."""
+def run(job: tw.Job, number: int, distributed: bool) -> tuple[list[Any], list[Any], list[str]]:
+    """The results, the variables, and the owner of each."""
     tf, twt = load()
     from tensorwire.tensorflow.placement import owner_of
 
@@ -48,9 +48,9 @@ def test_a_cut_function_has_the_bits_of_one_process(number: int, device: str) ->
         for result, other in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(result, other)
         for value, owner, other in zip(mine, owners, variables, strict=True):
-            if owner == rank:
+            if owner == f"worker {rank}":
                 np.testing.assert_array_equal(value, other)
-    assert set(owners) == {0, 1}
+    assert set(owners) == {"worker 0", "worker 1"}
 
 
 def captures(job: tw.Job) -> list[Any]:
@@ -134,15 +134,20 @@ def refused(job: tw.Job) -> list[str]:
             return x * 2.0
 
     def other_job(x: Any) -> Any:
+        with tf.device("/job:chief/task:0"):
+            return x * 2.0
+
+    def no_server(x: Any) -> Any:
         with tf.device("/job:ps/task:0"):
             return x * 2.0
 
     said = []
-    for function in (loop_over_workers, loop_with_variables, resource, nowhere, other_job, lambda x: x * far):
+    functions = (loop_over_workers, loop_with_variables, resource, nowhere, other_job, no_server, lambda x: x * far)
+    for function in functions:
         with pytest.raises(errors.TensorwireError) as raised:
             twt.distribute(tf.function(function))(tf.constant(1.0))
         said.append(str(raised.value))
-    for call in (lambda: twt.distribute(1), lambda: twt.worker(-1).__enter__()):
+    for call in (lambda: twt.distribute(1), lambda: twt.worker(-1), lambda: twt.server("0")):
         with pytest.raises(errors.ArgumentError) as raised:
             call()
         said.append(str(raised.value))
@@ -152,14 +157,16 @@ def refused(job: tw.Job) -> list[str]:
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     first, _ = run_job(refused, servers=0).ok()
     parts = [
-        "has operators of workers 0 and 1 in it",
-        "takes variables of workers 0 and 1",
+        "has operators of worker 0 and worker 1 in it",
+        "takes variables of worker 0 and worker 1",
         "is a resource, which cannot leave its own",
         "is on worker 2, and the job has 2",
-        "'/job:ps/task:0",
+        "'/job:chief/task:0",
+        "is on server 0, and the job has 0 of them: start more servers",
         "a variable is on worker 7",
         "takes a function",
         "rank must be 0 or more",
+        "index must be 0 or more",
     ]
     assert len(first) == len(parts)
     for said, part in zip(first, parts, strict=True):

@@ -11,11 +11,15 @@ import pytest
 from tensorwire.testing.patience import patient
 
 
-@pytest.mark.parametrize("name", ["tensorflow_halves.py", "tensorflow_cut.py"])
-def test_the_examples_learn(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "servers"), [("tensorflow_halves.py", "0"), ("tensorflow_cut.py", "0"), ("tensorflow_servers.py", "2")]
+)
+def test_the_examples_learn(name: str, servers: str) -> None:
     script = Path(__file__).parents[2] / "examples" / name
-    command = [Path(sys.executable).parent / "tensorwire", "run", "--workers", "2", "--", sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(180.0))
+    start = [Path(sys.executable).parent / "tensorwire", "run", "--workers", "2", "--servers", servers]
+    done = subprocess.run(
+        [*start, "--", sys.executable, script], capture_output=True, text=True, timeout=patient(180.0)
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 5

@@ -342,8 +342,8 @@ def refused(job: tw.Job) -> list[str]:
 def test_what_is_refused() -> None:
     first, _ = run_job(refused, servers=0).ok()
     parts = [
-        "with ranks [1], not with 0",
-        "not with 2",
+        "worker 0 exchanges tensors with worker 1, not with worker 0",
+        "not with worker 2",
         "must be a string",
         "of resource, which cannot leave its worker",
         "the tensor has shape (1,), and the receive takes (None, None)",

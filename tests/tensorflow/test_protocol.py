@@ -32,8 +32,21 @@ def test_over_grpc_a_cut_function_has_the_bits_of_one_process(number: int) -> No
         for result, other in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(result, other)
         for value, owner, other in zip(mine, owners, variables, strict=True):
-            if owner == rank:
+            if owner == f"worker {rank}":
                 np.testing.assert_array_equal(value, other)
+
+
+def with_a_server(job: tw.Job) -> None:
+    tf, twt = load()
+    twt.use_protocol("grpc")
+    with twt.server(0):
+        w = tf.Variable(1.0)
+    with pytest.raises(errors.Unsupported, match="gRPC reaches no servers"):
+        twt.distribute(lambda: w.assign_add(1.0))()
+
+
+def test_grpc_reaches_no_servers() -> None:
+    run_job(with_a_server).ok()
 
 
 def automatic(job: tw.Job, folder: str) -> tuple[str, list[Any]]:

@@ -380,8 +380,8 @@ def lie(job: tw.Job) -> list[str]:
     for number, (dtype, message, _) in enumerate(LIES):
         key, shape = f"lie {number}", tf.TensorShape(None)
         if job.rank == 0:
-            name = edge_name(key, 0, 1)
-            operator_edges().connect(name, "producer", 1, Carried(tf.as_dtype(dtype), shape))
+            name = edge_name(key, "worker 0", "worker 1")
+            operator_edges().connect(name, "producer", "worker 1", Carried(tf.as_dtype(dtype), shape))
             chunk = tf.constant(np.frombuffer(message, "u1"))
             load_operators().ops.tensorwire_send(chunk, tf.constant(1, tf.int64), key=name)
             continue

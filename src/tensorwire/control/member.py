@@ -11,7 +11,6 @@ import msgspec
 from tensorwire.control.client import Client
 from tensorwire.control.frames import Cause
 from tensorwire.control.locality import locality
-from tensorwire.control.names import member_name
 from tensorwire.control.reach import CANDIDATES, Card, Endpoint, Route, connect, endpoint, not_opened
 from tensorwire.device import Channel, Device
 from tensorwire.device.registry import AUTO, find_job_device
@@ -105,12 +104,11 @@ class Member:
         """``worker 0``."""
         return self.client.name
 
-    def channel(self, role: str, index: int) -> Channel:
-        """A channel to another member, over the best device that reaches it; made once.
+    def channel(self, name: str) -> Channel:
+        """A channel to another member, such as ``server 0``, over the best device that reaches it; made once.
 
         Raises `WaitTimeout` if it has not joined, `PeerLost` if no device reaches it.
         """
-        name = member_name(role, index)
         with self._lock:
             if name not in self._channels:
                 self._channels[name] = self._connect(name)

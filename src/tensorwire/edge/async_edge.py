@@ -65,7 +65,16 @@ class AsyncEdges:
         self._kept: list[object] = []
 
     def connect(
-        self, channel: Channel, pipe: Meeting, side: Side, *, carries: str, nbytes: int, depth: int = 2, timeout: float
+        self,
+        channel: Channel,
+        pipe: Meeting,
+        side: Side,
+        *,
+        carries: str,
+        nbytes: int,
+        depth: int = 2,
+        timeout: float,
+        seconds: float | None = None,
     ) -> AsyncProducer | AsyncConsumer:
         """One end of an edge to the process at the other end of ``channel``, which connects the other end.
 
@@ -77,6 +86,7 @@ class AsyncEdges:
             nbytes: Bytes of a slot.
             depth: How many slots.
             timeout: Seconds to wait for the other process.
+            seconds: How long a send or a receive may take; None: as for the device's others.
 
         Returns:
             The end; its ``address`` is what the functions take.
@@ -99,7 +109,8 @@ class AsyncEdges:
         lends = b"" if side == "consumer" or self._lends is None else self._lends.remote("read").pack()
         offer = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, slots, lends)
         theirs = _agree(offer, pipe, timeout)
-        words, common = RemoteRegion.unpack(theirs.words), (self._watcher, word, channel.liveness, self._seconds)
+        words, limit = RemoteRegion.unpack(theirs.words), self._seconds if seconds is None else seconds
+        common = self._watcher, word, channel.liveness, limit
         end: AsyncProducer | AsyncConsumer
         if side == "producer":
             there = RemoteRegion.unpack(theirs.slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from tensorwire.control import Member
-from tensorwire.device import Channel, Device
+from tensorwire.device import Device
 from tensorwire.edge import Pool
 from tensorwire.edge.group import EdgeGroup
 from tensorwire.edge.peers import Peers
@@ -76,11 +76,7 @@ class WorkerGroup:
         def gone_on(peer: str, announced: int) -> PlanMismatch | None:
             return None if announced <= len(self.made) else _mismatch(peer, announced, name)
 
-        return Peers(f"graph {name}", me, self._channel, publish, lookup, gone_on)
-
-    def _channel(self, worker: str) -> Channel:
-        role, _, index = worker.partition(" ")
-        return self.member.channel(role, int(index))
+        return Peers(f"graph {name}", me, self.member.channel, publish, lookup, gone_on)
 
     def _pool(self, device: Device) -> Pool:
         """Where tensors of no known size lie that cross by ``device``, for all plans."""

@@ -21,7 +21,7 @@ from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
-from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.store_layout import FunctionsSpec, StoreSpec
 
 if TYPE_CHECKING:
     from tensorwire.store.key_server import KeyServer
@@ -32,24 +32,20 @@ if TYPE_CHECKING:
 _SETTLE_SECONDS = 3.0
 # How long the job may take to end by itself after a server has lost a worker.
 _CAUSE_SECONDS = 60.0
+# What servers do besides serving stores, by framework: modules with a function `serve`.
+_FUNCTIONS = {"tensorflow": "tensorwire.tensorflow.parts_on_servers"}
 
 
-def _serve(member: Member, name: str, spec: StoreSpec) -> None:
+def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
+    """Serves a store, or whatever the workers want instead, until its end or the job's."""
     from tensorwire.store.consensus import Disagreement, Finished
-    from tensorwire.store.server_state import answer_asks
 
-    asks: threading.Thread | None = None
+    threads: list[threading.Thread] = []
     try:
-        welcome = member.client.welcome
-        server = _kind_of(spec)(member, name, spec, welcome.workers, welcome.servers)
-        torch = sys.modules.get("torch")  # some rules do without
-        if torch is not None:
-            torch.set_num_threads(server_threads(os.environ))
-        try:
-            asks = _started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest)
-            server.run()
-        finally:
-            server.close()
+        if isinstance(spec, FunctionsSpec):
+            importlib.import_module(_FUNCTIONS[spec.framework]).serve(member, name)
+        else:
+            _serve_store(member, name, spec, threads)
     except (JobEnded, PeerLost) as error:
         if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
             member.fail(f"stopped: {error}")
@@ -64,9 +60,25 @@ def _serve(member: Member, name: str, spec: StoreSpec) -> None:
         if why := scarcity(error):
             member.fail(f"stopped: {why}")
         else:
-            member.fail(f"raised {type(error).__name__}: {error}", traceback.format_exc())
-    if asks is not None:
-        asks.join()  # with the job: it must not be the last to hold memory when the interpreter ends
+            lines = str(error).splitlines()
+            member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", traceback.format_exc())
+    for thread in threads:
+        thread.join()  # with the job: it must not be the last to hold memory when the interpreter ends
+
+
+def _serve_store(member: Member, name: str, spec: StoreSpec, threads: list[threading.Thread]) -> None:
+    from tensorwire.store.server_state import answer_asks
+
+    welcome = member.client.welcome
+    server = _kind_of(spec)(member, name, spec, welcome.workers, welcome.servers)
+    torch = sys.modules.get("torch")  # some rules do without
+    if torch is not None:
+        torch.set_num_threads(server_threads(os.environ))
+    try:
+        threads.append(_started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest))
+        server.run()
+    finally:
+        server.close()
 
 
 def _kind_of(spec: StoreSpec) -> type[RowServer] | type[KeyServer] | type[StoreServer]:
@@ -111,7 +123,7 @@ def serve(member: Member) -> None:
             name = f"store/{number}"
             while True:
                 try:
-                    spec = msgspec.msgpack.decode(member.client.lookup(name), type=StoreSpec)
+                    spec = msgspec.msgpack.decode(member.client.lookup(name), type=StoreSpec | FunctionsSpec)
                     break
                 except WaitTimeout:
                     continue

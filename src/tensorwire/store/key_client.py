@@ -15,6 +15,7 @@ import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
@@ -242,14 +243,14 @@ class _Link:
 
     def __init__(self, client: KeyClient, index: int) -> None:
         plan, member = client.plan, client.member
-        self._client, self._index = client, index
-        self.channel: Channel = member.channel("server", index)
-        key = f"{client.name}/server {index}/{member.name}"
+        self._client, self._name = client, member_name("server", index)
+        self.channel: Channel = member.channel(self._name)
+        key = f"{client.name}/{self._name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
         self._inbox = RemoteRegion.unpack(endpoint.inbox)
         device = self.channel.device
         if self._inbox.device != device.name:
-            raise ProtocolError(f"server {index} answers over {self._inbox.device}, we over {device.name}")
+            raise ProtocolError(f"{self._name} answers over {self._inbox.device}, we over {device.name}")
         self.layout = key_inbox(plan, index, len(client.spec.numeric))
         self._answers = device.allocate(answer_bytes(len(plan.buckets[index])))
         self._words = [Word(self._answers, answer_word(b.index), self.channel) for b in plan.buckets[index]]
@@ -263,7 +264,7 @@ class _Link:
             slots=[self._inbox.view(self.layout.place(n), entry) for n in range(DEPTH)],
             source=[] if self._ring is None else [self._ring.view(n * entry, entry) for n in range(DEPTH)],
             credit=self._looked,
-            label=f"server {index}, requests",
+            label=f"{self._name}, requests",
         )
         self._accepted = self._number = 0  # requests that have a place in the ring, and those that are in it
         self._last = [0] * len(plan.buckets[index])  # by bucket: the number of its last request in the ring
@@ -276,8 +277,8 @@ class _Link:
         """Tells the server where this worker's memory is."""
         client = self._client
         endpoint = WorkerEndpoint(self._answers.remote("write").pack(), copies.remote("write").pack())
-        key = f"{client.name}/{client.member.name}/server {self._index}"
-        client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {self._index}"])
+        key = f"{client.name}/{client.member.name}/{self._name}"
+        client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[self._name])
 
     def word(self, bucket: int) -> Word:
         """How many answers about a bucket there have been."""

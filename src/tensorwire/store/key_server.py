@@ -20,6 +20,7 @@ import numpy as np
 
 from tensorwire._native import gather
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
@@ -70,13 +71,13 @@ class KeyServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        check_versions(spec.versions, f"server {self.index}")
+        check_versions(spec.versions, member.name)
         self.plan = spec.plan(servers)
-        check_memory(self.plan.registered_bytes(self.index, workers), f"server {self.index}")
+        check_memory(self.plan.registered_bytes(self.index, workers), member.name)
         self._mode = spec.mode
         self._together = isinstance(self._mode, Sync)
         self._bound = self._mode.staleness if isinstance(self._mode, SSP) else None
-        device = member.channel("worker", 0).device
+        device = member.channel("worker 0").device
         self._parameters = device.allocate(self.plan.shard_bytes[self.index])
         memory = memoryview(self._parameters)
         buckets = self.plan.buckets[self.index]
@@ -97,7 +98,7 @@ class KeyServer:
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        attend({f"{self.name} worker {link.index}": partial(self._attend, link) for link in self._links})
+        attend({f"{self.name} {link.name}": partial(self._attend, link) for link in self._links})
 
     def _attend(self, link: _Link) -> None:
         for number in itertools.count(1):
@@ -128,7 +129,7 @@ class KeyServer:
     def _set(self, link: _Link, request: KeyRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
         if link.index:
-            raise ProtocolError(f"worker {link.index} sent {request.operation.name}, which is for worker 0")
+            raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
         if request.operation is KeyOperation.READY:
             self._ready.set()
         elif request.operation is KeyOperation.LOAD:
@@ -173,7 +174,7 @@ class KeyServer:
             link.decode(index)
             with bucket.lock:
                 if any(other.link is link for other in bucket.here):
-                    raise ProtocolError(f"worker {link.index} pushed bucket {index} twice in one round")
+                    raise ProtocolError(f"{link.name} pushed bucket {index} twice in one round")
                 bucket.clocks[link.index] += 1
                 bucket.here.append(_Contribution(link, request.options, wants))
                 self._close_if_due(index)
@@ -261,7 +262,8 @@ class _Link:
     def __init__(self, server: KeyServer, index: int) -> None:
         self._server, self.index = server, index
         self.left = False  # its memory may be gone
-        self._channel = server.member.channel("worker", index)
+        self.name = member_name("worker", index)
+        self._channel = server.member.channel(self.name)
         device = self._channel.device
         plan, numeric = server.plan, len(server.spec.numeric)
         self._numeric, self._plan_buckets = numeric, plan.buckets[server.index]
@@ -287,13 +289,13 @@ class _Link:
         """Tells the worker where its memory on this server is."""
         server = self._server
         endpoint = msgspec.msgpack.encode(ServerEndpoint(self._inbox.remote("write").pack(), b""))
-        key = f"{server.name}/server {server.index}/worker {self.index}"
-        server.member.client.publish(key, endpoint, to=[f"worker {self.index}"])
+        key = f"{server.name}/{server.member.name}/{self.name}"
+        server.member.client.publish(key, endpoint, to=[self.name])
 
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is."""
         server = self._server
-        key = f"{server.name}/worker {self.index}/server {server.index}"
+        key = f"{server.name}/{self.name}/{server.member.name}"
         found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
         words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
         self._requests.credit_to(self._channel, words.view(0, 8))
@@ -305,7 +307,7 @@ class _Link:
                 word,
                 slots=[target.view(b.space, b.nbytes)],
                 source=source,
-                label=f"worker {self.index}, bucket {b.index}",
+                label=f"{self.name}, bucket {b.index}",
             )
             self._pulls.append(pull)
             self._words.append(Producer(self._channel, word))
@@ -322,7 +324,7 @@ class _Link:
         assert place is not None
         request = unpack_request(place, self._numeric, len(self._plan_buckets))
         if request.number != number:
-            raise ProtocolError(f"worker {self.index} sent request {request.number} in place of {number}")
+            raise ProtocolError(f"{self.name} sent request {request.number} in place of {number}")
         return request
 
     def take(self, number: int) -> None:

@@ -189,9 +189,10 @@ class DiLoCo:
       spread evenly over the ``every`` steps. With ``delay``, a worker goes on while a fragment is on its way, and after
       that many steps mixes the new version ``v`` into its own values: ``x = alpha * x + (1 - alpha) * v``.
     - With ``quorum``, a server does not wait for all workers: it updates when that many have sent a fragment and
-      ``grace`` seconds have passed since. What comes later counts in the next update. With ``grace="auto"`` it waits
-      for as long as this costs those who have sent nothing: until the first of them, ``delay`` of its steps after it
-      sent, needs the answer. The server knows their pace from the time between what they sent.
+      ``grace`` seconds have passed since. What comes later counts in the next update, or in one of its own where its
+      worker sends the fragment again before that. With ``grace="auto"`` a server waits for as long as this costs those
+      who have sent nothing: until the first of them, ``delay`` of its steps after it sent, needs the answer. The server
+      knows their pace from the time between what they sent.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; fragments, delay and alpha: Streaming DiLoCo, arXiv 2501.18512;
     quorum, grace and weights: Decoupled DiLoCo, arXiv 2604.21428.
@@ -202,7 +203,7 @@ class DiLoCo:
         fragments: The number of fragments, from 1 to ``every``.
         delay: Steps between sending a fragment and mixing its new version, less than ``every``.
         alpha: The share of its own values that a worker keeps, from 0 (the default) to 1.
-        quorum: The least number of workers of an update. None: all that have not finished.
+        quorum: The least number of workers of an update that others wait for. None: all that have not finished.
         grace: Seconds for which a server waits for more workers than the quorum; or ``"auto"``, which with ``delay=0``
             is no time.
         weight: ``"mean"``: all workers count the same. ``"tokens"``: by what they have told ``optimizer.count(tokens)``

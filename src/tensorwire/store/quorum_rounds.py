@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError
@@ -216,12 +217,13 @@ class _Decisions:
     def _memory(self, other: int) -> tuple[Channel, Region, RemoteRegion, list[tuple[int, int]]]:
         """A channel to another server, our memory and its own, and where slots are; in front of them is a word."""
         shard, member = self._shard, self._shard.member
-        channel = member.channel("server", other)
+        name = member_name("server", other)
+        channel = member.channel(name)
         nbytes = _HEAD.size + self._workers
         region = shard.keep(channel.device.allocate(_WORD + _DEPTH * round_up(nbytes, 8)))
         places = [(_WORD + at * round_up(nbytes, 8), nbytes) for at in range(_DEPTH)]
         key = f"{shard.name}/decisions/{shard.index}/{other}"
-        member.client.publish(key, region.remote("write").pack(), to=[f"server {other}"])
+        member.client.publish(key, region.remote("write").pack(), to=[name])
         key = f"{shard.name}/decisions/{other}/{shard.index}"
         theirs = RemoteRegion.unpack(member.client.lookup(key, timeout=_PUBLISH_SECONDS))
         return channel, region, theirs, places

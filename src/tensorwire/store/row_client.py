@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -128,13 +129,14 @@ class _Link:
         spec, member = client.spec, client.member
         assert spec.table is not None
         self._client, self._first = client, client.starts[index]
-        self.channel: Channel = member.channel("server", index)
-        key = f"{client.name}/server {index}/{member.name}"
+        name = member_name("server", index)
+        self.channel: Channel = member.channel(name)
+        key = f"{client.name}/{name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
         inbox = RemoteRegion.unpack(endpoint.inbox)
         device = self.channel.device
         if inbox.device != device.name:
-            raise ProtocolError(f"server {index} answers over {inbox.device}, we over {device.name}")
+            raise ProtocolError(f"{name} answers over {inbox.device}, we over {device.name}")
         tensor = spec.tensors[0]
         self._places = places = RowPlaces(spec.table.most, tensor.shape[1:], tensor.dtype, 8 * len(spec.numeric))
         self._words = device.allocate(2 * WORD)
@@ -152,13 +154,13 @@ class _Link:
             slots=slots,
             source=source,
             credit=self.done,
-            label=f"server {index}, rows",
+            label=f"{name}, rows",
         )
         self._number = self._asked = 0  # requests, and those that are answered
         self._taken = 0  # of the rows that were asked for
         own = WorkerEndpoint(self._words.remote("write").pack(), self._memory.remote("write").pack())
-        key = f"{client.name}/{member.name}/server {index}"
-        member.client.publish(key, msgspec.msgpack.encode(own), to=[f"server {index}"])
+        key = f"{client.name}/{member.name}/{name}"
+        member.client.publish(key, msgspec.msgpack.encode(own), to=[name])
 
     def send(self, operation: RowOperation, indices: Array, rows: Array | None, options: bytes) -> int:
         """Sends a request, in as many parts as it takes, and returns the number of the last."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from tensorwire._native import take_rows
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
@@ -49,14 +50,14 @@ class RowServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec = member, name, spec
-        check_versions(spec.versions, f"server {member.index}")
+        check_versions(spec.versions, member.name)
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]
         first, end = divide(tensor.shape[0], servers)[member.index :][:2]
         self.places = RowPlaces(self.table.most, tensor.shape[1:], tensor.dtype, 8 * len(spec.numeric))
         kept = (end - first) * tensor.nbytes // max(1, tensor.shape[0])
-        check_memory(kept + 2 * workers * DEPTH * self.places.nbytes, f"server {member.index}")
+        check_memory(kept + 2 * workers * DEPTH * self.places.nbytes, member.name)
         self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
         draw(self.table, self.values, first)
         self.rule = make_row_rule(spec, first, self.values)
@@ -76,7 +77,7 @@ class RowServer:
 
     def run(self) -> None:
         """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        attend({f"{self.name} worker {link.index}": partial(self._attend, link) for link in self._links})
+        attend({f"{self.name} {link.name}": partial(self._attend, link) for link in self._links})
 
     def _attend(self, link: _Link) -> None:
         for number in itertools.count(1):
@@ -126,7 +127,7 @@ class RowServer:
     def _set(self, link: _Link, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
         if link.index:
-            raise ProtocolError(f"worker {link.index} sent {request.operation.name}, which is for worker 0")
+            raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
         with self._changed:
             if request.operation is RowOperation.LOAD:
                 take_state(self.member, self.name, request.number, self.rule)
@@ -213,7 +214,8 @@ class _Link:
 
     def __init__(self, server: RowServer, index: int) -> None:
         self._server, self.index, self._places = server, index, server.places
-        self._channel = server.member.channel("worker", index)
+        self.name = member_name("worker", index)
+        self._channel = server.member.channel(self.name)
         device, nbytes = self._channel.device, server.places.nbytes
         self._inbox = device.allocate(WORD + DEPTH * nbytes)
         memory = memoryview(self._inbox)
@@ -225,13 +227,13 @@ class _Link:
         rows = len(server.values) if server.table.followed else 0
         self.changed = np.zeros(rows, np.bool_)  # since they were sent to this worker last
         endpoint = msgspec.msgpack.encode(ServerEndpoint(self._inbox.remote("write").pack(), b""))
-        key = f"{server.name}/server {server.member.index}/worker {index}"
-        server.member.client.publish(key, endpoint, to=[f"worker {index}"])
+        key = f"{server.name}/{server.member.name}/{self.name}"
+        server.member.client.publish(key, endpoint, to=[self.name])
 
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is."""
         server = self._server
-        key = f"{server.name}/worker {self.index}/server {server.member.index}"
+        key = f"{server.name}/{self.name}/{server.member.name}"
         found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
         words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
         self._requests.credit_to(self._channel, words.view(0, 8))
@@ -240,7 +242,7 @@ class _Link:
             words.view(WORD, 8),
             slots=[target.view(0, self._places.nbytes)],
             source=[] if self._staging is None else [self._staging.view()],
-            label=f"worker {self.index}, rows",
+            label=f"{self.name}, rows",
         )
 
     def next(self, number: int) -> RowRequest:
@@ -254,7 +256,7 @@ class _Link:
         assert place is not None
         request = self._places.unpack(place, len(self._server.values))
         if request.number != number:
-            raise ProtocolError(f"worker {self.index} sent request {request.number} in place of {number}")
+            raise ProtocolError(f"{self.name} sent request {request.number} in place of {number}")
         return request
 
     def release(self, number: int) -> None:

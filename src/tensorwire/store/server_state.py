@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
 from tensorwire.store.sharding import StorePlan
@@ -57,7 +58,7 @@ def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest) -> 
         for number in itertools.count():
             ask = _next_ask(member, ask_key(store, number))
             try:
-                channel = member.channel("worker", ask.worker)
+                channel = member.channel(member_name("worker", ask.worker))
                 with StateSender(channel, ask.endpoints[member.index]) as sender, at_rest():
                     sender.send(rule.state())
             except (RemoteAccessError, WaitTimeout):
@@ -78,6 +79,6 @@ def _next_ask(member: Member, key: str) -> Ask:
 
 def take_state(member: Member, store: str, step: int, rule: Stateful) -> None:
     """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
-    with StateReceiver(member.channel("worker", 0)) as receiver:
+    with StateReceiver(member.channel("worker 0")) as receiver:
         member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=["worker 0"])
         rule.load_state(receiver.receive(step_timeout()))

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
@@ -30,8 +31,8 @@ class WorkerLink:
 
     def __init__(self, server: Shard, index: int) -> None:
         self.index = index
-        self.name = f"worker {index}"
-        self.channel = server.member.channel("worker", index)
+        self.name = member_name("worker", index)
+        self.channel = server.member.channel(self.name)
         self.layout: Inbox = inbox(server.plan, server.index, len(server.spec.numeric))
         self.inbox = self.channel.device.allocate(self.layout.nbytes)
         self.memory = memoryview(self.inbox)
@@ -107,10 +108,10 @@ class Shard:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        check_versions(spec.versions, f"server {self.index}")
+        check_versions(spec.versions, member.name)
         self.plan: StorePlan = spec.plan(servers)
         registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
-        check_memory(registered, f"server {self.index}")
+        check_memory(registered, member.name)
         self._regions: dict[str, Region] = {}
         self._kept: list[Region] = []
         self.parameters = self._allocate_parameters(workers)
@@ -120,12 +121,12 @@ class Shard:
             shown = self.parameters.remote("read").pack() if looks else b""
             endpoint = ServerEndpoint(worker.inbox.remote("write").pack(), shown)
             member.client.publish(
-                f"{name}/server {self.index}/worker {worker.index}",
+                f"{name}/{member.name}/{worker.name}",
                 msgspec.msgpack.encode(endpoint),
-                to=[f"worker {worker.index}"],
+                to=[worker.name],
             )
         for worker in self.workers:
-            key = f"{name}/worker {worker.index}/server {self.index}"
+            key = f"{name}/{worker.name}/{member.name}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
         self.fates = Fates(name, self.index)
@@ -134,7 +135,7 @@ class Shard:
         """The head of a worker's round ``step``, once it has come."""
         head = unpack_header(self.receive(worker.head, step), len(self.spec.numeric))
         if head.step != step:
-            raise ProtocolError(f"worker {worker.index} sent the head of round {head.step} in round {step}")
+            raise ProtocolError(f"{worker.name} sent the head of round {head.step} in round {step}")
         return head
 
     def receive(self, edge: Consumer, step: int) -> memoryview:
@@ -158,7 +159,7 @@ class Shard:
 
     def _allocate_parameters(self, workers: int) -> Region:
         """On a device whose memory workers can map, if any worker is reached that way."""
-        devices: list[Device] = [self.member.channel("worker", w).device for w in range(workers)]
+        devices: list[Device] = [self.member.channel(member_name("worker", w)).device for w in range(workers)]
         best = next((d for d in devices if d.capabilities.maps), devices[0])
         return best.allocate(self.plan.shard_bytes[self.index] * self.spec.buffers)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tensorwire._native import STREAMING_BYTES, Window, gather
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
@@ -34,16 +35,16 @@ class _Server:
     def __init__(self, client: StoreClient, index: int) -> None:
         plan, spec, member = client.plan, client.spec, client.member
         self.index = index
-        self.name = f"server {index}"
+        self.name = member_name("server", index)
         self._timeout = client.timeout
         self._own_clock = client.own_clock
         self.buckets = plan.buckets[index]
-        self.channel: Channel = member.channel("server", index)
-        key = f"{client.name}/server {index}/{member.name}"
+        self.channel: Channel = member.channel(self.name)
+        key = f"{client.name}/{self.name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
         self.inbox = RemoteRegion.unpack(endpoint.inbox)
         if self.inbox.device != self.channel.device.name:
-            raise ProtocolError(f"server {index} answers over {self.inbox.device}, we over {self.channel.device.name}")
+            raise ProtocolError(f"{self.name} answers over {self.inbox.device}, we over {self.channel.device.name}")
         # None: this worker has a copy of the parameters, which the server writes.
         self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
         self.layout = inbox(plan, index, len(spec.numeric))
@@ -203,8 +204,8 @@ class StoreClient:
             ours = self._space.get(server.channel.device.name)
             parameters = None if ours is None else ours.remote("write").pack()
             endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
-            key = f"{self.name}/{self.member.name}/server {server.index}"
-            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[f"server {server.index}"])
+            key = f"{self.name}/{self.member.name}/{server.name}"
+            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[server.name])
 
     @property
     def channels(self) -> list[Channel]:

@@ -18,7 +18,13 @@ from tensorwire.store.step_header import header_bytes
 WORD = 64  # bytes between signal words: each has its cache line
 
 
-class StoreSpec(msgspec.Struct, frozen=True):
+class FunctionsSpec(msgspec.Struct, frozen=True, tag="functions"):
+    """Published by worker 0 instead of a store's: servers run parts of functions of ``framework``."""
+
+    framework: str = "tensorflow"
+
+
+class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     """All a server needs to know of a store; published by worker 0.
 
     ``versions`` says which software made it. ``rule`` names a torch optimizer, or is the import path of another one:

@@ -1,7 +1,7 @@
 """``import tensorwire.tensorflow.arena``, before the first tensor: TensorFlow's tensors lie in shared memory.
 
-Workers on the same machine then read them where they are, and sending copies nothing. The memory has addresses for as
-much as the machine has, and takes pages when they are first used.
+Workers on the same machine then read them where they are, and sending 256 KiB or more copies nothing. The memory has
+addresses for as much as the machine has, and takes pages when they are first used.
 
 Raises:
     Unsupported: There are tensors already, or the library cannot be compiled.

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.analysis import Analysis, analyze
-from tensorwire.launch.worker import current_worker
+from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_importer import Imported, import_function
-from tensorwire.tensorflow.graph_part import PartBuilder
-from tensorwire.tensorflow.operator_edges import Carried, edge_name, operator_edges
+from tensorwire.tensorflow.graph_part import GraphPart, PartBuilder, runnable
+from tensorwire.tensorflow.operator_edges import operator_edges
+from tensorwire.tensorflow.parts_on_servers import serve_parts
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
 from tensorwire.tensorflow.protocol import protocol_in_use
 
@@ -38,7 +40,8 @@ def distribute(function: Callable[..., Any]) -> Callable[..., Any]:
                 return tf.reduce_mean((hidden @ w1 - y) ** 2)
 
     What no device is said of runs where its operands are; what only needs arguments and constants, wherever it is
-    needed. Variables belong to the worker of their `worker` scope, else to worker 0; on others they keep their value.
+    needed. Variables belong to the worker or server of their `worker` or `server` scope, else to worker 0; elsewhere
+    they keep their value.
 
     Args:
         function: A ``tf.function``, or a function that becomes one.
@@ -102,22 +105,28 @@ def _kinds(args: tuple[Any, ...]) -> Any:
 
 def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
     worker, grpc = current_worker(), protocol_in_use() == "grpc"
-    imported, analysis = _analyzed(function, name, worker.num_workers)
+    imported, analysis = _analyzed(function, name, worker)
     plan = analysis.plan
+    servers = plan.workers[worker.num_workers :]
+    if servers and grpc:
+        raise Unsupported(f"gRPC reaches no servers, and {name} has variables there: use protocol 'tensorwire'")
     worker.member.client.compare(f"tensorflow/{name}", plan.digest, plan.text, worker.num_workers, step_timeout())
 
-    def connect(value: str, source: int, target: int, carried: Carried) -> str:
-        value = f"{value} of {name}"
-        if grpc:
-            return edge_name(value, source, target)
-        return operator_edges().connect_value(value, source, target, carried)
+    def build(member: str, calls: Mapping[str, tuple[str, int]] | None = None) -> GraphPart:
+        return PartBuilder(function, imported, analysis, member, name, grpc=grpc).build(calls)
 
-    return PartBuilder(function, imported, analysis, worker.rank, connect, grpc=grpc).build()
+    calls = serve_parts(servers, build, imported.captured)
+    part = build(worker.member.name, calls)
+    for end in part.ends:
+        end.connect(operator_edges())
+    return runnable(part, imported.captured)
 
 
-def _analyzed(function: Any, title: str, workers: int) -> tuple[Imported, Analysis]:
+def _analyzed(function: Any, title: str, worker: Worker) -> tuple[Imported, Analysis]:
     """Twice, if operators wait for others on other workers: then what says that these have run crosses, too."""
-    imported = import_function(function, title, workers)
+    workers = [member_name("worker", rank) for rank in range(worker.num_workers)]
+    servers = [member_name("server", index) for index in range(worker.num_servers)]
+    imported = import_function(function, title, workers, servers)
     analysis = analyze(imported.graph)
     runs = analysis.crossing.runs
     waited = {
@@ -127,7 +136,7 @@ def _analyzed(function: Any, title: str, workers: int) -> tuple[Imported, Analys
         if name in runs and earlier.name in runs and not runs[name] <= runs[earlier.name]
     }
     if waited:
-        imported = import_function(function, title, workers, waited)
+        imported = import_function(function, title, workers, servers, waited)
         analysis = analyze(imported.graph)
     for value in analysis.crossing.sent:
         _check(imported, value)

@@ -5,7 +5,7 @@ A control dependency between workers becomes a tensor, an empty one, that the fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, Graph, Node, Output, TensorSpec, Unknown, worker_name
+from tensorwire.graph.ir import INPUT, ITEM, PARAMETER, Graph, Node, Output, TensorSpec, Unknown
 from tensorwire.tensorflow.operator_edges import Carried
-from tensorwire.tensorflow.placement import owner_of, rank_of
+from tensorwire.tensorflow.placement import member_of, owner_of
 
 _CONTROL = "^"  # ends the name of a value that says that an operator has run
 _TOKEN = TensorSpec((0,), "bool")
@@ -53,20 +53,23 @@ def control_name(op: str) -> str:
     return op + _CONTROL
 
 
-def import_function(function: Any, name: str, workers: int, crossing: Collection[str] = ()) -> Imported:
+def import_function(
+    function: Any, name: str, workers: Sequence[str], servers: Sequence[str], crossing: Collection[str] = ()
+) -> Imported:
     """The graph of a concrete function.
 
     Args:
         function: The function.
         name: What plans and messages call it.
-        workers: How many workers there are.
+        workers: The workers. All of them have the arguments.
+        servers: The servers. Those that the function names take part.
         crossing: The operators that others on other workers have to wait for.
 
     Returns:
         The graph, with what it came from.
 
     Raises:
-        ArgumentError: It is placed on a worker that is not there, or an operator's variables are on several workers.
+        ArgumentError: It is placed where nobody is, or an operator's variables are in several places.
         Unsupported: It has what cannot cross or be cut.
     """
     captured = {inner.op.name: outer for outer, inner in function.graph.captures}
@@ -74,14 +77,30 @@ def import_function(function: Any, name: str, workers: int, crossing: Collection
     ops = _needed(function.graph)
     # A result need not wait for effects on other workers: these are over when the function returns there.
     waits = {name: [] if name in results else _waits_for(op) for name, op in ops.items()}
+    places = {name: _place(op, captured) for name, op in ops.items()}
+    for each, place in places.items():
+        if place is not None and place not in (*workers, *servers):
+            raise ArgumentError(_nowhere(each, ops[each].type, place, len(workers), len(servers)))
+    used = tuple(server for server in servers if server in places.values())
+    given = tuple(workers) if used else None  # which of all have the arguments
     nodes: list[Node] = []
-    for name, op in ops.items():
-        made = _nodes(op, [each.name for each in waits[name] if each.name in crossing], captured, workers)
-        nodes += [*made, _token(made[0])] if name in crossing else made
-    everyone = tuple(worker_name(rank) for rank in range(workers))
+    for each, op in ops.items():
+        if op.type == "Placeholder":
+            nodes.append(_given(op, captured, places[each], given))
+            continue
+        made = _nodes(op, [before.name for before in waits[each] if before.name in crossing], places[each])
+        nodes += [*made, _token(made[0])] if each in crossing else made
     outputs = {value_name(tensor): tensor for tensor in function.outputs}
-    kept = tuple(Output(found, everyone, caller=True) for found in outputs)
-    return Imported(Graph(name, everyone, tuple(nodes), kept), ops, waits, captured)
+    kept = tuple(Output(found, tuple(workers), caller=True) for found in outputs)
+    return Imported(Graph(name, (*workers, *used), tuple(nodes), kept), ops, waits, captured)
+
+
+def _nowhere(name: str, kind: str, place: str, workers: int, servers: int) -> str:
+    what = "a variable" if kind == "Placeholder" else name
+    role = place.partition(" ")[0]
+    return (
+        f"{what} is on {place}, and the job has {workers if role == 'worker' else servers} of them: start more {role}s"
+    )
 
 
 def _needed(graph: Any) -> dict[str, Any]:
@@ -123,12 +142,7 @@ def _in_order(ops: Iterable[Any]) -> list[Any]:
     return sorted(ops, key=lambda op: op._id)  # private to TensorFlow 2.21: operators count
 
 
-def _nodes(op: Any, tokens: list[str], captured: dict[str, Any], workers: int) -> list[Node]:
-    if op.type == "Placeholder":
-        return [_given(op, captured, workers)]
-    rank = _rank(op, captured)
-    if rank is not None and rank >= workers:
-        raise ArgumentError(f"{op.name} is on worker {rank}, and the job has {workers}: start more workers")
+def _nodes(op: Any, tokens: list[str], place: str | None) -> list[Node]:
     # Tokens come first, because an operator that nobody placed follows its last operand.
     inputs = [*map(control_name, tokens), *map(value_name, op.inputs)]
     stateful, single = bool(op.op_def.is_stateful), len(op.outputs) == 1
@@ -138,9 +152,9 @@ def _nodes(op: Any, tokens: list[str], captured: dict[str, Any], workers: int) -
             op.type,
             tuple(inputs),
             spec=_spec(op.outputs[0]) if single else None,
-            worker=None if rank is None else worker_name(rank),
+            worker=place,
             fresh=True,
-            cheap=rank is None and not stateful,
+            cheap=place is None and not stateful,
             random=stateful,
             tuple_=not single,
         )
@@ -158,42 +172,39 @@ def _token(node: Node) -> Node:
     return Node(control_name(node.name), "NoOp", (node.name,), spec=_TOKEN, worker=node.worker, fresh=True, random=True)
 
 
-def _given(op: Any, captured: dict[str, Any], workers: int) -> Node:
+def _given(op: Any, captured: dict[str, Any], place: str | None, given: tuple[str, ...] | None) -> Node:
     spec = _spec(op.outputs[0])
     if op.name not in captured:
-        return Node(op.name, op.type, kind=INPUT, spec=spec)
-    outer = captured[op.name]
-    if outer.dtype != tf.resource:  # the same on all workers, which run the same program
-        return Node(op.name, op.type, kind=PARAMETER, spec=spec)
-    rank = owner_of(outer)
-    if rank >= workers:
-        raise ArgumentError(f"a variable is on worker {rank}, and the job has {workers}: start more workers")
-    return Node(op.name, op.type, kind=PARAMETER, spec=None, present=(worker_name(rank),))
+        return Node(op.name, op.type, kind=INPUT, spec=spec, present=given)
+    if place is None:  # the same on all workers, which run the same program
+        return Node(op.name, op.type, kind=PARAMETER, spec=spec, present=given)
+    return Node(op.name, op.type, kind=PARAMETER, spec=None, present=(place,))
 
 
-def _rank(op: Any, captured: dict[str, Any]) -> int | None:
-    """The worker of an operator: that of its variables, else that of its device."""
+def _place(op: Any, captured: dict[str, Any]) -> str | None:
+    """Where an operator runs: where its variables are, else where its device says. Where a captured variable is."""
+    if op.type == "Placeholder":
+        outer = captured.get(op.name)
+        return None if outer is None or outer.dtype != tf.resource else owner_of(outer)
     owners = {owner_of(captured[t.op.name]) for t in op.inputs if t.dtype == tf.resource and t.op.name in captured}
     if len(owners) > 1:
-        ranks = " and ".join(map(str, sorted(owners)))
         raise ArgumentError(
-            f"{op.name} ({op.type}) takes variables of workers {ranks}: an operator, such as a loop or a branch, runs "
-            "on one worker"
+            f"{op.name} ({op.type}) takes variables of {' and '.join(sorted(owners))}: an operator, such as a loop or "
+            "a branch, runs in one place"
         )
     inside = _inside(op)
     if inside - owners and len(inside | owners) > 1:
-        ranks = " and ".join(map(str, sorted(inside | owners)))
         raise Unsupported(
-            f"{op.name} ({op.type}) has operators of workers {ranks} in it: a loop, a branch or a called function runs "
-            "on one worker"
+            f"{op.name} ({op.type}) has operators of {' and '.join(sorted(inside | owners))} in it: a loop, a branch "
+            "or a called function runs in one place"
         )
-    return next(iter(owners or inside), None) if owners or inside else rank_of(op.device)
+    return next(iter(owners or inside)) if owners or inside else member_of(op.device)
 
 
-def _inside(op: Any) -> set[int]:
-    """The workers that are named in the functions that an operator calls, at any depth."""
+def _inside(op: Any) -> set[str]:
+    """The workers and servers that are named in the functions that an operator calls, at any depth."""
     names = [value.func.name for value in op.node_def.attr.values() if value.HasField("func")]
-    found: set[int] = set()
+    found: set[str] = set()
     seen: set[str] = set()
     while names:
         name = names.pop()
@@ -201,8 +212,8 @@ def _inside(op: Any) -> set[int]:
             continue
         seen.add(name)
         for node in op.graph._get_function(name).cached_definition.node_def:
-            rank = rank_of(node.device)
-            found |= set() if rank is None else {rank}
+            member = member_of(node.device)
+            found |= set() if member is None else {member}
             names += [value.func.name for value in node.attr.values() if value.HasField("func")]
     return found
 

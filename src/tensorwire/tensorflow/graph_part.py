@@ -1,35 +1,98 @@
-"""One worker's part of a cut function: its operators, and a send or a receive for each tensor that crosses."""
+"""One member's part of a cut function: its operators, and a send or a receive for each tensor that crosses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
+from tensorwire.edge.async_edge import Side
 from tensorwire.graph.analysis import Analysis
-from tensorwire.graph.ir import worker_name
+from tensorwire.graph.passes.causality import sends_before
 from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
 from tensorwire.tensorflow.grpc_nodes import GrpcNodes, add_constant
-from tensorwire.tensorflow.operator_edges import Carried
+from tensorwire.tensorflow.operator_edges import Carried, OperatorEdges, edge_name
 
 _STEP = "tensorwire/step"  # a constant: the operators count
 _ANCHOR = "tensorwire/anchor"
 
-# `(value, source, target, carried)`: the name of that edge, whose end here is being connected.
-Connect = Callable[[str, int, int, Carried], str]
+
+class PartEnd(msgspec.Struct, frozen=True):
+    """The end of an edge that a part needs: its key, who has the other end, and what it carries."""
+
+    key: str
+    side: Side
+    peer: str
+    dtype: str
+    shape: list[int | None] | None
+
+    def connect(self, edges: OperatorEdges) -> None:
+        """Begins to connect it."""
+        carried = Carried(tf.as_dtype(self.dtype), tf.TensorShape(self.shape))
+        edges.connect(self.key, self.side, self.peer, carried)
+
+
+class GraphPart(msgspec.Struct, frozen=True):
+    """What a member of the job runs of a function, as it may travel.
+
+    Attributes:
+        graph: A ``GraphDef``, serialized.
+        arguments: Which of the function's arguments it takes.
+        feeds: Where these go.
+        captured: The placeholders of captured tensors, which come next.
+        fetches: The function's results.
+        effects: What else has to run.
+        ends: The ends of edges.
+    """
+
+    graph: bytes
+    arguments: list[int]
+    feeds: list[str]
+    captured: list[str]
+    fetches: list[str]
+    effects: list[str]
+    ends: list[PartEnd]
+
+
+def runnable(part: GraphPart, captured: Mapping[str, Any]) -> Callable[..., list[Any]]:
+    """What runs a part: it takes the function's arguments, flat, and returns its results, flat.
+
+    ``captured``: what goes to each of the placeholders.
+    """
+    definition = graph_pb2.GraphDef.FromString(part.graph)
+    wrapped = tf.compat.v1.wrap_function(lambda: tf.import_graph_def(definition, name=""), [])
+    graph = wrapped.graph
+    feeds = [graph.get_tensor_by_name(name) for name in part.feeds]
+    feeds += [graph.get_tensor_by_name(f"{name}:0") for name in part.captured]
+    fetches = [graph.get_tensor_by_name(name) for name in part.fetches]
+    effects = [graph.get_operation_by_name(name) for name in part.effects]
+    graph.outputs.extend(fetches)  # for the search; what is pruned has outputs of its own
+    copy_what_escapes(graph)
+    del graph.outputs[:]
+    pruned = wrapped.prune(feeds, [*fetches, *effects])
+    outer = [captured[name] for name in part.captured]
+    arguments, count = part.arguments, len(fetches)
+
+    def run(*flat: Any) -> list[Any]:
+        # Private to TensorFlow 2.21. A call tries other ways first, and prints all arguments for each that fails.
+        results = pruned._call_flat([flat[number] for number in arguments] + outer, pruned.captured_inputs)
+        return list(results[:count]) if isinstance(results, (list, tuple)) else []
+
+    return run
 
 
 class PartBuilder:
-    """Builds the part of worker ``rank``. ``connect``: see above. ``grpc``: whether gRPC carries what crosses."""
+    """Builds the part of ``me``. ``name``: the function's, in edges. ``grpc``: whether gRPC carries what crosses."""
 
     def __init__(
-        self, function: Any, imported: Imported, analysis: Analysis, rank: int, connect: Connect, *, grpc: bool = False
+        self, function: Any, imported: Imported, analysis: Analysis, me: str, name: str, *, grpc: bool = False
     ) -> None:
-        self._function, self._imported, self._connect = function, imported, connect
-        self._rank, self._me, self._crossing = rank, worker_name(rank), analysis.crossing
+        self._function, self._imported = function, imported
+        self._me, self._name, self._crossing = me, name, analysis.crossing
         self._graph = graph_pb2.GraphDef()
         whole = function.graph.as_graph_def()
         self._graph.versions.CopyFrom(whole.versions)
@@ -44,58 +107,80 @@ class PartBuilder:
         del self._graph.library.gradient[:]
         self._grpc = GrpcNodes(self._graph) if grpc else None
         self._received: dict[str, str] = {}  # by value, the node that receives it
-        self._sends: list[str] = []
+        sends = [
+            (value, target)
+            for value, (source, targets) in self._crossing.sent.items()
+            for target in targets
+            if source == me
+        ]
+        self._sends = {each: f"tensorwire/send/{number}" for number, each in enumerate(sends)}  # by value and target
+        # A receive begins when that has left without which it cannot come: TensorFlow's thread is then free to look.
+        self._before = sends_before(imported.graph, self._crossing, me)
+        self._ends: list[PartEnd] = []
 
-    def build(self) -> Callable[..., list[Any]]:
-        """What runs the part: it takes the function's arguments, flat, and returns its results, flat."""
+    def build(self, calls: Mapping[str, tuple[str, int]] | None = None) -> GraphPart:
+        """The part. ``calls``: the key of an edge to each server, and the number that it sends in every call."""
         add_constant(self._graph, _STEP, tf.constant(0, tf.int64))
         add_constant(self._graph, _ANCHOR, tf.constant(0.0))
+        for server, (key, number) in (calls or {}).items():
+            name = self._sends["", server] = f"tensorwire/send/{len(self._sends)}"
+            called = add_constant(self._graph, f"{name}/part", tf.constant(number, tf.int64))
+            self._add_send(name, called, key, server, Carried(tf.int64, tf.TensorShape([])))
         for value, (source, targets) in self._crossing.sent.items():
             if self._me in targets:
-                self._add_receive(value, int(source.rpartition(" ")[2]))
+                self._add_receive(value, source)
         for name, op in self._imported.ops.items():
             if self._runs(name):
                 self._add_operator(op)
         for value, (source, targets) in self._crossing.sent.items():
-            if source == self._me:
-                for target in targets:
-                    self._add_send(value, int(target.rpartition(" ")[2]))
-        return self._wrap()
+            for target in targets if source == self._me else ():
+                self._add_send_of(value, target)
+        return self._part()
 
     def _runs(self, name: str) -> bool:
         found = self._crossing.runs.get(name)
-        return self._me in (self._crossing.holds[name] if found is None else found)
+        if found is None:  # it is there from the beginning
+            return self._me in self._crossing.holds[name] and name not in self._received
+        return self._me in found
 
     # ---- nodes
 
-    def _add_receive(self, value: str, source: int) -> None:
+    def _end(self, key: str, side: Side, peer: str, carried: Carried) -> None:
+        shape = None if carried.shape.rank is None else carried.shape.as_list()
+        self._ends.append(PartEnd(key, side, peer, carried.dtype.name, shape))
+
+    def _add_receive(self, value: str, source: str) -> None:
         carried = self._imported.carried(value)
-        edge = self._connect(value, source, self._rank, carried)
+        edge = edge_name(f"{value} of {self._name}", source, self._me)
         name = f"tensorwire/receive/{len(self._received)}"
         self._received[value] = name
         if self._grpc is not None:
-            self._grpc.receive(name, carried, edge, (source, self._rank))
+            self._grpc.receive(name, carried, edge, (source, self._me))
             return
+        self._end(edge, "consumer", source, carried)
         node = self._graph.node.add(
             op=RECEIVE_VARYING if carried.varies else RECEIVE, name=name, input=[_ANCHOR, _STEP]
         )
+        if value in self._before:
+            node.input.append("^" + self._sends[self._before[value]])
         node.attr["T"].type = carried.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
         node.attr["key"].s = edge.encode()
 
-    def _add_send(self, value: str, target: int) -> None:
-        carried = self._imported.carried(value)
-        edge = self._connect(value, self._rank, target, carried)
+    def _add_send_of(self, value: str, target: str) -> None:
         source = value
         if value not in self._imported.ops and ":" not in value:  # that an operator has run
-            source = f"tensorwire/ran/{len(self._sends)}"
+            source = f"{self._sends[value, target]}/ran"
             add_constant(self._graph, source, tf.zeros([0], tf.bool))
             self._graph.node[-1].input.append("^" + value.removesuffix(control_name("")))
-        name = f"tensorwire/send/{len(self._sends)}"
-        self._sends.append(name)
+        edge = edge_name(f"{value} of {self._name}", self._me, target)
+        self._add_send(self._sends[value, target], source, edge, target, self._imported.carried(value))
+
+    def _add_send(self, name: str, source: str, edge: str, target: str, carried: Carried) -> None:
         if self._grpc is not None:
-            self._grpc.send(name, source, carried, edge, (self._rank, target))
+            self._grpc.send(name, source, carried, edge, (self._me, target))
             return
+        self._end(edge, "producer", target, carried)
         node = self._graph.node.add(op=SEND_VARYING if carried.varies else SEND, name=name, input=[source, _STEP])
         node.attr["T"].type = carried.dtype.as_datatype_enum
         if carried.varies:
@@ -125,34 +210,28 @@ class PartBuilder:
             for function in (*([value.func] if value.HasField("func") else []), *value.list.func):
                 function.name = self._names.get(function.name, function.name)
 
-    # ---- the function
+    # ---- the part
 
-    def _wrap(self) -> Callable[..., list[Any]]:
-        wrapped = tf.compat.v1.wrap_function(lambda: tf.import_graph_def(self._graph, name=""), [])
-        graph, function = wrapped.graph, self._function
+    def _part(self) -> GraphPart:
         there = {node.name for node in self._graph.node}
+        given = {node.name for node in self._graph.node if node.op == "Placeholder"}  # what is small became constants
         captured = self._imported.captured
-        arguments = [tensor for tensor in function.inputs if tensor.op.name not in captured]
-        used = [number for number, tensor in enumerate(arguments) if tensor.op.name in there]
-        handles = [name for name in captured if name in there]
-        feeds = [graph.get_tensor_by_name(arguments[number].name) for number in used]
-        feeds += [graph.get_tensor_by_name(f"{name}:0") for name in handles]
-        fetches = [self._result(graph, tensor) for tensor in function.outputs]
-        must = [op.name for op in function.graph.control_outputs if op.name in there]
-        effects = [graph.get_operation_by_name(name) for name in (*self._sends, *must)]
-        graph.outputs.extend(fetches)  # for the search; what is pruned has outputs of its own
-        copy_what_escapes(graph)
-        del graph.outputs[:]
-        part = wrapped.prune(feeds, [*fetches, *effects])
-        outer = [captured[name] for name in handles]
+        arguments = [tensor for tensor in self._function.inputs if tensor.op.name not in captured]
+        used = [number for number, tensor in enumerate(arguments) if tensor.op.name in given]
+        gets = any(self._me in output.to for output in self._imported.graph.outputs)
+        return GraphPart(
+            self._graph.SerializeToString(deterministic=True),
+            arguments=used,
+            feeds=[arguments[number].name for number in used],
+            captured=[name for name in captured if name in given],
+            fetches=self._results() if gets else [],
+            effects=[
+                *self._sends.values(),
+                *(op.name for op in self._function.graph.control_outputs if op.name in there),
+            ],
+            ends=self._ends,
+        )
 
-        def run(*flat: Any) -> list[Any]:
-            # Private to TensorFlow 2.21. A call tries other ways first, and prints all arguments for each that fails.
-            results = part._call_flat([flat[number] for number in used] + outer, part.captured_inputs)
-            return list(results[: len(fetches)]) if isinstance(results, (list, tuple)) else []
-
-        return run
-
-    def _result(self, graph: Any, tensor: Any) -> Any:
-        received = self._received.get(value_name(tensor))
-        return graph.get_tensor_by_name(f"{received}:0" if received else tensor.name)
+    def _results(self) -> list[str]:
+        found = [(tensor.name, self._received.get(value_name(tensor))) for tensor in self._function.outputs]
+        return [f"{received}:0" if received else name for name, received in found]

@@ -32,14 +32,14 @@ class GrpcNodes:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
-    def send(self, name: str, source: str, carried: Carried, key: str, peers: tuple[int, int]) -> None:
+    def send(self, name: str, source: str, carried: Carried, key: str, peers: tuple[str, str]) -> None:
         """Adds what sends ``source``. Raises `Unsupported`."""
         _check_carried(key, carried)
         node = self._graph.node.add(op="CollectiveBcastSendV2", name=name)
         node.input.extend([source, *self._keys(name, key, peers)])
         self._finish(node, carried.dtype)
 
-    def receive(self, name: str, carried: Carried, key: str, peers: tuple[int, int]) -> None:
+    def receive(self, name: str, carried: Carried, key: str, peers: tuple[str, str]) -> None:
         """Adds what receives a tensor of that shape and dtype. Raises `Unsupported`."""
         _check_carried(key, carried)
         shape = add_constant(self._graph, f"{name}/shape", tf.constant(carried.shape.as_list(), tf.int32))
@@ -48,7 +48,7 @@ class GrpcNodes:
         node.attr["Tshape"].type = tf.int32.as_datatype_enum
         self._finish(node, carried.dtype)
 
-    def _keys(self, name: str, key: str, peers: tuple[int, int]) -> list[str]:
+    def _keys(self, name: str, key: str, peers: tuple[str, str]) -> list[str]:
         numbers = {"size": 2, "group": 1 + _number(f"{min(peers)} {max(peers)}"), "instance": 1 + _number(key)}
         return [
             add_constant(self._graph, f"{name}/{what}", tf.constant(value, tf.int32)) for what, value in numbers.items()

@@ -1,6 +1,7 @@
 // The ends of edges by their keys, and what all operators that have a key do alike.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,12 +25,19 @@ struct End {
     std::mutex mutex;
     void* edge = nullptr;
     std::string failure;
+    bool known = false;
     std::vector<std::function<void()>> waiting;  // until it is known
     int64_t runs = 0;                            // of operators without a step
     int64_t unsent = 0;                          // tensors that are kept until they have left
     uint64_t chunks = 0;                         // of a varying edge, that have a number
     absl::Status error;                          // of an earlier send
+    std::atomic<bool> soon{false};               // the last tensor was there within `look_seconds`
 };
+
+// How long a receive looks for its tensor in TensorFlow's own thread, if the last one came as soon as that. Waking our
+// thread and then one of TensorFlow's would take longer. No more than one receive of a process does so at a time.
+constexpr double look_seconds = 100e-6;
+inline std::atomic_flag looking = ATOMIC_FLAG_INIT;
 
 constexpr int64_t most_unsent = 16;  // of a key: the next send is done when it has left, or memory would fill up
 
@@ -57,7 +65,7 @@ inline Keyed<End>& ends() {
 inline void when_known(End& end, std::function<void()> call) {
     {
         std::lock_guard<std::mutex> g(end.mutex);
-        if (!end.edge && end.failure.empty()) {
+        if (!end.known) {
             end.waiting.push_back(std::move(call));
             return;
         }

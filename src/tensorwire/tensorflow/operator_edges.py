@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tensorwire._native import Memory, async_edges
+from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.launch.worker import Worker, current_worker
+from tensorwire.launch.worker import current_worker
 from tensorwire.tensorflow.build import OperatorLibrary, load_library
 from tensorwire.tensorflow.error_texts import failure_text, register
 
@@ -52,37 +54,42 @@ class Carried(NamedTuple):
         return math.prod(self.shape.as_list()) * self.dtype.size, _DEPTH
 
 
-def edge_name(key: str, source: int, target: int) -> str:
-    """What the operators of both ends call an edge."""
-    return f"{key} from worker {source} to worker {target}"
+def edge_name(key: str, source: str, target: str) -> str:
+    """What the operators of both ends call an edge from one member of the job to another."""
+    return f"{key} from {source} to {target}"
 
 
 class OperatorEdges:
-    """The edges of one worker's operators. All workers of the job that use TensorFlow have one."""
+    """The edges of the operators of one member of a job. All workers that use TensorFlow have one."""
 
-    def __init__(self, worker: Worker, library: ctypes.CDLL) -> None:
-        self.worker, self._library = worker, library
+    def __init__(self, member: Member, library: ctypes.CDLL) -> None:
+        self.member, self._library = member, library
+        welcome = member.client.welcome
+        self._workers = [member_name("worker", rank) for rank in range(welcome.workers)]
+        self._servers = [member_name("server", index) for index in range(welcome.servers)]
         self._lock = threading.Lock()
         self._ends: dict[str, tuple[Side, str]] = {}  # by key
         self._devices: dict[str, AsyncEdges] = {}
-        worker.at_close(self._leave)
-        register(worker)
+        self.at_leave: list[Callable[[], None]] = []  # called once no worker sends or receives any more
 
-    def connect(self, key: str, side: Side, peer: int, carried: Carried) -> None:
+    def connect(self, key: str, side: Side, peer: str, carried: Carried, *, seconds: float | None = None) -> None:
         """Begins to connect an end, if it is not there yet. Operators wait for it.
 
         Args:
             key: The edge.
-            side: Which end this worker has.
-            peer: The other worker's rank.
+            side: Which end this member has.
+            peer: Who has the other one.
             carried: What it carries.
+            seconds: How long a send or a receive may take; None: the job's limit.
 
         Raises:
-            ArgumentError: The key has another end here, or other tensors, or there is no such worker.
+            ArgumentError: The key has another end here, or other tensors, or there is nobody of that name.
         """
-        if not 0 <= peer < self.worker.num_workers or peer == self.worker.rank:
-            others = [rank for rank in range(self.worker.num_workers) if rank != self.worker.rank]
-            raise ArgumentError(f"worker {self.worker.rank} exchanges tensors with ranks {others}, not with {peer}")
+        if peer not in (*self._workers, *self._servers) or peer == self.member.name:
+            others = [worker for worker in self._workers if worker != self.member.name]
+            raise ArgumentError(
+                f"{self.member.name} exchanges tensors with {', '.join(others) or 'nobody'}, not with {peer}"
+            )
         with self._lock:
             known = self._ends.get(key)
             self._ends.setdefault(key, (side, carried.text))
@@ -91,28 +98,30 @@ class OperatorEdges:
         if known is not None:
             return
         threading.Thread(
-            target=self._connect, args=(key, side, peer, carried), name=f"tensorwire {key}", daemon=True
+            target=self._connect, args=(key, side, peer, carried, seconds), name=f"tensorwire {key}", daemon=True
         ).start()
 
-    def connect_value(self, value: str, source: int, target: int, carried: Carried) -> str:
-        """Begins to connect this worker's end of the edge of a graph's value, and returns its key."""
-        key = edge_name(value, source, target)
-        side: Side = "producer" if source == self.worker.rank else "consumer"
-        self.connect(key, side, target if side == "producer" else source, carried)
-        return key
-
-    def _connect(self, key: str, side: Side, peer: int, carried: Carried) -> None:
+    def _connect(self, key: str, side: Side, peer: str, carried: Carried, seconds: float | None) -> None:
         nbytes, depth = carried.slots
         try:
-            member, timeout = self.worker.member, step_timeout()
-            channel = member.channel("worker", peer)
+            member, timeout = self.member, step_timeout()
+            channel = member.channel(peer)
 
             def meet(ours: bytes) -> bytes:
-                member.client.publish(f"tensorflow/{key}/{self.worker.rank}", ours, to=[f"worker {peer}"])
+                member.client.publish(f"tensorflow/{key}/{member.name}", ours, to=[peer])
                 return member.client.lookup(f"tensorflow/{key}/{peer}", timeout)
 
             edges = self._edges(channel.device, timeout)
-            end = edges.connect(channel, meet, side, carries=carried.text, nbytes=nbytes, depth=depth, timeout=timeout)
+            end = edges.connect(
+                channel,
+                meet,
+                side,
+                carries=carried.text,
+                nbytes=nbytes,
+                depth=depth,
+                timeout=timeout,
+                seconds=seconds,
+            )
         except TensorwireError as error:
             self._know(key, None, failure_text(f"{key} cannot be connected", error))
         else:
@@ -127,10 +136,17 @@ class OperatorEdges:
     def _know(self, key: str, address: int | None, failure: str) -> None:
         self._library.tensorwire_know(key.encode(), address, failure.encode())
 
-    def _leave(self) -> None:
-        """Returns when no worker uses an operator any more."""
-        with contextlib.suppress(TensorwireError):
-            self.worker.member.client.barrier("tensorflow is over", self.worker.num_workers, step_timeout())
+    def leave(self) -> None:
+        """Returns when no worker uses an operator any more, and closes what has become useless by that."""
+        try:
+            self.member.client.barrier("tensorflow is over", len(self._workers), step_timeout())
+            for call in self.at_leave:
+                call()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Whatever still waits is told that it is lost. Idempotent."""
         for edges in self._devices.values():
             edges.close()
 
@@ -152,10 +168,20 @@ def set_tensor_memory(memory: Memory) -> None:
 
 def operator_edges() -> OperatorEdges:
     """This process's. Raises `ArgumentError` where it is in no job."""
-    global _current
+    if _current is not None and _current.member.role == "server":
+        return _current
     worker = current_worker()
-    if _current is None or _current.worker is not worker:
-        _current = OperatorEdges(worker, load_operators().library)
+    if _current is None or _current.member is not worker.member:
+        worker.at_close(begin_edges(worker.member).leave)
+        register(worker)
+    assert _current is not None
+    return _current
+
+
+def begin_edges(member: Member) -> OperatorEdges:
+    """Makes the edges of this process, which is that member of its job. Raises as `load_operators`."""
+    global _current
+    _current = OperatorEdges(member, load_operators().library)
     return _current
 
 

@@ -3,6 +3,7 @@
 // TensorwireSend hands its tensor over and is done; a table keeps the tensor until it has left. TensorwireReceive is done
 // when its tensor is there, and its output is the memory of the edge's slot, which goes back when TensorFlow lets go of it.
 // Tensors whose size is not known when a function is traced have operators of their own, in varying_operators.h.
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -89,6 +90,10 @@ class ReceiveKernel : public KeyedKernel {
     void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
         int64_t number = 0;
         OP_REQUIRES_OK_ASYNC(c, step(c, 1, &number), done);
+        if (arrives(number)) {
+            put(c, number);
+            return done();
+        }
         auto receiving = std::make_shared<Receiving>(this, c, std::move(done), number);
         if (CancellationManager* manager = c->cancellation_manager()) {
             receiving->token = manager->get_cancellation_token();
@@ -101,6 +106,23 @@ class ReceiveKernel : public KeyedKernel {
     }
 
   private:
+    // Whether the tensor is there, perhaps after a short look.
+    bool arrives(int64_t step) {
+        void* edge = nullptr;
+        {
+            std::lock_guard<std::mutex> g(end_->mutex);
+            edge = end_->edge;
+        }
+        if (!edge) return false;
+        const bool looks = end_->soon && !looking.test_and_set();
+        const bool found = edges->arrives(edge, step, looks ? look_seconds : 0);
+        if (looks) {
+            looking.clear();
+            end_->soon = found;
+        }
+        return found;
+    }
+
     struct Receiving {
         ReceiveKernel* kernel;
         OpKernelContext* context;
@@ -111,6 +133,7 @@ class ReceiveKernel : public KeyedKernel {
         bool begun = false, cancelled = false, over = false;
         uint64_t ticket = 0;
         std::shared_ptr<Receiving> self;  // while the edge will call
+        const std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
 
         Receiving(ReceiveKernel* k, OpKernelContext* c, DoneCallback d, int64_t n) : kernel(k), context(c), done(std::move(d)), step(n) {}
 
@@ -137,6 +160,7 @@ class ReceiveKernel : public KeyedKernel {
         }
 
         void arrived(int outcome) {
+            kernel->end_->soon = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count() < look_seconds;
             absl::Status status = status_of(*kernel->end_, outcome, "tensorwire: receiving " + kernel->key_);
             {
                 std::lock_guard<std::mutex> g(mutex);
@@ -261,12 +285,21 @@ extern "C" int tensorwire_begin(const tw_async_edges* functions, uint64_t chunk)
 // The end of that key is connected, or, with a `failure`, cannot be.
 extern "C" void tensorwire_know(const char* key, void* edge, const char* failure) {
     const std::shared_ptr<End> end = ends().find(key);
-    std::vector<std::function<void()>> waiting;
     {
         std::lock_guard<std::mutex> g(end->mutex);
         end->edge = edge;
         end->failure = failure;
-        waiting.swap(end->waiting);
     }
-    for (auto& call : waiting) call();
+    for (;;) {  // what comes meanwhile comes after what has waited
+        std::vector<std::function<void()>> waiting;
+        {
+            std::lock_guard<std::mutex> g(end->mutex);
+            if (end->waiting.empty()) {
+                end->known = true;
+                return;
+            }
+            waiting.swap(end->waiting);
+        }
+        for (auto& call : waiting) call();
+    }
 }

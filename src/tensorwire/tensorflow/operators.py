@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tensorwire.control.names import member_name
 from tensorwire.edge.async_edge import Side
 from tensorwire.errors import ArgumentError
 from tensorwire.tensorflow.escapes import when_traced
@@ -37,11 +38,12 @@ def send(tensor: Any, key: str, *, to: int, step: Any = None, shape: Any = None)
         tf.errors.UnimplementedError: TensorFlow cannot encode a variant, or what is encoded takes more than 2 GiB.
     """
     tensor = tf.convert_to_tensor(tensor)
-    name = edge_name(_checked(key), operator_edges().worker.rank, to)
+    peer = member_name("worker", to)
+    name = edge_name(_checked(key), operator_edges().member.name, peer)
     taken = tensor.shape if shape is None else tf.TensorShape(shape)
     if not taken.is_compatible_with(tensor.shape):
         raise ArgumentError(f"{name}: the tensor has shape {tensor.shape}, and the receive takes {taken}")
-    return _send(tensor, name, to, step, taken)
+    return send_to(tensor, name, peer, step, taken)
 
 
 def recv(
@@ -67,8 +69,9 @@ def recv(
     Raises:
         ArgumentError: As for `send`.
     """
-    name = edge_name(_checked(key), source, operator_edges().worker.rank)
-    return _receive(name, tf.TensorShape(shape), tf.as_dtype(dtype), source, step, copy)
+    peer = member_name("worker", source)
+    name = edge_name(_checked(key), peer, operator_edges().member.name)
+    return receive_from(name, tf.TensorShape(shape), tf.as_dtype(dtype), peer, step, copy)
 
 
 def _checked(key: str) -> str:
@@ -77,7 +80,8 @@ def _checked(key: str) -> str:
     return key
 
 
-def _send(tensor: Any, name: str, to: int, step: Any, shape: Any) -> Any:
+def send_to(tensor: Any, name: str, to: str, step: Any, shape: Any) -> Any:
+    """`send`, by the name of an edge to a member of the job."""
     carried = _connected(name, "producer", to, shape, tensor.dtype)
     ops = load_operators().ops
     if carried.varies:
@@ -87,7 +91,8 @@ def _send(tensor: Any, name: str, to: int, step: Any, shape: Any) -> Any:
     return ops.tensorwire_send(tensor, _number(step), key=name)
 
 
-def _receive(name: str, shape: Any, dtype: Any, source: int, step: Any, copy: bool | None) -> Any:
+def receive_from(name: str, shape: Any, dtype: Any, source: str, step: Any, copy: bool | None) -> Any:
+    """`recv`, by the name of an edge from a member of the job."""
     carried, ops = _connected(name, "consumer", source, shape, dtype), load_operators().ops
     anchor, number = _anchor().read_value(), _number(step)
     if carried.varies:
@@ -98,7 +103,7 @@ def _receive(name: str, shape: Any, dtype: Any, source: int, step: Any, copy: bo
     return ops.tensorwire_receive(anchor, number, T=dtype, shape=shape, key=name, copy=copied)
 
 
-def _connected(name: str, side: Side, peer: int, shape: Any, dtype: Any) -> Carried:
+def _connected(name: str, side: Side, peer: str, shape: Any, dtype: Any) -> Carried:
     if dtype == tf.resource:
         raise ArgumentError(f"{name}: this is a tensor of {dtype.name}, which cannot leave its worker")
     carried = Carried(dtype, shape)
@@ -117,11 +122,11 @@ def _anchor() -> Any:
         return tf.Variable(0.0, trainable=True, name="tensorwire_anchor")
 
 
-def _peers(name: str) -> tuple[str, int, int]:
+def _peers(name: str) -> tuple[str, str, str]:
     """Key, source and target of an edge by its name."""
-    key, _, rest = name.rpartition(" from worker ")
-    source, _, target = rest.partition(" to worker ")
-    return key, int(source), int(target)
+    key, _, rest = name.rpartition(" from ")
+    source, _, target = rest.partition(" to ")
+    return key, source, target
 
 
 @tf.RegisterGradient("TensorwireSend")  # type: ignore[untyped-decorator]
@@ -139,7 +144,7 @@ def _gradient_of_varying_send(op: Any, _: Any) -> list[Any]:
 def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
     if _has_gradient(gradient.dtype):
         key, source, target = _peers(op.get_attr("key").decode())
-        _send(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1], _shape_of(op))
+        send_to(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1], _shape_of(op))
     return [None, None]
 
 
@@ -153,7 +158,7 @@ def _receive_gradient(op: Any, shape: Any) -> list[Any]:
         return [None, None]
     key, source, target = _peers(op.get_attr("key").decode())
     back = edge_name(f"gradient of {key}", target, source)
-    return [_receive(back, shape, tensor.dtype, target, step, None), None]
+    return [receive_from(back, shape, tensor.dtype, target, step, None), None]
 
 
 def _has_gradient(dtype: Any) -> bool:

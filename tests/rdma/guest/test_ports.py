@@ -123,7 +123,7 @@ def test_a_member_has_verbs_and_takes_shm_on_its_own_machine() -> None:
     members = [Member(job.address, secret, "worker", i, interface=ADDRESSES[i]) for i in range(2)]
     try:
         assert [set(member.devices) for member in members] == [{"shm", "tcp", "verbs"}] * 2
-        assert members[0].channel("worker", 1).device.name == "shm"
+        assert members[0].channel("worker 1").device.name == "shm"
     finally:
         for each in (*members, job):
             each.close()

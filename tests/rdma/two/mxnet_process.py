@@ -12,4 +12,4 @@ from tests.mxnet.training import train
 if __name__ == "__main__":
     kv = mx.kv.create("dist_tensorwire_sync")
     digest = hashlib.sha256(b"".join(array.tobytes() for array in train(mx, kv, {"optimizer": "adam"})))
-    print(kv._worker.member.channel("server", 0).device.name, digest.hexdigest(), flush=True)
+    print(kv._worker.member.channel("server 0").device.name, digest.hexdigest(), flush=True)

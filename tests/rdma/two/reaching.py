@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
 from tensorwire.device.verbs.ports import scan_ports
 from tests.rdma.wire import FAR
@@ -18,7 +19,7 @@ def reach(address: str, secret: str, index: int) -> str:
     scan_ports()  # what a machine's first member loads, before anything is timed
     member = Member(address, secret.encode(), "worker", index, interface=FAR[index])
     try:
-        channel = member.channel("worker", 1 - index)
+        channel = member.channel(member_name("worker", 1 - index))
         word = channel.device.allocate(8)
         member.client.publish(f"word {index}", word.remote().pack())
         there = RemoteRegion.unpack(member.client.lookup(f"word {1 - index}", SECONDS))

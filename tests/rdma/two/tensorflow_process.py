@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tensorwire as tw
 import tensorwire.tensorflow as twt
+from tensorwire.control.names import member_name
 from tensorwire.launch.worker import current_worker
 
 BATCH, INPUTS, WIDTH, STEPS = 16, 8, 32, 5
@@ -44,7 +45,7 @@ def main() -> None:
 
         inputs = np.random.default_rng(1).standard_normal((STEPS, BATCH, INPUTS)).astype("float32")
         losses = np.array([float(step(tf.constant(x))) for x in inputs])
-        device = current_worker().member.channel("worker", 1 - job.rank).device.name
+        device = current_worker().member.channel(member_name("worker", 1 - job.rank)).device.name
         assert losses[-1] < losses[0]
         print(device, hashlib.sha256(losses.tobytes()).hexdigest(), flush=True)
 

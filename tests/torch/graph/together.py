@@ -54,12 +54,13 @@ class Member:
     def __init__(self, index: int, devices: list[Device], book: Book) -> None:
         self.index, self.client = index, book
         self._devices = devices
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[str, Channel] = {}
 
-    def channel(self, role: str, index: int) -> Channel:
-        if index not in self._channels:
-            self._channels[index] = self._devices[self.index].connect(self._devices[index].address)
-        return self._channels[index]
+    def channel(self, name: str) -> Channel:
+        if name not in self._channels:
+            other = self._devices[int(name.removeprefix("worker "))]
+            self._channels[name] = self._devices[self.index].connect(other.address)
+        return self._channels[name]
 
 
 class Together:

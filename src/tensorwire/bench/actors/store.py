@@ -138,7 +138,7 @@ class StoreWorker:
         self._parameters = [flat(window, t.elements, o) for t, o in zip(tensors, offsets, strict=True)]
         self._expected = Expected(model, workers, rule)
         self._met = 0
-        self._moves = 0 if member.channel("server", 0).device.capabilities.maps else model.nbytes
+        self._moves = 0 if member.channel("server 0").device.capabilities.maps else model.nbytes
 
     def run(self, run: Run) -> float:
         """One round; returns its seconds, or 0 for a worker whose time does not count."""

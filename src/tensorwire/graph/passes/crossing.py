@@ -58,19 +58,22 @@ def crossings(graph: Graph, assignment: dict[str, str], aliases: Aliases | None 
 
 def _runs(graph: Graph, assignment: dict[str, str], aliases: Aliases, need: dict[str, set[str]]) -> dict[str, Workers]:
     """Where every operator runs. Notes in ``need`` where each value is wanted."""
-    kept = set(need)
+    kept, everyone = set(need), Workers(graph.workers)
     replicable = _replicable(graph, aliases)
     follow = following(graph, assignment) | aliases.changed_views()
     for node in graph.nodes:
         if node.name in follow and (node.kind != ITEM or node.inputs[0] in replicable):
-            replicable.add(node.name)
-    writing = writers(graph, assignment, aliases, replicable)
+            replicable.setdefault(node.name, everyone)
+    writing = writers(graph, assignment, aliases, set(replicable))
     runs: dict[str, Workers] = {}
     for node in reversed(graph.nodes):
         if node.kind in GIVEN:
             continue
         if node.name in replicable:
-            where = frozenset(need[node.name] or ({assignment[node.name]} if node.name in kept else ()))
+            wanted = Workers(need[node.name] or ({assignment[node.name]} if node.name in kept else ()))
+            where = wanted & replicable[node.name]
+            if wanted and not where:  # it crosses
+                where = Workers({_one_of(graph, replicable[node.name], assignment[node.name])})
         else:
             where = writing.get(node.name) or frozenset({assignment[node.name]})
         runs[node.name] = where
@@ -79,17 +82,19 @@ def _runs(graph: Graph, assignment: dict[str, str], aliases: Aliases, need: dict
     return runs
 
 
-def _replicable(graph: Graph, aliases: Aliases) -> set[str]:
-    """What any worker can compute by itself from what all of them have."""
-    free: set[str] = set()
+def _replicable(graph: Graph, aliases: Aliases) -> dict[str, Workers]:
+    """What several workers can compute, each by itself from what they all have: by name, which workers."""
+    free: dict[str, Workers] = {}
     for node in graph.nodes:
         if aliases.root(node.name).name in aliases.written:
             continue
-        if node.kind in GIVEN:
-            if node.present is None or len(node.present) == len(graph.workers):
-                free.add(node.name)
-        elif _cheap(node) and all(name in free for name in node.inputs):
-            free.add(node.name)
+        where = Workers(graph.workers if node.present is None else node.present)
+        if node.kind not in GIVEN:
+            if not _cheap(node) or not all(name in free for name in node.inputs):
+                continue
+            where = where.intersection(*(free[name] for name in node.inputs))
+        if len(where) > 1 or len(where) == len(graph.workers):
+            free[node.name] = where
     return free
 
 
@@ -101,8 +106,12 @@ def _source(graph: Graph, node: Node, assignment: dict[str, str], at: Workers, m
     if not at:
         where = ", ".join(sorted(missing))
         raise ArgumentError(f"graph {graph.name}: {node.name} ({node.op}) is needed on {where}; nobody has it")
-    worker = assignment.get(node.name)
-    return worker if worker in at else next(worker for worker in graph.workers if worker in at)
+    return _one_of(graph, at, assignment.get(node.name))
+
+
+def _one_of(graph: Graph, workers: Workers, wanted: str | None) -> str:
+    """``wanted`` if it is among them, else the first."""
+    return wanted if wanted in workers else next(worker for worker in graph.workers if worker in workers)
 
 
 def _given(graph: Graph, node: Node, need: set[str], kept: bool) -> Workers:

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define TENSORWIRE_ASYNC_EDGES_VERSION 1
+#define TENSORWIRE_ASYNC_EDGES_VERSION 2
 
 /* What became of a send or a receive. */
 enum { TW_DONE = 0, TW_TIMED_OUT = 1, TW_LOST = 2 };
@@ -25,6 +25,8 @@ struct tw_async_edges {
     void (*send)(void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context);
     /* Calls `arrived` when `step` has arrived. If it has, that is before this returns, which is with 0; else with a ticket. */
     uint64_t (*receive)(void* consumer, uint64_t step, tw_call arrived, void* context);
+    /* Whether `step` has arrived, or does so within `seconds`, in which the caller's thread sees to it. */
+    int (*arrives)(void* consumer, uint64_t step, double seconds);
     /* Whether `arrived` was still to be called, and will not be. */
     int (*cancel)(void* consumer, uint64_t ticket);
     /* The memory of a step that has arrived, until it is released; it may be read-only. */
