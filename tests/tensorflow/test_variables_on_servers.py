@@ -200,10 +200,10 @@ def kill_the_server(job: tw.Job, pid: Path) -> str:
     with twt.server(0):
         w = tf.Variable(1.0)
     step = twt.distribute(lambda: w.assign_add(1.0))
-    step()
-    if job.rank == 0:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
     try:
+        step()  # in which worker 1 may still be when worker 0 has its result
+        if job.rank == 0:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
         while True:
             step()
     except errors.JobEnded as error:
