@@ -12,7 +12,7 @@ import pytest
 
 import tensorwire as tw
 from tests.harness.jobs import run_job
-from tests.tensorflow.test_operators import load
+from tests.tensorflow.test_operators import load, load_with_a_limit
 
 DEVICES = pytest.mark.parametrize("device", ["shm", "tcp"])
 CHUNK = 256 << 10
@@ -494,8 +494,7 @@ def test_a_receive_can_be_cancelled(device: str) -> None:
 
 def run_out_of_time(job: tw.Job) -> list[Any]:
     """A message that nobody finishes sending in time; when it has come, it is there."""
-    os.environ["TENSORWIRE_TIMEOUT"] = "2"
-    tf, twt = load()
+    tf, twt = load_with_a_limit(job)
     if job.rank == 1:
         twt.send([1.0], "key", to=0, shape=[None])
         job.barrier()
