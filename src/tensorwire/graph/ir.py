@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tensorwire.control.names import member_name
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError
 
@@ -42,7 +43,7 @@ Dim = int | Unknown
 
 def worker_name(rank: int) -> str:
     """What graphs, plans and messages call the worker of that rank."""
-    return f"worker {rank}"
+    return member_name("worker", rank)
 
 
 def most(dim: Dim) -> int | None:

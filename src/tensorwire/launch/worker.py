@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.locality import apart
+from tensorwire.control.names import member_name
 from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
 from tensorwire.launch.children import Child
 from tensorwire.launch.excepthook import ExceptHook, print_end
@@ -101,7 +102,7 @@ class Worker:
     @functools.cached_property
     def neighbors(self) -> list[int]:
         """The ranks of the workers on this machine. Waits until all have joined."""
-        cards = [self.member.card(f"worker {rank}", JOIN_SECONDS) for rank in range(self.num_workers)]
+        cards = [self.member.card(member_name("worker", rank), JOIN_SECONDS) for rank in range(self.num_workers)]
         return [rank for rank, card in enumerate(cards) if not apart(card.where, self.member.where)]
 
     def next_store(self) -> str:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from tensorwire.control import Member
+from tensorwire.control.names import member_name
 from tensorwire.device import Channel
 from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
 from tensorwire.store.sharding import StorePlan
@@ -61,7 +62,7 @@ def fetch_state(client: StateClient) -> Iterator[Item]:
 
 def _publish(client: StateClient, ask: Ask) -> None:
     """As the first ask whose number nobody has taken."""
-    servers = [f"server {s}" for s in range(client.plan.servers)]
+    servers = [member_name("server", s) for s in range(client.plan.servers)]
     encoded = msgspec.msgpack.encode(ask)
     while True:
         key = ask_key(client.name, client.asks)

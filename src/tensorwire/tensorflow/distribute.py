@@ -13,6 +13,7 @@ from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.analysis import Analysis, analyze
+from tensorwire.graph.ir import worker_name
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_importer import Imported, import_function
@@ -124,7 +125,7 @@ def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
 
 def _analyzed(function: Any, title: str, worker: Worker) -> tuple[Imported, Analysis]:
     """Twice, if operators wait for others on other workers: then what says that these have run crosses, too."""
-    workers = [member_name("worker", rank) for rank in range(worker.num_workers)]
+    workers = [worker_name(rank) for rank in range(worker.num_workers)]
     servers = [member_name("server", index) for index in range(worker.num_servers)]
     imported = import_function(function, title, workers, servers)
     analysis = analyze(imported.graph)

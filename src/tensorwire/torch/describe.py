@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tensorwire.control.names import member_name
 from tensorwire.control.reach import Route
 from tensorwire.sizes import size_text
 from tensorwire.store.sharding import StorePlan, counted
@@ -31,6 +32,6 @@ def describe(
             f"  group {number}, {counted(len(group['params']), 'tensor')}: "
             + ", ".join(f"{key}={value!r}" for key, value in options.items())
         )
-    reached = {f"server {s}": routes.get(f"server {s}") for s in range(servers)}
-    lines += [f"  {server} by {route}" for server, route in reached.items() if route is not None]
+    names = [member_name("server", index) for index in range(servers)]
+    lines += [f"  {name} by {route}" for name in names if (route := routes.get(name)) is not None]
     return "\n".join(lines)
