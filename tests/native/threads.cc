@@ -340,7 +340,8 @@ void words_of_life() {
 }
 
 // Ends that need no Python: one thread sends the odd steps and one the even ones, so that many come early; two threads
-// receive and release, and look for some steps themselves. `queued`: a third thread posts what they write, as one of Python's does for a NIC.
+// receive and release, and look for some steps themselves. `queued`: a third thread posts what they write, as one of
+// Python's does for a NIC.
 void ends_of_other_programs(bool queued) {
     constexpr u64 steps = 2000, depth = 4, stride = sizeof(SlotHeader) + payload_bytes, nobody = 0, producers = 1, consumers = 2;
     const Ring ring{0, stride, stride, depth};
