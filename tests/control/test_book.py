@@ -53,6 +53,15 @@ def test_an_entry_is_published_once(pair: Pair) -> None:
     assert second.lookup("key") == b"value"
 
 
+def test_who_asks_may_say_whose_entry_it_takes(pair: Pair, jobs: Jobs) -> None:
+    coordinator, _, second = pair
+    server = jobs.client(coordinator, "server", 0)
+    second.publish("store/0", b"x" * (2 * frames.PART_BYTES))
+    assert server.lookup("store/0", owner="worker 1") == b"x" * (2 * frames.PART_BYTES)
+    with pytest.raises(RemoteAccessError, match="'store/0' was published by worker 1, which only worker 0 may do"):
+        server.lookup("store/0", owner="worker 0")
+
+
 def test_an_entry_for_some_is_refused_to_others(pair: Pair, jobs: Jobs) -> None:
     coordinator, first, second = pair
     server = jobs.client(coordinator, "server", 0)

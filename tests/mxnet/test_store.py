@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import warnings
 from functools import partial
@@ -15,6 +17,7 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.store import foreign
 from tensorwire.store.fates import Fate
 from tensorwire.trace.push_fates import read_fates
 from tests.harness.jobs import run_job
@@ -155,6 +158,39 @@ def schedule(job: tw.Job) -> list[Any]:
 
     scheduler = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)
     return updates_of(job, "sgd", {"learning_rate": 0.2, "lr_scheduler": scheduler}, "float32")
+
+
+OWN = """
+import mxnet as mx
+@mx.optimizer.register
+class {name}(mx.optimizer.Optimizer):
+    def create_state(self, index, weight): return None
+    def update(self, index, weight, grad, state): weight[:] = weight - 2 * grad
+"""
+
+
+def own(job: tw.Job, folder: str, name: str, changes: bool) -> Any:
+    mx, kv = store_of()
+    sys.path.insert(0, folder)
+    cls = getattr(importlib.import_module(name.lower()), name)
+    if changes:  # as if this worker had read another file than the server will
+        foreign.hashes_of = lambda modules: {module: "0" * 64 for module in modules if "own" in module}
+    kv.set_optimizer(cls())
+    kv.init("k", mx.nd.zeros((2,)))
+    out = mx.nd.zeros((2,))
+    kv.pushpull("k", mx.nd.ones((2,)), out=out)
+    return out.asnumpy().tolist()
+
+
+def test_servers_run_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "owndouble.py").write_text(OWN.format(name="OwnDouble"))
+    assert run_job(own, str(tmp_path), "OwnDouble", False, workers=1).ok() == [[-2.0, -2.0]]
+
+
+def test_servers_that_have_another_optimizer_of_that_name_say_so(tmp_path: Path) -> None:
+    (tmp_path / "ownchanged.py").write_text(OWN.format(name="OwnChanged"))
+    cause = run_job(own, str(tmp_path), "OwnChanged", True, workers=1).cause
+    assert "is not the ownchanged that workers have: install one everywhere" in str(cause)
 
 
 def test_a_schedule_of_the_learning_rate_counts_pushes() -> None:

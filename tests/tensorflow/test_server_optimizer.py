@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,34 @@ def refusals(job: tw.Job) -> None:
 
 def test_what_servers_cannot_run_is_refused() -> None:
     run_job(refusals, workers=1).ok()
+
+
+OWN = """
+import keras
+class Doubled(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(2 * gradient, variable, learning_rate)
+@keras.saving.register_keras_serializable("own")
+class Registered(Doubled):
+    pass
+"""
+
+
+def own(job: tw.Job, folder: str, name: str) -> Any:
+    tf, twt = load()
+    sys.path.insert(0, folder)
+    variable = tf.Variable([1.0, 2.0])
+    cls = getattr(importlib.import_module("own_optimizers"), name)
+    optimizer = twt.StoreOptimizer(cls(0.5), on_servers=True)
+    optimizer.build([variable])
+    optimizer.apply([tf.constant([1.0, -1.0])], [variable])
+    return variable.numpy().tolist()
+
+
+@pytest.mark.parametrize("name", ["Doubled", "Registered"])
+def test_servers_run_an_optimizer_of_ones_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / "own_optimizers.py").write_text(OWN)
+    assert run_job(own, str(tmp_path), name, workers=1).ok() == [[0.0, 3.0]]
 
 
 def unknown(job: tw.Job) -> None:

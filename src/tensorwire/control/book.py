@@ -96,6 +96,9 @@ class Book:
             return Answer(message.id, error="the job ended", type="JobEnded")
         if entry.to is not None and member not in entry.to:
             return Answer(message.id, error=f"{message.key!r} is not for {member}", type="RemoteAccessError")
+        if message.owner not in (None, entry.owner):
+            why = f"{message.key!r} was published by {entry.owner}, which only {message.owner} may do"
+            return Answer(message.id, error=why, type="RemoteAccessError")
         if message.part >= entry.total:
             return Answer(message.id, error=f"{message.key!r} has {entry.total} parts", type="ProtocolError")
         return Answer(message.id, entry.parts[message.part], entry.total)

@@ -99,12 +99,15 @@ class Client:
             piece = value[part * frames.PART_BYTES : (part + 1) * frames.PART_BYTES]
             self._request(frames.Publish(next(self._ids), key, piece, to, part, parts), 60.0)
 
-    def lookup(self, key: str, timeout: float = 60.0) -> bytes:
-        """The value published under ``key``; waits for it. Raises `WaitTimeout`."""
-        first = self._request(frames.Lookup(next(self._ids), key, _seconds(timeout)), timeout)
+    def lookup(self, key: str, timeout: float = 60.0, *, owner: str | None = None) -> bytes:
+        """The value published under ``key``; waits for it.
+
+        Raises `WaitTimeout`, or `RemoteAccessError` where ``owner`` is given, and another member published it.
+        """
+        first = self._request(frames.Lookup(next(self._ids), key, _seconds(timeout), owner=owner), timeout)
         values = [first.value]
         for part in range(1, first.parts):
-            values.append(self._request(frames.Lookup(next(self._ids), key, 60.0, part), 60.0).value)
+            values.append(self._request(frames.Lookup(next(self._ids), key, 60.0, part, owner), 60.0).value)
         return b"".join(values)
 
     def barrier(self, name: str, parties: int, timeout: float = 600.0) -> None:

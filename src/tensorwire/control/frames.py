@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -69,12 +69,13 @@ class Publish(Message, tag="publish", frozen=True):
 
 
 class Lookup(Message, tag="lookup", frozen=True):
-    """Asks for a part of an entry; answered when the whole entry is there."""
+    """Asks for a part of an entry; answered when the whole entry is there. ``owner``: who must have published it."""
 
     id: Id
     key: Name
     timeout: Seconds
     part: Id = 0
+    owner: Name | None = None
 
 
 class Barrier(Message, tag="barrier", frozen=True):

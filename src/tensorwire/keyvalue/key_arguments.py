@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tensorwire.errors import ArgumentError
-from tensorwire.store.rule_names import folders_with, hash_of, is_foreign, module_file
 
 Key = str | int
 
@@ -45,13 +44,3 @@ def plain_option(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, (bool, int, float, str, list, tuple)):
         raise ArgumentError(f"the option {name} must be a number, a string or a list of these, not {value!r:.100}")
     return value
-
-
-def origin(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `StoreSpec` says of a rule that is an import path, so that servers find the same; else nothing."""
-    if not is_foreign(rule):
-        return {}
-    module = rule.partition(":")[0]
-    file, package = module_file(module), module_file(module.partition(".")[0])
-    source = "" if file is None else hash_of([file])
-    return {"arguments": dict(options), "source": source, "folders": folders_with([package])}

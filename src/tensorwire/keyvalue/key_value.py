@@ -14,13 +14,14 @@ import numpy as np
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.handle import Handle
-from tensorwire.keyvalue.key_arguments import Key, as_array, origin, pairs, plain_option, plan_name
+from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
 from tensorwire.store.admission import versions
 from tensorwire.store.compression import parse_compression
+from tensorwire.store.foreign import named_by
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
@@ -439,7 +440,7 @@ class KeyValue(RowKeys):
         """Gives keys a place on the servers: a store of their own."""
         tensors = [ParameterSpec(plan_name(e.key), e.spec.shape, e.spec.dtype) for e in entries]
         spec = StoreSpec(
-            versions(),
+            versions(self._rule),
             tensors,
             ASSIGN if self._rule == MEAN else self._rule,
             [self._group],
@@ -450,7 +451,7 @@ class KeyValue(RowKeys):
             mode_settings=settings_of(self._mode),
             keys=True,
             compression=self._compression,
-            **origin(self._rule, self._group),
+            **named_by(self._rule, self._group),
         )
         store = join_with(self._worker, spec, KeyClient)
         self._stores.append(store)

@@ -10,11 +10,12 @@ import numpy as np
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.handle import Calls
-from tensorwire.keyvalue.key_arguments import as_array, origin
+from tensorwire.keyvalue.key_arguments import as_array
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
+from tensorwire.store.foreign import named_by
 from tensorwire.store.key_client import pack_options
 from tensorwire.store.modes import SSP, Async, Sync, check_reduce, settings_of
 from tensorwire.store.row_client import RowClient
@@ -61,7 +62,7 @@ class Table:
         self._numeric = list(_numeric(self._group))
         self._options = self._packed(self._group)
         spec = StoreSpec(
-            versions(),
+            versions(rule),
             [ParameterSpec(name, shape, dtype)],
             rule,
             [self._group],
@@ -71,7 +72,7 @@ class Table:
             reduce,
             mode_settings=settings_of(mode),
             table=settings,
-            **origin(rule, self._group),
+            **named_by(rule, self._group),
         )
         self.client = join_with(worker, spec, RowClient)
         self._pulling: TablePull | None = None

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tensorwire.control import Cause, Member
+from tensorwire.control.names import member_name
 from tensorwire.errors import JobEnded, PeerLost, TensorwireError, WaitTimeout, WorkerFinished
 from tensorwire.launch.children import on_parent_death
 from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, listening_interface, server_threads
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
+from tensorwire.store.admission import check_versions
 from tensorwire.store.store_layout import FunctionsSpec, StoreSpec
 
 if TYPE_CHECKING:
@@ -43,7 +45,9 @@ def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
     threads: list[threading.Thread] = []
     try:
         if isinstance(spec, FunctionsSpec):
-            importlib.import_module(_FUNCTIONS[spec.framework]).serve(member, name)
+            module = _FUNCTIONS[spec.framework]
+            check_versions(spec.versions, module, member.name)
+            importlib.import_module(module).serve(member, name)
         else:
             _serve_store(member, name, spec, threads)
     except (JobEnded, PeerLost) as error:
@@ -114,6 +118,12 @@ def _load_framework(member: Member) -> None:
         importlib.import_module("torch")
 
 
+def _spec(member: Member, name: str) -> StoreSpec | FunctionsSpec:
+    """What worker 0 asks for, and nobody else: it names code that servers import."""
+    found = member.client.lookup(name, owner=member_name("worker", 0))
+    return msgspec.msgpack.decode(found, type=StoreSpec | FunctionsSpec)
+
+
 def serve(member: Member) -> None:
     """Serves store after store until the job ends."""
     threads = []
@@ -123,7 +133,7 @@ def serve(member: Member) -> None:
             name = f"store/{number}"
             while True:
                 try:
-                    spec = msgspec.msgpack.decode(member.client.lookup(name), type=StoreSpec | FunctionsSpec)
+                    spec = _spec(member, name)
                     break
                 except WaitTimeout:
                     continue
@@ -134,6 +144,8 @@ def serve(member: Member) -> None:
     except JobEnded:
         for thread in threads:
             thread.join(10.0)
+    except TensorwireError as error:
+        member.fail(f"stopped: {error}")
 
 
 def _leave() -> None:

@@ -7,16 +7,15 @@ An optimizer travels as the import path of its class and its plain attributes, i
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import threading
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import mxnet as mx
 
-from tensorwire.errors import Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.store.foreign import loaded
 
 RULE = f"{__name__}:update"
 UPDATES = "updates"  # the state's count of updates
@@ -95,6 +94,7 @@ def update(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[s
 
 
 update.numpy = True  # type: ignore[attr-defined]
+update.imports = lambda options: [options["optimizer"]]  # type: ignore[attr-defined]
 
 
 def over(array: Any) -> Any:
@@ -105,9 +105,10 @@ def over(array: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _optimizer(path: str, settings: str, dtype: str, ndim: int) -> tuple[Any, Any]:
     """The optimizer, and the names of what it keeps, in the form in which it keeps them."""
-    module, _, name = path.partition(":")
-    cls = attrgetter(name)(importlib.import_module(module))
-    optimizer = cls.__new__(cls)
+    cls = loaded(path)
+    if not isinstance(cls, type) or not issubclass(cls, mx.optimizer.Optimizer):
+        raise ArgumentError(f"the rule {RULE} takes an optimizer of MXNet, not {path}")
+    optimizer: Any = object.__new__(cls)
     mx.optimizer.Optimizer.__init__(optimizer)
     vars(optimizer).update(json.loads(settings))
     like = mx.nd.zeros((1,) * ndim, dtype=dtype)

@@ -8,20 +8,28 @@ from tensorwire._native import available_bytes
 from tensorwire.errors import OutOfMemory, PlanMismatch
 from tensorwire.sizes import size_text
 
+_ALL = ("tensorwire", "numpy", "torch")
+_ADAPTERS = {"mxnet": ("mxnet",), "tensorflow": ("tensorflow", "keras")}  # whose rules run which packages
 
-def versions() -> str:
-    """The software that gives an update its bits; workers and servers of a job must agree on it."""
+
+def versions(rule: str = "") -> str:
+    """The software that gives the updates of a rule their bits; workers and servers of a job must agree on it."""
+    adapter = rule.partition(":")[0].removeprefix("tensorwire.").partition(".")[0]
+    return ", ".join(f"{name} {_version(name)}" for name in (*_ALL, *_ADAPTERS.get(adapter, ())))
+
+
+def _version(package: str) -> str:
     try:
-        torch = importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        torch = "none"
-    return f"tensorwire {importlib.metadata.version('tensorwire')}, torch {torch}"
+        return "none"
 
 
-def check_versions(of_workers: str, who: str) -> None:
-    """Raises `PlanMismatch` where a server has other software."""
-    if of_workers != versions():
-        raise PlanMismatch(f"the workers run {of_workers}, {who} {versions()}: install one everywhere")
+def check_versions(of_workers: str, rule: str, who: str) -> None:
+    """Raises `PlanMismatch` where a server has other software for a rule."""
+    here = versions(rule)
+    if of_workers != here:
+        raise PlanMismatch(f"the workers run {of_workers}, {who} {here}: install one everywhere")
 
 
 def check_memory(nbytes: int, who: str) -> None:

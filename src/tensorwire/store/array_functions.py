@@ -29,7 +29,7 @@ def array_function(spec: StoreSpec) -> ArrayFunction | None:
     """The function that a rule names, if it is one of arrays. Raises as `load_rule`."""
     if not is_foreign(spec.rule):
         return None
-    found: Any = load_rule(spec.rule, spec.folders, spec.source)
+    found: Any = load_rule(spec.rule, spec.folders, spec.sources, spec.groups[0])
     return cast(ArrayFunction, found) if getattr(found, "numpy", False) else None
 
 

@@ -1,8 +1,11 @@
-"""Rules that are not torch's own: optimizers and functions, imported by path, and given whole tensors.
+"""Code that servers run and that is not torch's: optimizers and functions, imported by path.
 
-A rule ``package.module:Class`` names an optimizer's class, ``package.module:function`` a function. Servers import it,
-as the workers did; nothing of it is sent but its name, the folders that worker 0 found it in, and a hash of the files
-that define it.
+A rule ``package.module:Class`` names an optimizer's class, ``package.module:function`` a function. Nothing of it is
+sent but its name, the folders that worker 0 found it in, and the hashes of the files that define it. A server imports a
+module only if worker 0 has named it, and only after its file and those of its packages have been found to be the same.
+
+A function of arrays may drive classes that its options name: their import paths are what ``function.imports(options)``
+returns.
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from tensorwire.errors import ArgumentError, PlanMismatch, Unsupported
-from tensorwire.store.rule_names import check_path, file_of, folders_with, hash_of, is_foreign
+from tensorwire.store.rule_names import check_path, file_of, folders_with, hash_of, hashes_of, is_foreign, module_file
 
 if TYPE_CHECKING:
     import torch
 
 Imported: TypeAlias = "type[torch.optim.Optimizer] | FunctionType"
 _importing = threading.Lock()  # stores begin in threads of one server
+# Their files are not compared one by one, but their versions are, before any of this.
+_COMPARED = ("torch", "tensorwire", "numpy", "mxnet", "tensorflow", "keras", "typing", "abc", "builtins")
 
 
 def import_path(rule: Imported) -> str:
@@ -77,14 +82,7 @@ def _check(rule: Any, path: str) -> None:
 def imported(rule: str) -> Imported:
     """The class or function of an import path. Raises `ArgumentError` or `Unsupported`, in one line for people."""
     check_path(rule)
-    module, _, name = rule.partition(":")
-    try:
-        found = attrgetter(name)(importlib.import_module(module))
-    except Exception as error:
-        raise Unsupported(
-            f"cannot import the rule {name} from {module} ({type(error).__name__}: {error}): install that "
-            "module on the servers' machines, or put it into the script's folder there"
-        ) from None
+    found = _import(rule)
     _check(found, rule)
     return cast("Imported", found)
 
@@ -99,35 +97,97 @@ def folders_of(rule: str) -> list[str]:
     return folders_with(file_of(module.partition(".")[0]) for module in _defining(imported(rule)))
 
 
-def source_of(rule: str) -> str:
-    """A hash of the files that define the rule and its bases, as far as they are not torch's: all are to run one."""
-    return hash_of(file_of(module) for module in _defining(imported(rule)))
+def sources_of(rule: str) -> dict[str, str]:
+    """By module, the hashes of the files that define a rule and its bases: servers are to have the same."""
+    return hashes_of(_defining(imported(rule)))
 
 
-def _defining(rule: Imported) -> list[str]:
+def named_by(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `StoreSpec` says of a rule of keys or rows that is an import path; nothing of other rules.
+
+    The rule itself is not imported here: workers need not be able to.
+    """
+    if not is_foreign(rule):
+        return {}
+    module, _, name = rule.partition(":")
+    modules = [module]
+    for path in imports_of(getattr(sys.modules.get(module), name, None), options):
+        modules += _defining(loaded(path))
+    packages = [module_file(m.partition(".")[0]) for m in modules]
+    return {"arguments": dict(options), "sources": hashes_of(modules), "folders": folders_with(packages)}
+
+
+def imports_of(function: object, options: Mapping[str, Any]) -> list[str]:
+    """The import paths of the classes that a function drives with these options."""
+    found: list[str] = getattr(function, "imports", lambda _: [])(options)
+    return found
+
+
+def loaded(path: str) -> Any:
+    """What an import path names, of a module that has been imported. Raises `Unsupported` for others."""
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):
+        raise Unsupported(f"{module} has not been imported, or has no {name}") from None
+
+
+def _defining(rule: Any) -> list[str]:
     if isinstance(rule, FunctionType):
         return [rule.__module__]
-    mro = inspect.getmro(rule)
-    modules = [c.__module__ for c in mro if c is not object]
-    return [m for m in modules if m.partition(".")[0] not in ("torch", "typing", "abc")]
+    modules = [c.__module__ for c in inspect.getmro(rule)]
+    return [m for m in modules if m.partition(".")[0] not in _COMPARED]
 
 
-def load_rule(rule: str, folders: Sequence[str], source: str) -> Imported:
+def load_rule(
+    rule: str, folders: Sequence[str], sources: Mapping[str, str], options: Mapping[str, Any] | None = None
+) -> Imported:
     """The class or function, on a server. Raises `Unsupported`, `ArgumentError` or `PlanMismatch`, in one line.
 
-    ``source``: from `source_of`, or the hash of its module's file alone; empty where the workers found none.
+    Args:
+        rule: Its import path.
+        folders: Where worker 0 found it.
+        sources: From `sources_of` or `named_by`: nothing is imported before all these files have been compared.
+        options: With which a function is going to be called.
     """
     with _importing:
         before = list(sys.path)
         new = [folder for folder in folders if folder not in before]
         sys.path[:0] = new
         try:
+            _compare(rule, sources)
             found = imported(rule)
+            for path in imports_of(found, options or {}):
+                module = path.partition(":")[0]
+                if module not in sources and module.partition(".")[0] not in _COMPARED:
+                    raise Unsupported(f"worker 0 has not said which file {module} is: servers do not import it")
+                _import(path)
         finally:
             sys.path[:] = [*before, *new]  # for what it imports later; servers' own modules stay the first
-    file = file_of(rule.partition(":")[0])
-    if source and source not in (source_of(rule), hash_of([file])):
-        raise PlanMismatch(
-            f"{file} on the server is not the {rule.partition(':')[0]} that workers have: install one everywhere"
-        )
     return found
+
+
+def _compare(rule: str, sources: Mapping[str, str]) -> None:
+    """Raises `PlanMismatch` where this process would import another file than the workers have."""
+    for module, expected in sources.items():
+        file = module_file(module)
+        if file is None:
+            raise _cannot(rule, ModuleNotFoundError(f"No module named {module!r}"))
+        if not file.is_file() or hash_of(file) != expected:
+            raise PlanMismatch(f"{file} on the server is not the {module} that workers have: install one everywhere")
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except Exception as error:
+        raise _cannot(path, error) from None
+
+
+def _cannot(path: str, error: Exception) -> Unsupported:
+    module, _, name = path.partition(":")
+    return Unsupported(
+        f"cannot import the rule {name} from {module} ({type(error).__name__}: {error}): install that "
+        "module on the servers' machines, or put it into the script's folder there"
+    )

@@ -71,7 +71,7 @@ class KeyServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        check_versions(spec.versions, member.name)
+        check_versions(spec.versions, spec.rule, member.name)
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), member.name)
         self._mode = spec.mode

@@ -50,7 +50,7 @@ class RowServer:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec = member, name, spec
-        check_versions(spec.versions, member.name)
+        check_versions(spec.versions, spec.rule, member.name)
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]

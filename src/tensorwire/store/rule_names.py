@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tensorwire.errors import ArgumentError
@@ -44,11 +43,14 @@ def no_rule(rule: str) -> ArgumentError:
 
 
 def module_file(module: str) -> Path | None:
-    """The file that this process would import a module from, or None where it finds none."""
+    """The file that this process has imported a module from, or would import it from; None where it finds none."""
+    if module in sys.modules:
+        return file_of(module)
     place, spec, name = None, None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
-        spec = PathFinder.find_spec(name, place)
+        finders = (finder.find_spec(name, place) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next(filter(None, finders), None)
         if spec is None:
             return None
         place = list(spec.submodule_search_locations or ())
@@ -61,13 +63,21 @@ def file_of(module: str) -> Path | None:
     return Path(name).absolute() if name else None
 
 
-def hash_of(files: Iterable[Path | None]) -> str:
-    """A hash of these files, as far as they are there."""
-    digest = hashlib.sha256()
-    for file in files:
-        if file is not None and file.is_file():
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+def hash_of(file: Path) -> str:
+    """The hash of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def hashes_of(modules: Iterable[str]) -> dict[str, str]:
+    """The hashes of the files of modules and of the packages that they are in, as far as they have one."""
+    found = {}
+    for module in modules:
+        parts = module.split(".")
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            file = module_file(name)
+            if file is not None and file.is_file():
+                found[name] = hash_of(file)
+    return found
 
 
 def folders_with(files: Iterable[Path | None]) -> list[str]:

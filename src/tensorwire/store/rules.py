@@ -58,7 +58,7 @@ def looks_at_all(rule: str) -> bool:
 def optimizer_class(spec: StoreSpec) -> type[torch.optim.Optimizer]:
     """The class that a server applies. Raises `Unsupported` or `PlanMismatch`."""
     if is_foreign(spec.rule):
-        loaded = load_rule(spec.rule, spec.folders, spec.source)
+        loaded = load_rule(spec.rule, spec.folders, spec.sources)
         return loaded if isinstance(loaded, type) else FunctionOptimizer
     found: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
     return found

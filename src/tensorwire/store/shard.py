@@ -108,7 +108,7 @@ class Shard:
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        check_versions(spec.versions, member.name)
+        check_versions(spec.versions, spec.rule, member.name)
         self.plan: StorePlan = spec.plan(servers)
         registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
         check_memory(registered, member.name)

@@ -114,7 +114,7 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
     """
     spec.encoded()
     coded = f"compression {spec.compression or None}\n"
-    rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.source}"
+    rule = f"rule {spec.rule} {spec.groups} {spec.arguments} {spec.sources}"
     member.client.compare(
         name, spec.digest(plan), f"{spec.versions}\n{rule}\nmode {spec.mode!r}\n{coded}{plan.describe()}", workers
     )

@@ -21,6 +21,7 @@ WORD = 64  # bytes between signal words: each has its cache line
 class FunctionsSpec(msgspec.Struct, frozen=True, tag="functions"):
     """Published by worker 0 instead of a store's: servers run parts of functions of ``framework``."""
 
+    versions: str
     framework: str = "tensorflow"
 
 
@@ -28,9 +29,10 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     """All a server needs to know of a store; published by worker 0.
 
     ``versions`` says which software made it. ``rule`` names a torch optimizer, or is the import path of another one:
-    its constructor takes ``arguments``, its files have the hash ``source``, and ``folders`` is where worker 0 found it.
-    ``groups`` holds each parameter group's options; ``numeric`` lists ``(group, option, index)``, in the order of the
-    option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer has all of them.
+    its constructor takes ``arguments``, ``sources`` holds the hashes of its files by module, and ``folders`` is where
+    worker 0 found it. ``groups`` holds each parameter group's options; ``numeric`` lists ``(group, option, index)``, in
+    the order of the option block (index -1: a plain number). ``whole``: no tensor is cut; ``together``: one optimizer
+    has all of them.
     ``reduce``: what becomes of the workers' gradients, ``mean`` or ``sum``. ``buffers``: how many versions of the
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
     still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every tensor is a key, whose
@@ -49,7 +51,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     reduce: str = "mean"
     buffers: int = 1
     arguments: dict[str, Any] = {}
-    source: str = ""
+    sources: dict[str, str] = {}
     folders: list[str] = []
     together: bool = False
     mode_settings: dict[str, Any] = msgspec.field(default_factory=lambda: settings_of(Sync()))

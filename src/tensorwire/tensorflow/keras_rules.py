@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.store.foreign import loaded
 
 RULE = f"{__name__}:update"
 ROW_RULE = f"{__name__}:update_rows"
@@ -168,8 +169,21 @@ class _Kept:
 _held = functools.lru_cache(maxsize=32)(_Held)
 
 
+def _imports(options: dict[str, Any]) -> list[str]:
+    """The class of an optimizer that is not Keras's own."""
+    found = json.loads(options[_CONFIG])
+    own = found["module"].partition(".")[0] == "keras"
+    return [] if own else [f"{found['module']}:{found['class_name']}"]
+
+
+update.imports = update_rows.imports = _imports  # type: ignore[attr-defined]
+
+
 def _optimizer_of(config: str) -> Any:
-    found = keras.saving.deserialize_keras_object(json.loads(config), safe_mode=True)
+    told = json.loads(config)
+    own = _imports({_CONFIG: config})
+    custom = {told["registered_name"]: loaded(own[0])} if own else None
+    found = keras.saving.deserialize_keras_object(told, custom_objects=custom, safe_mode=True)
     if not isinstance(found, keras.optimizers.Optimizer):
         raise ArgumentError(f"the rule {RULE} takes an optimizer of Keras, not a {type(found).__name__}")
     return found

@@ -21,6 +21,7 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.errors import ProtocolError
 from tensorwire.launch.place import server_threads
 from tensorwire.launch.worker import Worker, current_worker
+from tensorwire.store.admission import versions
 from tensorwire.store.store_layout import FunctionsSpec
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_part import GraphPart, runnable
@@ -88,7 +89,7 @@ class _Serving:
         self._known: set[int] = set()  # variables
         operator_edges().at_leave.append(self._end)
         if worker.rank == 0:
-            worker.member.client.publish(self._name, msgspec.msgpack.encode(FunctionsSpec()))
+            worker.member.client.publish(self._name, msgspec.msgpack.encode(FunctionsSpec(versions(__name__))))
 
     def add(self, server: str, part: GraphPart, captured: Mapping[str, Any]) -> tuple[str, int]:
         """Sends a part, and the values of variables that are new there. Returns the edge of calls, and its number."""

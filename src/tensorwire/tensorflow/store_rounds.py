@@ -16,11 +16,11 @@ import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ParameterModified, Unsupported
-from tensorwire.keyvalue.key_arguments import origin
 from tensorwire.launch.join_store import join_store
 from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
+from tensorwire.store.foreign import named_by
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
 from tensorwire.store.modes import EASGD, SGD, SSP, Async, DiLoCo, Local, Mode, Sync, settings_of
@@ -67,8 +67,8 @@ def _with_keras(spec: StoreSpec, outer: SGD) -> StoreSpec:
     """The same, whose servers run Keras's optimizer in place of PyTorch's."""
     optimizer = keras.optimizers.SGD(outer.lr, outer.momentum, outer.nesterov)
     options = {**settings_of_optimizer(optimizer), RATE: outer.lr}
-    changed = {"rule": RULE, "groups": [options], "numeric": [(0, RATE, -1)], **origin(RULE, options)}
-    return msgspec.structs.replace(spec, **changed)
+    changed = {"rule": RULE, "groups": [options], "numeric": [(0, RATE, -1)], "versions": versions(RULE)}
+    return msgspec.structs.replace(spec, **changed, **named_by(RULE, options))
 
 
 class Rounds:

@@ -18,7 +18,7 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.compression import parse_compression
-from tensorwire.store.foreign import folders_of, source_of
+from tensorwire.store.foreign import folders_of, sources_of
 from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync, check_mode, check_reduce
 from tensorwire.store.rule_names import MEAN, is_foreign
@@ -574,7 +574,8 @@ def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mod
     rule = origin.rule
     if not is_foreign(rule):
         return StoreSettings(rule, bucket_bytes, reduce, overlap, mode=mode)
-    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, source_of(rule), folders_of(rule), mode)
+    sources, folders = sources_of(rule), folders_of(rule)
+    return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, sources, folders, mode)
 
 
 def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class StoreSettings:
     reduce: str
     overlap: bool
     arguments: dict[str, Any] = field(default_factory=dict)  # of an optimizer that is not on the list of torch's own
-    source: str = ""
+    sources: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     mode: Mode = field(default_factory=Sync)
     compression: str = ""  # by name; empty: none
@@ -112,7 +112,7 @@ class Part:
             settings.reduce,
             2 if settings.overlap else 1,
             settings.arguments,
-            settings.source,
+            settings.sources,
             settings.folders,
             looks_at_all(settings.rule),
             settings_of(settings.mode),
