@@ -464,24 +464,33 @@ def test_a_killed_worker_ends_the_wait_of_the_others() -> None:
     assert "worker 1" in ended.results[0]
 
 
-def leave_early(job: tw.Job, mode: Sync | SSP) -> float:
-    """Worker 1 leaves with pushes and pulls that nobody has answered; worker 0 goes on."""
-    kv = KeyValue(mode, "sum")
+def leave_early(job: tw.Job, mode: Sync | SSP, rule: str, options: dict[str, float]) -> list[float]:
+    """Worker 1 leaves with pushes and pulls that nobody has answered; then worker 0 goes on."""
+    kv = KeyValue(mode, rule, **options)
     kv.init(["a", "b"], [np.zeros(3, "f4"), np.zeros(2000, "f4")])
     if job.rank == 1:
         for _ in range(1 if isinstance(mode, Sync) else 3):
-            kv.push(["a", "b"], [np.ones(3, "f4"), np.ones(2000, "f4")])
+            kv.push(["a", "b"], [np.full(3, 10, "f4"), np.ones(2000, "f4")])
         kv.pull(["a", "b"])
-        return 0.0
-    for _ in range(2):
-        kv.push("a", np.ones(3, "f4"))
-        value = kv.pull("a").wait()
-    return float(value[0])
+        kv._finish()
+    job.barrier()
+    seen = []
+    for _ in range(2 if job.rank == 0 else 0):
+        kv.push("a", np.full(3, 20, "f4"))
+        seen.append(float(kv.pull("a").wait()[0]))
+    return seen
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("mode", [Sync(), SSP(staleness=0)])
-def test_a_worker_may_leave_without_waiting(mode: Sync | SSP, device: str) -> None:
-    value, _ = run_job(leave_early, mode, device=device).ok()
-    assert 2 <= value <= 5
-    assert value == 3 or not isinstance(mode, Sync)
+@pytest.mark.parametrize(
+    ("mode", "rule", "options", "expected"),
+    [
+        (Sync(), "mean", {}, [15.0, 20.0]),
+        (Sync(), "SGD", {"lr": 1.0, "momentum": 0.5}, [-30.0, -65.0]),
+        (SSP(staleness=0), "sum", {}, [50.0, 70.0]),
+    ],
+)
+def test_what_a_worker_pushed_before_it_left_counts_in_its_round(
+    device: str, mode: Sync | SSP, rule: str, options: dict[str, float], expected: list[float]
+) -> None:
+    assert run_job(leave_early, mode, rule, options, device=device).ok()[0] == expected

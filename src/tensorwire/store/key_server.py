@@ -180,9 +180,9 @@ class KeyServer:
                 self._close_if_due(index)
 
     def _close_if_due(self, index: int) -> None:
-        """Merges, applies and answers, if all are there. The caller holds the bucket's lock."""
+        """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not bucket.here or len(bucket.here) < len(self._active):
+        if not bucket.here or not self._active <= {each.link.index for each in bucket.here}:
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.link.index), []
         links = [each.link for each in here]

@@ -123,20 +123,21 @@ class OwnClocks:
         """A worker has finished: no round waits for it."""
         self.workers.leave(worker)
         if self.quorum_rounds is not None:
-            self.quorum_rounds.leave()
+            self.quorum_rounds.leave(worker)
             return
         for bucket, lock in enumerate(self.locks):
             with lock:
                 self._close_if_due(bucket)
 
     def _close_if_due(self, bucket: int) -> None:
-        here, workers = len(self._open[bucket]), self.workers.active
-        if not here or here < quorum_of(self.mode, workers):
+        here, active = self._open[bucket], self.workers.active
+        missing = len(active - {c.worker for c in here})
+        if not here or missing > len(active) - quorum_of(self.mode, len(active)):
             return
-        if self._grace is None or self._deadlines is None or here >= workers:
+        if self._grace is None or self._deadlines is None or not missing:
             self._close(bucket)
         else:
-            at = self._grace.deadline(bucket, [c.worker for c in self._open[bucket]])
+            at = self._grace.deadline(bucket, [c.worker for c in here])
             self._deadlines.set(at, bucket, self.versions[bucket])
 
     def _close_late(self, bucket: int, version: int) -> None:

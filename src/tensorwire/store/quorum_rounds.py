@@ -66,8 +66,8 @@ class QuorumRounds(Generic[T]):
         self._shard, self._quorum, self._fragments, self._grace = shard, quorum, fragments, grace
         self._close_bucket, self._keep_bucket = close, keep
         self._lock = threading.Lock()
-        self._active = len(shard.workers)
-        self._counts = [[0] * self._active for _ in fragments]  # pushes of each worker
+        self._active, self._left = set(range(len(shard.workers))), set[int]()
+        self._counts = [[0] * len(shard.workers) for _ in fragments]  # pushes of each worker
         self._versions = [0] * len(fragments)
         self._here: list[dict[int, Mapping[int, T]]] = [{} for _ in fragments]  # by worker, which waits for its answer
         self._kept: list[dict[int, Mapping[int, T]]] = [{} for _ in fragments]  # of workers that were late
@@ -104,10 +104,11 @@ class QuorumRounds(Generic[T]):
                 self._grace.contributed(fragment, worker)
             self._close_if_due(fragment)
 
-    def leave(self) -> None:
+    def leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it."""
         with self._lock:
-            self._active -= 1
+            self._active.discard(worker)
+            self._left.add(worker)
             for fragment in range(0 if self._shard.index else len(self._fragments)):
                 self._close_if_due(fragment)
 
@@ -147,12 +148,12 @@ class QuorumRounds(Generic[T]):
                 self._close(fragment, decision.workers)
 
     def _close_if_due(self, fragment: int) -> None:
-        here, missing = self._here[fragment], len(self._shard.workers) - self._active
+        here = self._here[fragment]
         if not self._active and self._kept[fragment]:
             self._decide(fragment)
-        if not here or len(here) + missing < self._quorum:
+        if not here or len(self._left | here.keys()) < self._quorum:
             return
-        if self._grace is None or self._deadlines is None or len(here) >= self._active:
+        if self._grace is None or self._deadlines is None or self._active <= here.keys():
             self._decide(fragment)
         else:
             self._deadlines.set(self._grace.deadline(fragment, list(here)), fragment, self._versions[fragment])

@@ -154,7 +154,7 @@ class RowServer:
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if self._here and len(self._here) >= len(self._active):
+        if self._here and self._active <= self._here.keys():
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
 
@@ -193,6 +193,7 @@ class RowServer:
         """A worker has finished: no round waits for it, and what it pushed counts."""
         with self._changed:
             self._active.discard(worker)
+            self._resting.discard(worker)
             self._close_if_due()
             self._changed.notify_all()
 

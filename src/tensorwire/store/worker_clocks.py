@@ -24,9 +24,10 @@ class WorkerClocks:
         self._changed = threading.Condition()
 
     @property
-    def active(self) -> int:
-        """How many have not finished."""
-        return len(self._clocks)
+    def active(self) -> set[int]:
+        """Who has not finished."""
+        with self._changed:
+            return set(self._clocks)
 
     def tick(self, worker: int, step: bool) -> None:
         """A worker has taken a step, if ``step``."""
