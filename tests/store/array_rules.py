@@ -61,6 +61,34 @@ fading.numpy = True  # type: ignore[attr-defined]
 fading.initial = lambda options: {"kept": options["first"]}  # type: ignore[attr-defined]
 
 
+def row_wise(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Adagrad with one number for each row, under a name that is no plain one, and its square for pairs of elements."""
+    for name, part in (("values", (gradient**2).mean(1)), ("../x", (gradient**2)[:, :2].reshape(-1, 1, 2))):
+        state[name] = state.get(name, np.zeros_like(part)) + part
+    parameter -= gradient / np.sqrt(state["values"])[:, None]
+
+
+row_wise.numpy = True  # type: ignore[attr-defined]
+
+
+def column_wise(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Keeps a number for each column, which belongs to no row."""
+    state["columns"] = gradient.sum(0)
+
+
+column_wise.numpy = True  # type: ignore[attr-defined]
+
+
+def keeps_strangely(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """Keeps arrays under names that mean something elsewhere."""
+    for name in ("", "values", "../x", "index"):
+        state[name] = state.get(name, 0) + gradient
+        parameter -= state[name]
+
+
+keeps_strangely.numpy = True  # type: ignore[attr-defined]
+
+
 def keeps_a_name(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
     """Keeps what cannot be saved."""
     state["name"] = "x"

@@ -182,6 +182,63 @@ def test_neither_workers_nor_servers_import_torch_for_it(rule: str, tmp_path: Pa
     assert "[0.0, 0.0]" in done.stdout
 
 
+ROW_WISE = "tests.store.array_rules:row_wise"
+
+
+def train_row_wise(job: tw.Job, folder: str, steps: range) -> Any:
+    kv = KeyValue(Async(), ROW_WISE)
+    kv.init_rows("table", (3000, 3))
+    if steps.start:
+        kv.load_rows("table", folder)
+    for step in steps:
+        chosen = np.array([[0, 2999], [1, 2, 1500], [0, 1, 2], [5], [], [5, 2999]][step], "i8")
+        kv.row_sparse_push("table", chosen, np.full((len(chosen), 3), 10.0 ** (2 - step), "f4")).wait()
+    kv.save_rows("table", folder)
+    return kv.row_sparse_pull("table", [0, 1, 2, 5, 1500, 2999]).wait()
+
+
+def test_what_is_kept_for_a_row_may_have_any_shape(tmp_path: Path) -> None:
+    folder = str(tmp_path / "table")
+    run_job(train_row_wise, folder, range(2), workers=1, servers=2).ok()
+    (found,) = run_job(train_row_wise, folder, range(2, 6), workers=1, servers=3).ok()
+    after = lambda *pushed: -sum(g / np.sqrt(sum(x * x for x in pushed[: n + 1])) for n, g in enumerate(pushed))  # noqa: E731
+    wanted = [after(100, 1), after(10, 1), after(10, 1), after(0.1, 0.001), after(10), after(100, 0.001)]
+    np.testing.assert_allclose(found[:, 0], wanted, rtol=1e-5)
+    assert {each.name for each in (tmp_path / "table").iterdir()} == {
+        "index.json",
+        "values.npy",
+        "%values.npy",
+        "..%2Fx.npy",
+    }
+
+
+def keep_columns(job: tw.Job) -> None:
+    kv = KeyValue(Async(), "tests.store.array_rules:column_wise")
+    kv.init_rows("table", (8, 2))
+    kv.row_sparse_push("table", [1, 2, 3], np.ones((3, 2), "f4")).wait()
+
+
+def test_an_array_that_is_not_of_the_rows_is_refused_by_name() -> None:
+    said = str(run_job(keep_columns, workers=1).cause)
+    assert "keeps an array of the shape [2] as 'columns' after a push of 3 rows" in said
+    assert "\n" not in said
+
+
+def keep_strangely(job: tw.Job, path: str) -> list[Any]:
+    kv = KeyValue(rule="tests.store.array_rules:keeps_strangely")
+    kv.init("a", np.zeros(3, "f4"))
+    kv.push("a", np.ones(3, "f4")).wait()
+    kv.save(path)
+    kv.push("a", np.ones(3, "f4")).wait()
+    kv.load(path)
+    return [*kv.pull("a").wait(), *kv.pushpull("a", np.ones(3, "f4")).wait()]
+
+
+def test_no_name_in_the_state_is_taken_for_something_else(tmp_path: Path) -> None:
+    (found,) = run_job(keep_strangely, str(tmp_path / "a.npz"), workers=1).ok()
+    assert found == [-4.0] * 3 + [-12.0] * 3
+
+
 def keep_what_cannot_be_saved(job: tw.Job, path: str) -> str:
     kv = KeyValue(rule="tests.store.array_rules:keeps_a_name")
     kv.init("a", np.zeros(3, "f4"))

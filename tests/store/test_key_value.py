@@ -16,6 +16,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
+from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
 
@@ -351,12 +352,20 @@ def load_what_does_not_fit(job: tw.Job, folder: str) -> list[str]:
         kv.save(good)
         Path(f"{folder}/damaged.npz").write_bytes(Path(good).read_bytes()[:-40])
         np.savez(f"{folder}/strange.npz", a=np.zeros(3))
+        state = SavedArray("a", "momentum_buffer", rows=True)
+        write_arrays(f"{folder}/state.npz", "SGD", [*read_arrays(good)[1], (state, np.zeros(3, "f4"))])
     wrong = KeyValue(rule="sum")
     wrong.init(["a", "b"], [np.zeros(3, "f4"), np.zeros(3, "f4")])
     if job.rank == 0:
         wrong.save(other)
     said = []
-    for path in (other, f"{folder}/damaged.npz", f"{folder}/strange.npz", f"{folder}/missing.npz"):
+    for path in (
+        other,
+        f"{folder}/damaged.npz",
+        f"{folder}/strange.npz",
+        f"{folder}/missing.npz",
+        f"{folder}/state.npz",
+    ):
         with pytest.raises(errors.ArgumentError) as error:
             kv.load(path)
         said.append(str(error.value).replace(folder, ""))
@@ -377,7 +386,8 @@ def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path)
     assert "damaged.npz was not written by KeyValue.save(), or is damaged" in said[1]
     assert "strange.npz was not written by KeyValue.save(), or is damaged" in said[2]
     assert said[3] == "cannot read /missing.npz: No such file or directory"
-    assert said[4] == "/good.npz is of the rule 'SGD', and the keys have 'sum'"
+    assert said[4] == "/state.npz does not fit: the state of 'a' has 'momentum_buffer', which SGD does not keep"
+    assert said[5] == "/good.npz is of the rule 'SGD', and the keys have 'sum'"
 
 
 # ---- refusals and failures

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tensorwire.edge.tensor import Spec
-from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.keyvalue.handle import Handle
 from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
@@ -22,6 +22,7 @@ from tensorwire.launch.worker import current_worker
 from tensorwire.store.admission import versions
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.foreign import named_by
+from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
@@ -36,6 +37,7 @@ from tensorwire.store.rule_names import (
     is_foreign,
 )
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
+from tensorwire.store.state_transfer import VALUE
 from tensorwire.store.store_layout import StoreSpec
 
 _BARRIER_SECONDS = 600.0
@@ -345,7 +347,7 @@ class KeyValue(RowKeys):
         One worker may call it alone. Others should wait at a barrier meanwhile, if all keys are to be of one round.
 
         Args:
-            path: The file, which is replaced as a whole.
+            path: The file, which is replaced as a whole; a device or a pipe is written into.
 
         Raises:
             ArgumentError: The file cannot be written; an earlier one is as it was.
@@ -356,7 +358,8 @@ class KeyValue(RowKeys):
         if self._tables:
             raise ArgumentError(f"save the rows of key {next(iter(self._tables))!r} by save_rows(): they need a folder")
         keys = list(self._entries)
-        arrays = list(zip(map(SavedArray, keys), self.pull(keys).wait(), strict=True))
+        values = self.pull(keys).wait()
+        arrays = [(SavedArray(key, kind=VALUE), value) for key, value in zip(keys, values, strict=True)]
         with self._calls:
             for store in self._stores:
                 mine = {e.tensor: e for e in self._entries.values() if e.store is store}
@@ -373,7 +376,7 @@ class KeyValue(RowKeys):
             path: A file that `save` wrote.
 
         Raises:
-            ArgumentError: The file cannot be read, is not of these keys, or is of another rule. Nothing was changed.
+            ArgumentError: The file cannot be read, or its keys, values, rule or state do not fit. Nothing was changed.
             WaitTimeout: Another worker or a server did not come in time.
             JobEnded: The job ended; the message says why.
         """
@@ -408,24 +411,32 @@ class KeyValue(RowKeys):
                 raise ArgumentError(
                     f"{path} {'has a' if key in there else 'lacks the'} key {key!r}: load the same keys"
                 )
-            for saved, array in arrays:
-                if not saved.name:
-                    self._entries[saved.key].check(array, f"value in {path}")
-        except ArgumentError as error:
-            return [], str(error)
+            values = [(saved.key, array) for saved, array in arrays if saved.is_value]
+            for key in self._entries:
+                found = [array for name, array in values if name == key]
+                if len(found) != 1:
+                    raise ArgumentError(f"{path} has {len(found)} values of key {key!r}, and should have one")
+                self._entries[key].check(found[0], f"value in {path}")
+            for store in self._stores:
+                check_kept(store.spec, self._options, self._kept(store, arrays))
+        except TensorwireError as error:
+            return [], str(error) if str(path) in str(error) else f"{path} does not fit: {error}"
         return arrays, ""
+
+    def _kept(self, store: KeyClient, arrays: Sequence[tuple[SavedArray, Any]]) -> list[KeptArray]:
+        """What a file has of the state of a store's keys."""
+        return [
+            KeptArray(entry.tensor, saved.name, saved.kind, saved.rows, array)
+            for saved, array in arrays
+            if not saved.is_value and (entry := self._entries[saved.key]).store is store
+        ]
 
     def _set(self, arrays: Sequence[tuple[SavedArray, Any]]) -> None:
         """The servers have these values, and keep this. Others send nothing meanwhile."""
-        values = [(self._entries[saved.key], array) for saved, array in arrays if not saved.name]
+        values = [(self._entries[saved.key], array) for saved, array in arrays if saved.is_value]
         self._assign([entry for entry, _ in values], [[array] for _, array in values])
         for store in self._stores:
-            kept = [
-                KeptArray(entry.tensor, saved.name, saved.kind, saved.rows, array)
-                for saved, array in arrays
-                if saved.name and (entry := self._entries[saved.key]).store is store
-            ]
-            load_arrays(store, kept, self._options)
+            load_arrays(store, self._kept(store, arrays), self._options)
         for entry, _ in values:
             entry.wait_for_push(None)
 

@@ -145,7 +145,7 @@ class RowKeys:
             folder: The folder, which is replaced as a whole.
 
         Raises:
-            ArgumentError: There is no such key, or the folder cannot be written, or is no folder of a table.
+            ArgumentError: There is no such key, or the folder cannot be written, or holds anything but a table.
             WaitTimeout: The servers did not answer in time.
             JobEnded: The job ended; the message says why.
         """
@@ -159,7 +159,8 @@ class RowKeys:
             folder: A folder that `save_rows` wrote, with any number of servers.
 
         Raises:
-            ArgumentError: There is no such key, or the folder cannot be read, or does not fit. Nothing was changed.
+            ArgumentError: There is no such key, or the folder cannot be read, or its values or state do not fit.
+                Nothing was changed.
             WaitTimeout: Another worker or a server did not come in time.
             JobEnded: The job ended; the message says why.
         """

@@ -6,74 +6,54 @@ Arrays are written and read block by block, so that no worker has to hold the ta
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.keyvalue.row_table import Table
+from tensorwire.keyvalue.table_folder import INDEX, VALUES, TableIndex, folder_to_read, read_index, replace_folder
 from tensorwire.store.client_state import fetch_state, send_state
+from tensorwire.store.kept_check import check_kept
+from tensorwire.store.key_files import reason
+from tensorwire.store.key_state import KeptArray
 from tensorwire.store.row_layout import Array, RowOperation
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
 
-_INDEX, _VALUES = "index.json", "values"
-_VERSION = 1
 _BLOCK = 1 << 14  # rows
-
-
-class _TableIndex(msgspec.Struct, frozen=True):
-    version: int
-    rule: str
-    arrays: list[str]  # what the rule keeps beside the values
-    numbers: dict[str, float]
 
 
 def save_table(table: Table, folder: str | os.PathLike[str]) -> None:
     """Writes a folder, which replaces one of an earlier call as a whole. Raises `ArgumentError` where it cannot."""
-    target = Path(folder)
-    if target.exists() and not (target / _INDEX).exists():
-        raise ArgumentError(f"{target} exists, and is no folder of a table: choose another one")
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        _write(table, partial)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.replace(target)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    replace_folder(folder, lambda new: _write(table, new))
 
 
 def _write(table: Table, folder: Path) -> None:
-    values = _open(folder, _VALUES, table.shape, table.dtype)
+    values = _open(folder / VALUES, table.shape, table.dtype)
     for block in _blocks(table):
         pull = table.pull(block)
         pull.finish(None)
         values[block[0] : block[-1] + 1] = pull.result
+    index = TableIndex(table.client.spec.rule, [], {})
     arrays: dict[str, Any] = {}
-    numbers: dict[str, float] = {}
     with table.calls:
         for entry, data in fetch_state(table.client):
             if not entry.rows:
-                numbers[entry.key] = float(np.frombuffer(data, entry.dtype)[0])
+                index.numbers[entry.key] = float(np.frombuffer(data, entry.dtype)[0])
                 continue
             if entry.key not in arrays:
-                arrays[entry.key] = _open(folder, entry.key, entry.shape, np.dtype(entry.dtype))
+                arrays[entry.key] = _open(folder / index.file(entry.key), entry.shape, np.dtype(entry.dtype))
             arrays[entry.key].reshape(-1)[entry.start : entry.stop] = np.frombuffer(data, entry.dtype)
     for array in (values, *arrays.values()):
         array.flush()
-    index = _TableIndex(_VERSION, table.client.spec.rule, sorted(arrays), numbers)
-    (folder / _INDEX).write_bytes(msgspec.json.encode(index))
+    index.arrays.extend(sorted(arrays))
+    (folder / INDEX).write_bytes(index.encoded())
 
 
-def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+def _open(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
+    return np.lib.format.open_memmap(file, "w+", dtype, shape)
 
 
 def _blocks(table: Table) -> Iterator[Array]:
@@ -84,33 +64,37 @@ def _blocks(table: Table) -> Iterator[Array]:
 def check_folder(table: Table, folder: str | os.PathLike[str]) -> str:
     """What is wrong with a folder for this table; empty if nothing is."""
     try:
-        index, values, _ = _read(folder)
-    except ArgumentError as error:
-        return str(error)
-    if index.rule != table.client.spec.rule:
-        return f"{folder} is of the rule {index.rule!r}, and {table.name!r} has {table.client.spec.rule!r}"
-    if values.shape != table.shape or values.dtype != table.dtype:
-        return (
-            f"{folder} has {values.dtype}{list(values.shape)}, and {table.name!r} is {table.dtype}{list(table.shape)}"
-        )
+        index, values, arrays = read_folder(folder)
+        spec = table.client.spec
+        if index.rule != spec.rule:
+            return f"{folder} is of the rule {index.rule!r}, and {table.name!r} has {spec.rule!r}"
+        if values.shape != table.shape or values.dtype != table.dtype:
+            wanted = f"{table.dtype}{list(table.shape)}"
+            return f"{folder} has {values.dtype}{list(values.shape)}, and {table.name!r} is {wanted}"
+        kept = [KeptArray(0, name, "", True, array) for name, array in arrays.items()]
+        kept += [KeptArray(0, name, NUMBER, False, np.array([number])) for name, number in index.numbers.items()]
+        check_kept(spec, table.options, kept)
+    except TensorwireError as error:
+        return str(error) if str(folder) in str(error) else f"{folder} does not fit: {error}"
     return ""
 
 
-def _read(folder: str | os.PathLike[str]) -> tuple[_TableIndex, Array, dict[str, Array]]:
+def read_folder(folder: str | os.PathLike[str]) -> tuple[TableIndex, Array, dict[str, Array]]:
     """The index and the arrays, mapped. Raises `ArgumentError` for anything but what `save_table` wrote."""
-    path = Path(folder)
     try:
-        index = msgspec.json.decode((path / _INDEX).read_bytes(), type=_TableIndex)
-        if index.version != _VERSION:
-            raise ArgumentError(f"{path} has version {index.version} of the format; this Tensorwire reads {_VERSION}")
-        names = [_VALUES, *(Path(name).name for name in index.arrays)]
-        found = {name: np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        path = folder_to_read(folder)
+        index = read_index(path)
+        names = {name: index.file(name) for name in index.arrays}
+        if len(names) < len(index.arrays):
+            raise ArgumentError(f"{path} has an array twice")
+        found = {n: np.load(path / f, mmap_mode="r", allow_pickle=False) for n, f in names.items()}
+        return index, np.load(path / VALUES, mmap_mode="r", allow_pickle=False), found
+    except ArgumentError:
+        raise
     except OSError as error:
-        raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, EOFError, msgspec.MsgspecError) as error:
-        raise ArgumentError(f"{path} is damaged, or no folder of a table: {error}") from None
-    values = found.pop(_VALUES)
-    return index, values, found
+        raise ArgumentError(f"cannot read {folder}: {error.strerror or error}") from None
+    except Exception as error:  # numpy has many for a damaged file
+        raise ArgumentError(f"{folder} is damaged, or no folder of a table: {reason(error)}") from None
 
 
 def load_on_all(table: Table, folder: str | os.PathLike[str]) -> None:
@@ -128,7 +112,7 @@ def load_on_all(table: Table, folder: str | os.PathLike[str]) -> None:
 
 def _load(table: Table, folder: str | os.PathLike[str]) -> None:
     """Sets the values and what the rule keeps, while no other worker sends anything."""
-    index, values, arrays = _read(folder)
+    index, values, arrays = read_folder(folder)
     client = table.client
     for block in _blocks(table):
         client.assign(block, np.ascontiguousarray(values[block[0] : block[-1] + 1]), table.options)

@@ -1,4 +1,4 @@
-"""Writes the files that users name: traces, pictures, records.
+"""Writes the files that users name: traces, pictures, records, checkpoints.
 
 A regular file is replaced as a whole, so that nobody sees half of it. Anything else that may be there, such as a
 device, a pipe or ``/dev/stdout``, is written to and stays what it is. Symbolic links are followed.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import secrets
 import select
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from tensorwire.errors import ArgumentError
 
@@ -23,6 +26,19 @@ PATIENCE_SECONDS = 30.0
 _MOST_LINKS = 40
 # Where the folder does not let us replace a file, or something is mounted on it, the file itself may be writable.
 _IN_PLACE = {errno.EACCES, errno.EPERM, errno.EBUSY}
+Writer = Callable[[BinaryIO], object]
+
+
+def checked_path(path: object) -> Path:
+    """What names a file or a folder. Raises `ArgumentError` for what cannot, such as an empty string."""
+    try:
+        found = Path(path)  # type: ignore[arg-type]
+        known = found.name not in ("", "..") and b"\0" not in os.fsencode(found)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise ArgumentError(f"a path must name a file or a folder, and {path!r:.100} does not")
+    return found
 
 
 def check_file(path: str | Path, *, option: str) -> None:
@@ -43,8 +59,11 @@ def check_file(path: str | Path, *, option: str) -> None:
         raise ArgumentError(f"{option} {path}: {why}")
 
 
-def write_file(path: str | Path, data: bytes) -> None:
+def write_file(path: str | Path, data: bytes | Writer) -> None:
     """Writes ``data`` to ``path``, which keeps its kind, mode and owner.
+
+    ``data`` may be a function that writes to a file. Then a regular file is on the disk when this returns, and is
+    replaced as a whole or not at all.
 
     Raises:
         OSError: It cannot be written, or is a pipe that nobody reads. A regular file is then as it was before.
@@ -54,11 +73,11 @@ def write_file(path: str | Path, data: bytes) -> None:
         for stream in (sys.stdout, sys.stderr):  # what was printed before comes first
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-        _pour(target, data)
+        _pour(target, _bytes(data))
     elif target.is_file() or not target.exists():
         _replace(target, data)
     else:
-        _write_into(target, data, os.O_NONBLOCK)  # else opening a pipe would wait for a reader
+        _write_into(target, _bytes(data), os.O_NONBLOCK)  # else opening a pipe would wait for a reader
 
 
 def save_file(path: str | Path, data: bytes, *, option: str) -> None:
@@ -102,7 +121,23 @@ def _refusal(target: Path | int) -> str:
     return "" if os.access(target, os.W_OK) else "it cannot be written to"
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _bytes(data: bytes | Writer) -> bytes:
+    if isinstance(data, bytes):
+        return data
+    data(file := io.BytesIO())
+    return file.getvalue()
+
+
+def sync(path: Path) -> None:
+    """Returns when a file or a folder is on the disk. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, data: bytes | Writer) -> None:
     before = path.stat() if path.exists() else None
     part = path.with_name(f".tensorwire-{secrets.token_hex(8)}")
     try:
@@ -111,10 +146,17 @@ def _replace(path: Path, data: bytes) -> None:
                 with contextlib.suppress(OSError):
                     os.fchown(file.fileno(), before.st_uid, before.st_gid)
                 os.fchmod(file.fileno(), before.st_mode & 0o777)
-            file.write(data)
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                data(file)
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
+        if not isinstance(data, bytes):
+            sync(path.parent)
     except OSError as error:
-        if before is None or error.errno not in _IN_PLACE:
+        if before is None or error.errno not in _IN_PLACE or not isinstance(data, bytes):
             raise
         _write_into(path, data, os.O_TRUNC)
     finally:

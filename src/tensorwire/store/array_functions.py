@@ -57,6 +57,8 @@ def kept_items(
     With ``shape``, that of the tensor, ``like`` is a flat part of it, its elements from ``start`` on.
     """
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise Unsupported(f"a rule keeps something under {key!r:.100}: names in its state are strings")
         if isinstance(value, (bool, int, float)):
             number = np.array([float(value)])
             yield Entry(tensor, key, "float64", (1,), False, 0, 1, NUMBER), number.view(np.uint8).data
@@ -75,7 +77,7 @@ def kept_items(
 def load_item(state: dict[str, Any], entry: Entry, data: memoryview) -> None:
     """Puts an entry back, which may be a part of an array. Raises `ProtocolError`."""
     if entry.kind == NUMBER:
-        state[entry.key] = float(np.frombuffer(data, np.float64)[0])
+        state[entry.key] = float(np.frombuffer(data, entry.dtype)[0])
         return
     if entry.kind or entry.nbytes != len(data):
         raise ProtocolError(f"worker 0 loads {entry}, which no function keeps")

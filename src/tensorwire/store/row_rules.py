@@ -106,12 +106,27 @@ class _FunctionRows(RowRule):
         self._function(parameter, rows, state, self._in_force.of(options))
         self.values[indices] = parameter
         for key, value in state.items():
-            if not isinstance(value, np.ndarray) or value.shape != parameter.shape:
+            array = np.asarray(value) if hasattr(value, "__array__") else None
+            if key not in self._rows and (array is None or not array.ndim):
                 self._numbers[key] = value
-                continue
-            if key not in self._rows:
-                self._rows[key] = np.full(self.values.shape, self._initial(key, options), value.dtype)
-            self._rows[key][indices] = value
+            else:
+                self._keep(key, array, indices, options)
+
+    def _keep(self, key: str, value: Array | None, indices: Array, options: bytes) -> None:
+        """What is kept for rows becomes ``value``, which has one row for each. Raises `Unsupported` for others."""
+        kept = self._rows.get(key)
+        of_a_row = kept.shape[1:] if kept is not None else value.shape[1:] if value is not None else ()
+        if value is None or value.shape != (*indices.shape, *of_a_row):
+            found = "what is no array" if value is None else f"an array of the shape {list(value.shape)}"
+            raise Unsupported(
+                f"{self.spec.rule} keeps {found} as {key!r} after a push of {len(indices)} rows: a rule for rows "
+                "keeps numbers, and arrays with one row, of the same shape every time, for each row that was pushed"
+            )
+        if kept is None:
+            self._numbers.pop(key, None)
+            kept = np.full((len(self.values), *of_a_row), self._initial(key, options), value.dtype)
+            self._rows[key] = kept
+        kept[indices] = value
 
     def _initial(self, key: str, options: bytes) -> float:
         """What is kept for each element of a row that was not pushed yet."""
@@ -121,22 +136,20 @@ class _FunctionRows(RowRule):
     def state(self) -> Iterator[Item]:
         """What the function keeps."""
         yield from kept_items(0, self._numbers, self.values)
-        width = math.prod(self.values.shape[1:])
-        for entry, data in kept_items(0, self._rows, self.values):
-            shape = (self.spec.tensors[0].shape[0], *self.values.shape[1:])
-            start = self.first * width
-            yield Entry(0, entry.key, entry.dtype, shape, True, start, start + entry.stop), data
+        for key, kept in self._rows.items():
+            shape, start = (self.spec.tensors[0].shape[0], *kept.shape[1:]), self.first * math.prod(kept.shape[1:])
+            yield from kept_items(0, {key: kept}, kept, start, shape)
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `Stateful`."""
         self._numbers, self._rows = {}, {}
-        width = math.prod(self.values.shape[1:])
         for entry, data in items:
             if not entry.rows:
                 load_item(self._numbers, entry, data)
                 continue
-            array = self._rows.setdefault(entry.key, np.zeros(self.values.shape, entry.dtype))
-            start = entry.start - self.first * width
+            shape = (len(self.values), *entry.shape[1:])
+            array = self._rows.setdefault(entry.key, np.zeros(shape, entry.dtype))
+            start = entry.start - self.first * math.prod(entry.shape[1:])
             array.reshape(-1)[start : start + entry.stop - entry.start] = np.frombuffer(data, entry.dtype)
 
 
