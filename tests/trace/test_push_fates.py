@@ -10,11 +10,16 @@ from click.testing import CliRunner
 
 from tensorwire.cli.audit import audit
 from tensorwire.cli.run import run
+from tensorwire.control.frames import Welcome
 from tensorwire.errors import ArgumentError
-from tensorwire.store.fates import Fate, FateLog, Fates, Line, Produced
-from tensorwire.trace.push_fates import problems, read_fates, totals
+from tensorwire.store.fates import Begun, Ended, Fate, FateLog, Fates, Line, Produced
+from tensorwire.trace.push_fates import by_job, problems, read_fates, totals
 
-GOOD: list[Line] = [
+WELCOME = Welcome("abc", 0, workers=2, servers=1, beat=1.0, lost_after=10.0)
+NAMES = ("worker 0", "worker 1", "server 0")
+BEGUN: list[Line] = [Begun("abc", "store/0", name, 2, 1) for name in NAMES]
+ENDED: list[Line] = [Ended("store/0", name) for name in NAMES]
+FATES: list[Line] = [
     Fate("store/0", 0, 0, 0, 2, "merged", 1, 0.5),
     Fate("store/0", 0, 0, 1, 2, "merged", 1, 0.5),
     Fate("store/0", 0, 0, 1, 3, "discarded", reason="the norm is not finite"),
@@ -22,6 +27,7 @@ GOOD: list[Line] = [
     Produced("store/0", 0, 0, 2),
     Produced("store/0", 0, 1, 2),
 ]
+GOOD = [*BEGUN, *FATES, *ENDED]
 
 
 def write(folder: Path, lines: list[Line], end: bytes = b"") -> None:
@@ -38,21 +44,36 @@ def test_what_adds_up() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*GOOD, GOOD[3]], "store/0: worker 0's push of round 4, bucket 0 of server 0, has two fates"),
-        (GOOD[1:], "store/0: worker 0 sent 2 pushes, and 1 have a fate"),
-        (GOOD[:-1], "store/0: worker 1 left no total: it was killed, or still runs"),
+        ([*FATES, FATES[3]], "store/0: worker 0's push of round 4, bucket 0 of server 0, has two fates"),
+        (FATES[1:], "store/0: worker 0 sent 2 pushes, and 1 have a fate"),
         (
-            [*GOOD[:3], Fate("store/0", 0, 0, 0, 4, "applied", 3), *GOOD[4:]],
+            [*FATES[:3], Fate("store/0", 0, 0, 0, 4, "applied", 300_000_000), *FATES[4:]],
             "store/0: bucket 0 of server 0 has no version 2",
         ),
         (
-            [*GOOD[:3], Fate("store/0", 0, 0, 1, 5, "applied", 2), *GOOD[3:5], Produced("store/0", 0, 1, 3)],
+            [*FATES[:3], Fate("store/0", 0, 0, 1, 5, "applied", 2), *FATES[3:5], Produced("store/0", 0, 1, 3)],
             "store/0: bucket 0 of server 0: 2 pushes were applied as version 2",
         ),
     ],
 )
 def test_what_does_not_add_up(lines: list[Line], message: str) -> None:
-    assert message in problems(lines)
+    assert message in problems([*BEGUN, *lines, *ENDED])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_log_that_is_missing_or_has_no_end(name: str) -> None:
+    unended = [line for line in GOOD if line != Ended("store/0", name)]
+    why = f"store/0: the log of {name} has no end: it still runs, or it failed or was killed"
+    assert problems(unended) == [why]
+    missing = [line for line in unended if line != Begun("abc", "store/0", name, 2, 1)]
+    why = f"store/0: {name} has no log here: was it on another machine, or did the job end before?"
+    assert problems(missing) == [why]
+    assert problems(unended[:-1] if name == NAMES[0] else unended[1:]) != [why]
+
+
+def test_what_a_running_job_has_not_written_yet_accuses_nobody() -> None:
+    server = "store/0: the log of server 0 has no end: it still runs, or it failed or was killed"
+    assert problems([*BEGUN, *FATES[4:], *ENDED[:2]]) == [server]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -61,10 +82,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert (good.return_value, good.output.splitlines()[-1]) == (0, "every push has one fate")
     file = CliRunner().invoke(audit, [str(next(tmp_path.iterdir()))], standalone_mode=False)
     assert file.output == good.output
-    write(tmp_path, GOOD[1:])
+    write(tmp_path, [*BEGUN, *FATES[1:], *ENDED])
     bad = CliRunner().invoke(audit, [str(tmp_path)], standalone_mode=False)
     assert bad.return_value == 1
     assert "worker 0 sent 2 pushes, and 1 have a fate" in bad.output
+
+
+def test_jobs_that_share_a_folder_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORWIRE_FATES", str(tmp_path))
+    for welcome in (WELCOME, Welcome("def", 0, workers=2, servers=1, beat=1.0, lost_after=10.0)):
+        for name in NAMES:
+            log = FateLog(welcome, "store/0", name)
+            log.add(*{"worker 0": FATES[4:], "worker 1": [], "server 0": FATES[:4]}[name])
+            log.close()
+    unended = tmp_path / "abc-store-0-server-0.jsonl"
+    unended.write_bytes(b"".join(unended.read_bytes().splitlines(keepends=True)[:-1]))
+    jobs = by_job(read_fates([tmp_path]))
+    assert [len(problems(lines)) for lines in jobs.values()] == [1, 0]
+    both = CliRunner().invoke(audit, [str(tmp_path)], standalone_mode=False)
+    assert both.return_value == 1
+    assert [line for line in both.output.splitlines() if line.startswith("job")] == ["job abc", "job def"]
 
 
 def test_a_line_that_a_killed_process_left_torn_is_none(tmp_path: Path) -> None:
@@ -74,10 +111,18 @@ def test_a_line_that_a_killed_process_left_torn_is_none(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, GOOD, b'{"type":"fate"}\n')
-    with pytest.raises(ArgumentError, match=r"line 7, is not a fate"):
+    with pytest.raises(ArgumentError, match=r"line 13, is not a fate"):
         read_fates([tmp_path])
     with pytest.raises(ArgumentError, match="holds no fates: was --fates or TENSORWIRE_FATES set to it"):
         read_fates([tmp_path / "nowhere"])
+    with pytest.raises(ArgumentError, match="/proc/self/mem cannot be read: Input/output error"):
+        read_fates(["/proc/self/mem"])
+    write(tmp_path, FATES)
+    with pytest.raises(ArgumentError, match="does not begin as a log of fates does"):
+        read_fates([tmp_path])
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ArgumentError, match=r"empty\.txt does not begin as a log of fates does"):
+        read_fates([tmp_path / "empty.txt"])
 
 
 def test_a_folder_with_fates_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -91,15 +136,16 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("TENSORWIRE_FATES", str(tmp_path / "file" / "folder"))
     with pytest.raises(ArgumentError, match=r"TENSORWIRE_FATES: cannot write to .*: Not a directory"):
-        FateLog("store/0", "server 0")
+        FateLog(WELCOME, "store/0", "server 0")
 
 
 def test_lines_go_to_the_file_and_close_is_idempotent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORWIRE_FATES", str(tmp_path))
-    fates = Fates("store/0", 0)
+    fates = Fates(WELCOME, "store/0", 0)
+    assert read_fates([tmp_path]) == BEGUN[2:]  # a process that is killed leaves this much
     fates.merged(0, [0, 1], 2, 1, 0.5)
     fates.discarded(0, [1], 3, "the norm is not finite")
     fates.closed(0, 2, [(0, 4)], [1.0], [0], alone=True)
     fates.close()
     fates.close()
-    assert read_fates([tmp_path]) == GOOD[:4]
+    assert read_fates([tmp_path]) == [BEGUN[2], *FATES[:4], ENDED[2]]

@@ -12,33 +12,38 @@ from tensorwire.tables import print_table
 def audit(paths: tuple[str, ...]) -> int:
     """Check that every push of gradients has exactly one fate.
 
-    FOLDER is what tensorwire run --fates wrote (of several machines: one of each), also while the job runs. FILE is one
-    of its files, or several put together. What the workers sent is compared with what the servers did with it. The exit
-    status is 1 if it does not add up.
+    FOLDER is what tensorwire run --fates wrote (of several machines: name one of each). FILE is one of its files, or
+    several put together. What the workers sent is compared with what the servers did with it. The exit status is 1 if
+    it does not add up, or if a process of the job left no log, or one without an end: it still runs, failed or was
+    killed.
 
     \b
     applied    led to a new version by itself
     merged     led to a new version together with others
     discarded  changed nothing
     """
-    from tensorwire.trace.push_fates import problems, read_fates, totals
+    from tensorwire.trace.push_fates import by_job, problems, read_fates, totals
 
-    lines = read_fates(paths)
-    head = ("store", "worker", "produced", "applied", "merged", "discarded", "why")
-    rows = [
-        (
-            t.store,
-            str(t.worker),
-            "?" if t.produced is None else f"{t.produced:,}",
-            *(f"{n:,}" for n in (t.applied, t.merged, t.discarded)),
-            "; ".join(t.reasons),
-        )
-        for t in totals(lines)
-    ]
-    print_table(head, rows, left=(0, 6))
-    found = problems(lines)
-    for problem in found:
-        click.echo(problem)
+    jobs = by_job(read_fates(paths))
+    found = []
+    for job, lines in jobs.items():
+        if len(jobs) > 1:
+            click.echo(f"job {job}")
+        head = ("store", "worker", "produced", "applied", "merged", "discarded", "why")
+        rows = [
+            (
+                t.store,
+                str(t.worker),
+                "?" if t.produced is None else f"{t.produced:,}",
+                *(f"{n:,}" for n in (t.applied, t.merged, t.discarded)),
+                "; ".join(t.reasons),
+            )
+            for t in totals(lines)
+        ]
+        print_table(head, rows, left=(0, 6))
+        for problem in (here := problems(lines)):
+            click.echo(problem)
+        found += here
     if not found:
         click.echo("every push has one fate")
     return 1 if found else 0

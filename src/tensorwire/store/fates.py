@@ -1,7 +1,9 @@
 """What became of every push. Totals are always kept, as counters; with ``TENSORWIRE_FATES``, each fate is in a file.
 
-That names a folder, in which each server and worker of a machine writes JSON lines: a server one `Fate` per push to one
-of its buckets, a worker what it `Produced`. A process that is killed leaves what it has written so far.
+That names a folder, in which each server and worker of a machine writes JSON lines: first that its log has `Begun`,
+then a server one `Fate` per push to one of its buckets, a worker what it `Produced`, and last that the log has `Ended`.
+A process that fails or is killed leaves what it has written so far, and no end. Names of files begin with the job's, so
+that those of several jobs may lie in one folder.
 """
 
 from __future__ import annotations
@@ -10,14 +12,31 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 
+from tensorwire.control.frames import Welcome
+from tensorwire.control.names import member_name
+from tensorwire.control.settings import MOST_MEMBERS
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 
 _LINES = 1000  # that are written together
+Members = Annotated[int, msgspec.Meta(ge=0, le=MOST_MEMBERS)]
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """A log's first line: ``process``, such as ``worker 0``, takes part in ``store``.
+
+    So do all ``workers`` and ``servers`` of ``job``.
+    """
+
+    job: str
+    store: str
+    process: str
+    workers: Members
+    servers: Members
 
 
 class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
@@ -48,19 +67,30 @@ class Produced(msgspec.Struct, frozen=True, tag="produced"):
     pushes: int
 
 
-Line = Fate | Produced
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The last line of the log of ``process``: nothing is missing in it."""
+
+    store: str
+    process: str
+
+
+Line = Begun | Fate | Produced | Ended
 
 
 class FateLog:
-    """A process's lines about one store; nothing, where no folder is named. Any thread may call.
+    """The lines of ``process`` about one store of a job; nothing, where no folder is named. Any thread may call.
 
     Raises `ArgumentError` where the folder cannot be written to.
     """
 
-    def __init__(self, store: str, process: str) -> None:
+    def __init__(self, welcome: Welcome, store: str, process: str) -> None:
         self._lines: list[Line] = []
         self._lock = threading.Lock()
-        self._file = _open(f"{store.replace('/', '-')}-{process.replace(' ', '-')}")
+        self._end = Ended(store, process)
+        self._file = _open(f"{welcome.job}-{store.replace('/', '-')}-{process.replace(' ', '-')}")
+        if self._file is not None:
+            self._lines.append(Begun(welcome.job, store, process, welcome.workers, welcome.servers))
+            self._write(self._file)
 
     def add(self, *lines: Line) -> None:
         """Keeps lines; soon they are in the file."""
@@ -72,9 +102,10 @@ class FateLog:
                 self._write(self._file)
 
     def close(self) -> None:
-        """Writes what is left. Idempotent."""
+        """Writes what is left, and the end. Idempotent."""
         with self._lock:
             if self._file is not None:
+                self._lines.append(self._end)
                 self._write(self._file)
                 self._file.close()
             self._file = None
@@ -104,9 +135,9 @@ def _open(name: str) -> BinaryIO | None:
 class Fates:
     """The fates of all pushes to one server of a store."""
 
-    def __init__(self, store: str, server: int) -> None:
+    def __init__(self, welcome: Welcome, store: str, server: int) -> None:
         self._store, self._server = store, server
-        self._log = FateLog(store, f"server {server}")
+        self._log = FateLog(welcome, store, member_name("server", server))
 
     def closed(
         self,

@@ -73,7 +73,7 @@ class KeyClient:
         self.pushed = [0] * count  # and, where rounds are those of all workers, the answer to the last push
         self._together = isinstance(spec.mode, Sync)
         self._produced = [0] * plan.servers
-        self._log = FateLog(name, member.name)
+        self._log = FateLog(member.client.welcome, name, member.name)
         for link in self._links:
             link.open(self._copies[link.channel.device.name])
 

@@ -92,7 +92,7 @@ class KeyServer:
         self._buckets = [_Bucket(threading.Lock(), [0] * workers) for _ in buckets]
         self._active = set(range(workers))
         self._ready = threading.Event()
-        self._fates = Fates(name, self.index)
+        self._fates = Fates(member.client.welcome, name, self.index)
 
     # ---- for the threads of the links
 

@@ -39,7 +39,7 @@ class RowClient:
         self.starts = divide(spec.tensors[0].shape[0], plan.servers)
         self._links = [_Link(self, server) for server in range(plan.servers)]
         self._pushes = 0
-        self._log = FateLog(name, member.name)
+        self._log = FateLog(member.client.welcome, name, member.name)
 
     @property
     def channels(self) -> list[Channel]:

@@ -72,7 +72,7 @@ class RowServer:
         self._resting: set[int] = set()  # who is idle
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
-        self._fates = Fates(name, member.index)
+        self._fates = Fates(member.client.welcome, name, member.index)
         self._ready = False
 
     def run(self) -> None:

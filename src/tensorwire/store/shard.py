@@ -129,7 +129,7 @@ class Shard:
             key = f"{name}/{worker.name}/{member.name}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
-        self.fates = Fates(name, self.index)
+        self.fates = Fates(member.client.welcome, name, self.index)
 
     def head(self, worker: WorkerLink, step: int) -> StepHeader:
         """The head of a worker's round ``step``, once it has come."""

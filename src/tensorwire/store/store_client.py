@@ -150,7 +150,7 @@ class StoreClient:
         self._updating = False  # in a round whose pushes are gradients
         self._setting = False  # in one that sets values or state
         self._produced = [0] * plan.servers  # pushes of gradients, by server
-        self._log = FateLog(name, member.name)
+        self._log = FateLog(member.client.welcome, name, member.name)
         self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
         self._space = self._place_parameters()
         self._open()

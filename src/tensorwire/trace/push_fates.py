@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from tensorwire.control.names import member_name
 from tensorwire.errors import ArgumentError
-from tensorwire.store.fates import Fate, Line, Produced
+from tensorwire.store.fates import Begun, Ended, Fate, Line, Produced
 
 _MOST_SHOWN = 5  # problems of a kind
+_LINE_BYTES = 1 << 20  # no line is longer
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,34 @@ def read_fates(paths: Sequence[str | Path]) -> list[Line]:
         if not files:
             raise ArgumentError(f"{given} holds no fates: was --fates or TENSORWIRE_FATES set to it?")
         for path in files:
-            lines += _read(path)
+            try:
+                found = list(_read(path))
+            except OSError as error:
+                raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
+            if not found or not isinstance(found[0], Begun):
+                raise ArgumentError(f"{path} does not begin as a log of fates does")
+            lines += found
     return lines
 
 
 def _read(path: Path) -> Iterator[Line]:
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        try:
-            yield msgspec.json.decode(line, type=Line)
-        except msgspec.DecodeError as error:
-            if line.endswith(b"\n"):
-                raise ArgumentError(f"{path}, line {number}, is not a fate: {error}") from None
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
+            try:
+                yield msgspec.json.decode(line, type=Line)
+            except msgspec.DecodeError as error:
+                if line.endswith(b"\n") or len(line) == _LINE_BYTES:
+                    raise ArgumentError(f"{path}, line {number}, is not a fate: {error}") from None
+
+
+def by_job(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The lines of each job: those that follow its `Begun`."""
+    jobs: dict[str, list[Line]] = {}
+    job = ""
+    for line in lines:
+        job = line.job if isinstance(line, Begun) else job
+        jobs.setdefault(job, []).append(line)
+    return jobs
 
 
 def totals(lines: Sequence[Line]) -> list[WorkerFates]:
@@ -61,7 +81,8 @@ def totals(lines: Sequence[Line]) -> list[WorkerFates]:
         if isinstance(line, Produced):
             key = (line.store, line.worker)
             produced[key] = produced.get(key, 0) + line.pushes
-    keys = sorted({(f.store, f.worker) for f in fates} | produced.keys())
+    begun = {(b.store, w) for b in lines if isinstance(b, Begun) for w in range(b.workers)}
+    keys = sorted({(f.store, f.worker) for f in fates} | produced.keys() | begun)
     return [
         WorkerFates(
             key[0],
@@ -77,22 +98,39 @@ def totals(lines: Sequence[Line]) -> list[WorkerFates]:
 
 
 def problems(lines: Sequence[Line]) -> list[str]:
-    """What does not add up, in words."""
-    found = []
+    """What does not add up in one job, in words."""
     fates = [line for line in lines if isinstance(line, Fate)]
     pushes = Counter((f.store, f.server, f.bucket, f.worker, f.round) for f in fates)
-    twice = [push for push, count in pushes.items() if count > 1]
-    for store, server, bucket, worker, number in twice[:_MOST_SHOWN]:
+    found = []
+    for store, server, bucket, worker, number in [push for push, count in pushes.items() if count > 1][:_MOST_SHOWN]:
         push = f"worker {worker}'s push of round {number}, bucket {bucket} of server {server},"
         found.append(f"{store}: {push} has two fates")
     found += _versions(fates)
+    lacking = _lacking(lines)
+    for store in lacking:
+        found += lacking[store][:_MOST_SHOWN]
     for total in totals(lines):
-        who = f"{total.store}: worker {total.worker}"
         known = total.applied + total.merged + total.discarded
-        if total.produced is None:
-            found.append(f"{who} left no total: it was killed, or still runs")
-        elif total.produced != known:
-            found.append(f"{who} sent {total.produced} pushes, and {known} have a fate")
+        if total.produced != known and not lacking.get(total.store):  # with all logs in hand
+            found.append(f"{total.store}: worker {total.worker} sent {total.produced} pushes, and {known} have a fate")
+    return found
+
+
+def _lacking(lines: Sequence[Line]) -> dict[str, list[str]]:
+    """By store: the logs of its workers and servers that are not there, or not whole."""
+    begun = {(line.store, line.process) for line in lines if isinstance(line, Begun)}
+    ended = {(line.store, line.process) for line in lines if isinstance(line, Ended)}
+    found: dict[str, list[str]] = {}
+    for line in {line.store: line for line in lines if isinstance(line, Begun)}.values():
+        everyone = [member_name("worker", w) for w in range(line.workers)]
+        everyone += [member_name("server", s) for s in range(line.servers)]
+        for name in everyone:
+            if (line.store, name) not in begun:
+                why = f"{line.store}: {name} has no log here: was it on another machine, or did the job end before?"
+                found.setdefault(line.store, []).append(why)
+            elif (line.store, name) not in ended:
+                why = f"{line.store}: the log of {name} has no end: it still runs, or it failed or was killed"
+                found.setdefault(line.store, []).append(why)
     return found
 
 
@@ -105,8 +143,6 @@ def _versions(fates: Sequence[Fate]) -> list[str]:
             versions.setdefault((f.store, f.server, f.bucket), Counter())[f.version] += f.fate == "applied"
     for (store, server, bucket), seen in sorted(versions.items()):
         where = f"{store}: bucket {bucket} of server {server}"
-        lacking = sorted(set(range(min(seen), max(seen) + 1)) - seen.keys())
-        if lacking:
-            found.append(f"{where} has no version {lacking[0]}")
+        found += [f"{where} has no version {v + 1}" for v, after in pairwise(sorted(seen)) if after > v + 1][:1]
         found += [f"{where}: {count} pushes were applied as version {v}" for v, count in seen.items() if count > 1]
     return found[:_MOST_SHOWN]
