@@ -31,11 +31,12 @@ Connection::~Connection() {
 }
 
 void Connection::close(const std::string& reason, bool own) {
-    if (liveness->forked()) return;  // a thread that the child does not have may hold a mutex
-    if (dead_.exchange(true)) {
-        if (own) closed_.wait(false);  // its memory is the caller's again once this returns
-        return;
-    }
+    if (!end(reason, own)) closed_.wait(false);
+}
+
+bool Connection::end(const std::string& reason, bool own) {
+    if (liveness->forked()) return true;  // a thread that the child does not have may hold a mutex
+    if (dead_.exchange(true)) return false;
     shutdown(fd_, SHUT_RDWR);  // whoever is receiving comes back soon
     std::deque<Outgoing> unsent;
     std::deque<Pending> unanswered;
@@ -56,14 +57,15 @@ void Connection::close(const std::string& reason, bool own) {
         fd_ = -1;
     }
     own ? liveness->close(reason) : liveness->lose(reason);
-    closed_ = true;
-    closed_.notify_all();
     notify_listeners(~u64{0});
     engine_.drop(token_);
+    closed_ = true;  // last: a second close() returns, whose caller may end what listens
+    closed_.notify_all();
+    return true;
 }
 
 bool Connection::broken(const char* why) {
-    close(why);
+    end(why);
     return false;
 }
 
@@ -110,7 +112,7 @@ Outcome Connection::post(Frame frame, std::shared_ptr<Span> memory, u64 offset, 
     if (idle) sound = flush(finished);
     else update_interest();
     g.unlock();
-    if (!sound) close("the source of a write cannot be read");
+    if (!sound) this->end("the source of a write cannot be read");
     return Outcome::reached;
 }
 
@@ -125,7 +127,7 @@ void Connection::enqueue(Frame frame, std::shared_ptr<Span> span, const char* pa
         if (idle) sound = flush(finished);
         else update_interest();
     }
-    if (!sound) close("the source of a read cannot be read");
+    if (!sound) end("the source of a read cannot be read");
 }
 
 // As many frames as fit into one call, up to the first payload that is to be lent.
@@ -203,7 +205,7 @@ bool Connection::writable() {
         moved = !finished.empty() || (!outgoing_.empty() && outgoing_.front().sent != before);
     }
     if (moved) heard_.store(true, std::memory_order_relaxed);  // there is room again: the peer has taken something
-    if (!sound) close("the source of a transfer cannot be read");
+    if (!sound) end("the source of a transfer cannot be read");
     return moved;
 }
 
@@ -231,7 +233,7 @@ void Connection::tick(double heartbeat, double lost_after) {
     // A peer that beats more slowly than we look is not silent.
     if (silent_ * heartbeat < std::max(lost_after, 3 * peer_.heartbeat)) return;
     if (!paused_) readable();  // this process may have been stopped, or late: what has arrived counts
-    if (!heard_) close("it gave no sign of life for too long: its process is stopped, or the link is cut");
+    if (!heard_) end("it gave no sign of life for too long: its process is stopped, or the link is cut");
 }
 
 // ---- receiving

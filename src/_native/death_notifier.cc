@@ -236,7 +236,11 @@ void DeathNotifier::close() {
         abandon_thread(thread_);
         return;
     }
-    if (stop_.exchange(true)) return;
+    std::call_once(closing_, [this] { end(); });
+}
+
+void DeathNotifier::end() {
+    stop_ = true;
     wake();
     if (thread_.joinable()) thread_.join();
     std::unordered_map<u32, Entry> gone;

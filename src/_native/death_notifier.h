@@ -31,7 +31,7 @@ class DeathNotifier {
     // for a page that is none.
     void watch(u32 word, int fd, u32 peer_word, double peer_heartbeat);
     void leave(u32 word);  // before the socket is closed
-    void close();
+    void close();            // a second caller waits for the first
     int fd() const { return fd_; }
 
   private:
@@ -48,6 +48,7 @@ class DeathNotifier {
         u32 silent = 0, most_silent = 0;  // in ticks of our own: while this process was stopped, nobody was silent
     };
     void run();
+    void end();
     void give_up(u32 word);  // mutex_ held; its watcher takes the connection for closed
     void scan(bool tick);
     void lose(u32 word, const std::shared_ptr<Liveness>& liveness, const char* why);
@@ -67,6 +68,7 @@ class DeathNotifier {
     std::vector<std::pair<std::shared_ptr<Page>, u32>> slept_on_;  // by the thread alone
     std::atomic<u32> tid_{0}, bell_{0};
     std::atomic<bool> stop_{false};
+    std::once_flag closing_;
     std::thread thread_;
 };
 

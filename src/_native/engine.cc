@@ -75,13 +75,17 @@ void Engine::close() {
         abandon_thread(thread_);
         return;
     }
-    if (closed_.exchange(true)) return;
+    std::call_once(closing_, [this] { end(); });
+}
+
+void Engine::end() {
+    closed_ = true;
     std::unordered_map<u64, Exposed> exposed;  // dies after the lock: a span may need the GIL's owner to go on
     {
         std::lock_guard g(table_mutex_);
         exposed.swap(exposed_);
     }
-    for (auto& c : all()) c->close("the device was closed");
+    for (auto& c : all()) c->close("the device was closed", true);
     liveness_->close("the device was closed");
     stop_ = true;
     const u64 one = 1;

@@ -60,7 +60,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     Refusal refusal(u64 id);
     u64 old_value(u64 id);
     // Afterwards no thread touches the memory of any of its operations, and the peer signals nothing that it had not
-    // acknowledged and whose source may change. `own`: it is our own doing, and no loss.
+    // acknowledged and whose source may change. Waits for another thread that is at it. `own`: it is our own doing, and
+    // no loss.
     void close(const std::string& reason, bool own = false);
 
     const std::shared_ptr<Liveness> liveness;
@@ -80,6 +81,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
         char* at;
         u64 length;
     };
+    bool end(const std::string& reason, bool own = false);  // as close(); false, at once: another thread is at it, or was
     void enqueue(Frame frame, std::shared_ptr<Span> span, const char* payload, u64 length);
     bool flush(std::vector<std::shared_ptr<Span>>& finished);  // send_mutex_ held; false: close it, once that is released
     ssize_t send_copied();                                     // send_mutex_ held
@@ -118,7 +120,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const bool near_;  // the peer is on this machine
     std::atomic<bool> sent_{false}, heard_{false};  // since the last tick
     u32 silent_ = 0;  // ticks; drive_mutex_ held
-    std::atomic<bool> dead_{false}, closed_{false};  // from the beginning of close(); from its end
+    std::atomic<bool> dead_{false}, closed_{false};  // from the beginning of end(); from its end
     std::atomic<bool> sending_{false}, paused_{false}, midway_{false};  // something is left to send; replies pile up; half way
     Futex futex_;
 
@@ -185,7 +187,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     Outcome wait(const Target& target, u64 at_least, double seconds) override;
     void kick() override;
     void nudge() override;
-    void close();
+    void close();  // a second caller waits for the first
     size_t connections();
     u64 sleeps() const { return sleeps_.load(std::memory_order_relaxed); }      // of waiters, ever
     u64 wake_ups() const { return wake_ups_.load(std::memory_order_relaxed); }  // of the engine's thread, ever
@@ -209,11 +211,13 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
     void run();
+    void end();
 
     const std::shared_ptr<Liveness> liveness_;
     const double heartbeat_, lost_after_;
     int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1, timer_ = -1;
     std::atomic<bool> stop_{false}, closed_{false};
+    std::once_flag closing_;
     std::atomic<bool> sleeping_{false};  // the driver may be blocked
     std::mutex kick_mutex_;              // wake_ is open
     std::mutex drive_mutex_;

@@ -181,13 +181,12 @@ NB_MODULE(_native, m) {
     nb::class_<Notices>(m, "Notices", "Tokens that native code posts, and one thread takes.")
         .def(nb::new_([] { return std::make_shared<Notices>(); }))
         .def("post", &Notices::post, "token"_a)
-        .def("close", &Notices::close, "Ends the thread that takes, once nothing is left.")
         .def("take", [](Notices& n) {
                  std::optional<Unlocked> unlocked(std::in_place);
                  const u64 token = n.take();
                  unlocked.reset();
                  return token;
-             }, "The next token; waits for it. 0: closed and empty.");
+             }, "The next token; waits for it.");
 
     nb::class_<Liveness>(m, "Liveness", "Alive until lost, once and for good.", nb::is_weak_referenceable())
         .def(nb::new_([](std::shared_ptr<Liveness> parent, std::string peer, bool inbound) {

@@ -95,7 +95,11 @@ void Monitor::close() {
         abandon_thread(thread_);
         return;
     }
-    if (stop_.exchange(true)) return;
+    std::call_once(closing_, [this] { end(); });
+}
+
+void Monitor::end() {
+    stop_ = true;
     const u64 one = 1;
     if (write(wake_, &one, 8) < 0) { /* full means it is awake */ }
     if (thread_.joinable()) thread_.join();
@@ -150,6 +154,10 @@ void Heartbeat::close() {
         abandon_thread(thread_);
         return;
     }
+    std::call_once(closing_, [this] { end(); });
+}
+
+void Heartbeat::end() {
     {
         std::lock_guard g(sleep_mutex_);
         stop_ = true;

@@ -21,16 +21,18 @@ class Monitor {
     ~Monitor();
     void watch(int fd, std::shared_ptr<Liveness> liveness);
     void forget(int fd);  // before the descriptor is closed
-    void close();
+    void close();         // a second caller waits for the first
 
   private:
     void run();
+    void end();
     struct Watched {
         int fd;
         std::shared_ptr<Liveness> liveness;
     };
     int epoll_ = -1, wake_ = -1;
     std::atomic<bool> stop_{false};
+    std::once_flag closing_;
     std::mutex mutex_;  // watched_, epoll_
     std::map<u64, Watched> watched_;  // by token: a number is soon reused, and an event may be older than its reuse
     u64 next_token_ = 1;
@@ -45,10 +47,11 @@ class Heartbeat {
     ~Heartbeat();
     // 0, or the errno that ended the connection; ETIMEDOUT leaves a torn frame behind and closes it.
     int send(const char* data, size_t nbytes, double seconds);
-    void close();
+    void close();  // likewise
 
   private:
     void run();
+    void end();
     int fd_;
     std::string beat_;
     double interval_;
@@ -56,6 +59,7 @@ class Heartbeat {
     std::mutex sleep_mutex_;
     std::condition_variable sleep_;
     bool stop_ = false;
+    std::once_flag closing_;
     std::thread thread_;
     pid_t pid_;
 };

@@ -20,29 +20,19 @@ class Notices : public std::enable_shared_from_this<Notices> {
         some_.notify_one();
     }
 
-    // 0: closed and empty.
+    // Waits for one.
     u64 take() {
         std::unique_lock g(mutex_);
-        some_.wait(g, [&] { return closed_ || !tokens_.empty(); });
-        if (tokens_.empty()) return 0;
+        some_.wait(g, [&] { return !tokens_.empty(); });
         const u64 token = tokens_.front();
         tokens_.pop_front();
         return token;
-    }
-
-    void close() {
-        {
-            std::lock_guard g(mutex_);
-            closed_ = true;
-        }
-        some_.notify_all();
     }
 
   private:
     std::mutex mutex_;
     std::condition_variable some_;
     std::deque<u64> tokens_;
-    bool closed_ = false;
 };
 
 }  // namespace tw

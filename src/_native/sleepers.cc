@@ -41,7 +41,11 @@ Sleepers::~Sleepers() { close(); }
 
 // When it returns, every descriptor is closed and nobody sleeps here.
 void Sleepers::close() {
-    if (getpid() != pid_ || stop_.exchange(true)) return;
+    if (getpid() == pid_) std::call_once(closing_, [this] { end(); });
+}
+
+void Sleepers::end() {
+    stop_ = true;
     dismiss(static_cast<Progress*>(this));
     const u64 one = 1;
     if (write(stop_fd_, &one, 8) < 0) { /* it is awake */ }

@@ -26,9 +26,10 @@ class Sleepers : public Progress, public std::enable_shared_from_this<Sleepers> 
     void wake_all();  // words may have changed, whichever: everybody looks
     void kick() override;
     void nudge() override;
-    void close();
+    void close();  // a second caller waits for the first
 
   private:
+    void end();
     Outcome lead(const Target& target, u64 at_least, double end);
     Outcome follow(const Target& target, u64 at_least, double end);
     bool doze(double seconds, bool& event);
@@ -38,6 +39,7 @@ class Sleepers : public Progress, public std::enable_shared_from_this<Sleepers> 
     const bool naps_;
     int wake_ = -1, stop_fd_ = -1, outer_ = -1;
     std::atomic<bool> armed_{false}, sleeping_{false}, stop_{false};
+    std::once_flag closing_;
     std::mutex lead_mutex_, rest_mutex_;  // held while its owner sleeps
     std::mutex followers_mutex_;
     std::vector<Futex*> followers_;

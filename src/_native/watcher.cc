@@ -69,9 +69,12 @@ void Watcher::close() {
     added_.notify_one();
     words_->header->futex.bell.fetch_add(1, std::memory_order_release);
     ring(words_->header->futex);
-    if (!thread_.joinable()) return;
-    if (words_->own && words_->own->forked()) thread_.detach();  // the child has no such thread
-    else if (thread_.get_id() == std::this_thread::get_id()) thread_.detach();
+    const bool forked = words_->own && words_->own->forked(), inside = runner_ == std::this_thread::get_id();
+    std::unique_lock one(closing_, std::defer_lock);
+    if (inside) (void)one.try_lock();  // whoever has it waits for this thread
+    else if (!forked) one.lock();
+    if ((inside && !one) || !thread_.joinable()) return;
+    if (forked || inside) thread_.detach();  // the child has no such thread
     else thread_.join();
 }
 
@@ -92,6 +95,7 @@ void Watcher::collect(std::vector<Due>& due, double& next) {
 }
 
 void Watcher::run() {
+    runner_ = std::this_thread::get_id();
     Futex& futex = words_->header->futex;
     std::vector<Due> due;
     double idle_since = now();

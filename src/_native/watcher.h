@@ -27,7 +27,7 @@ class Watcher {
     u64 when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call);
     // Whether the call was still to come, and will not.
     bool cancel(u64 ticket);
-    // All calls that are still to come are made now, with `lost`.
+    // All calls that are still to come are made now, with `lost`. A second caller waits for the first.
     void close();
 
   private:
@@ -52,7 +52,9 @@ class Watcher {
     std::map<u64, Entry> entries_;  // by ticket
     u64 tickets_ = 0;
     bool closed_ = false;
+    std::mutex closing_;  // held until the thread has ended
     std::thread thread_;  // from the first entry on
+    std::atomic<std::thread::id> runner_{};
 };
 
 }  // namespace tw

@@ -13,11 +13,8 @@ class Notices:
 
     def __init__(self) -> None: ...
     def post(self, token: int) -> None: ...
-    def close(self) -> None:
-        """Ends the thread that takes, once nothing is left."""
-
     def take(self) -> int:
-        """The next token; waits for it. 0: closed and empty."""
+        """The next token; waits for it."""
 
 class Liveness:
     """Alive until lost, once and for good."""

@@ -212,7 +212,7 @@ void two_engines() {
     consumer.join();
     adder.join();
     ends.close();  // whatever was not done by then is lost: told all the same
-    notices->close();
+    notices->post(0);
     told.join();
 }
 
@@ -239,6 +239,30 @@ void ends_under_way() {
         poster.join();
         ends.close();
         waiter.join();
+    }
+}
+
+// Whichever of two who close an engine comes back first: all that listened has been told.
+void two_who_close() {
+    for (int round = 0; round < 50; round++) {
+        Ends ends;
+        auto notices = std::make_shared<Notices>();
+        for (u64 token = 1; token <= 1000; token++) ends.out->notify(~u64{0}, notices, token);
+        std::atomic<bool> told{false};
+        std::vector<std::thread> closers;
+        for (int i = 0; i < 2; i++) {
+            closers.emplace_back([&, i] {
+                if (i && round % 2) ends.out->close("the channel was closed", true);
+                else ends.engine->close();
+                if (told.exchange(true)) return;
+                notices->post(0);
+                u64 count = 0;
+                while (notices->take()) count++;
+                REQUIRE(count == 1000);
+            });
+        }
+        for (auto& each : closers) each.join();
+        ends.close();
     }
 }
 
@@ -414,6 +438,7 @@ int main(int argc, char** argv) {
     one_door();
     two_engines();
     ends_under_way();
+    two_who_close();
     lent_pages();
     a_peer_that_reads_no_more();
     a_hang_up();

@@ -53,6 +53,7 @@ class Client:
         self._pending: dict[int, Future[frames.Answer]] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._closing = threading.RLock()  # held until the connection has really ended
         self._sock = handshake.persist(lambda left: _authenticated(address, secret, patience, left), timeout)
         try:
             self.welcome = self._join(role, index)
@@ -199,9 +200,12 @@ class Client:
 
     def close(self, *, goodbye: bool = False) -> None:
         """Closes the connection; without a goodbye the coordinator takes it for a death. Idempotent."""
+        with self._closing:
+            if not self._closed:
+                self._end(goodbye)
+
+    def _end(self, goodbye: bool) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
         self._quiet.set()
         if goodbye:
@@ -284,8 +288,9 @@ class Client:
             self.ended.set()
             calls, self._calls = self._calls, []
         self._release()
-        for call in calls:
-            call(cause)
+        with contextlib.ExitStack() as told:  # one that raises keeps no other from being told
+            for call in reversed(calls):
+                told.callback(call, cause)
 
     def _release(self) -> None:
         """Calls that still wait for an answer learn that the job is over."""

@@ -63,7 +63,6 @@ class Member:
         self._absent: dict[str, str] = {}  # devices that auto could not open, and why
         self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
-        self._closed = False
         try:
             if spans.enabled:
                 spans.clock = self.client.clock()
@@ -162,10 +161,6 @@ class Member:
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leaves the job and closes the devices. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
         self.client.close(goodbye=goodbye)
-        for device in self.devices.values():
+        for device in list(self.devices.values()):
             device.close()

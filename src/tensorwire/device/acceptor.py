@@ -115,7 +115,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Stops accepting and greeting; when it returns, every descriptor and thread is gone. Idempotent."""
-        if os.getpid() != self._pid or self._stopped.is_set():
+        if os.getpid() != self._pid:
             return
         self._stopped.set()
         with contextlib.suppress(OSError):

@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 from tensorwire._native import Notices
 
+_NOBODYS = 0  # a token that only wakes the thread
+
 
 class Callbacks:
-    """Calls that wait for a notice of their own, run by one thread that begins with the first of them."""
+    """Calls that wait for a notice of their own. One thread runs them, from the first until ``close`` finds none left;
+    a call that comes later still has another one."""
 
     def __init__(self) -> None:
         self.notices = Notices()
@@ -27,24 +30,14 @@ class Callbacks:
             token = next(self._tokens)
             self._calls[token] = call
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tensorwire-callbacks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tensorwire-callbacks", daemon=True)
+                thread.start()
+                self._thread = thread
         return token
 
-    def run_orphan(self, token: int) -> None:
-        """For a thread that posts while ``close`` may be at work: runs the call here if its thread ended without it."""
-        thread = self._thread
-        if not self._closed or thread is threading.current_thread():
-            return
-        if thread is not None:
-            thread.join(30.0)
-        call = self._calls.pop(token, None)
-        if call is not None:
-            call()
-
     def _run(self) -> None:
-        while token := self.notices.take():
-            call = self._calls.pop(token, None)
+        while self._is_needed():
+            call = self._calls.pop(self.notices.take(), None)
             if call is None:
                 continue
             try:
@@ -53,12 +46,19 @@ class Callbacks:
                 sys.unraisablehook(_Unraisable(error, call))
             del call  # and neither is memory that it holds
 
-    def close(self) -> None:
-        """Runs what has been posted; the thread ends. Idempotent."""
-        self._closed = True
-        self.notices.close()
+    def _is_needed(self) -> bool:
         with self._lock:
+            if self._closed and not self._calls:
+                self._thread = None
+                return False
+            return True
+
+    def close(self) -> None:
+        """Returns when every call has run, also those whose token is posted only now; the thread ends. Idempotent."""
+        with self._lock:
+            self._closed = True
             thread = self._thread
+        self.notices.post(_NOBODYS)
         if thread is not None and thread is not threading.current_thread():
             thread.join(30.0)
 

@@ -150,9 +150,8 @@ class Region(Memory):
 
     def close(self) -> None:
         """Ends every capability for this region. Idempotent."""
-        if not self.closed:
-            self.mark_closed()
-            self._withdraw(self)
+        self.mark_closed()
+        self._withdraw(self)  # also where another thread has just begun to: the keys end before either returns
 
     def __enter__(self) -> Region:
         return self

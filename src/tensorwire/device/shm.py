@@ -51,6 +51,7 @@ class ShmDevice(Device):
         self._exposed: dict[int, tuple[Region, Access]] = {}
         self._channels: set[ShmChannel] = set()
         self._lock = threading.Lock()
+        self._ending = threading.RLock()  # held until a channel has really ended
         listener = socket.socket(fileno=open_socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(b"\0tensorwire-" + self._name.hex().encode())
         listener.listen(128)
@@ -155,6 +156,8 @@ class ShmDevice(Device):
             channels = list(self._channels)
         for channel in channels:
             channel.close()
+        with self._ending:  # nobody else is in the middle of it
+            pass
         self._close_regions()
         self._acceptor.close()
         self._watchers.close()
@@ -235,11 +238,15 @@ class ShmChannel(MappedChannel):
         assert isinstance(device, ShmDevice)
         if self.liveness.forked:
             return
-        self.liveness.close("the channel was closed")  # before another close() of it may return
-        with device._lock:
-            if self not in device._channels:
-                return
-            device._channels.discard(self)
+        with device._ending:
+            with device._lock:
+                known = self in device._channels
+                device._channels.discard(self)
+            if known:
+                self._end()
+
+    def _end(self) -> None:
+        self.liveness.close("the channel was closed")
         self._peer_monitor.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # ends a question that is waiting for its answer

@@ -179,9 +179,11 @@ class TcpDevice(Device):
 
     def _end_channels(self, reason: str, *, own: bool = False) -> None:
         with self._lock:
-            channels, self._channels = self._channels, set()
+            channels = list(self._channels)
         for channel in channels:
-            channel._connection.close(reason, own)
+            channel._connection.close(reason, own)  # waits where another thread is at it
+        with self._lock:
+            self._channels.difference_update(channels)
 
     def close(self) -> None:
         if self.liveness.forked:  # the parent's: a lock may be held forever
@@ -307,10 +309,10 @@ class TcpChannel(Channel):
         assert isinstance(device, TcpDevice)
         if self.liveness.forked:
             return
-        with device._lock:
-            device._channels.discard(self)
         self._connection.close("the channel was closed", own=True)
         self.liveness.close("the channel was closed")  # it may have been lost before
+        with device._lock:
+            device._channels.discard(self)
 
 
 class TcpCompletion(Completion):
@@ -332,7 +334,6 @@ class TcpCompletion(Completion):
         callbacks = channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         channel._connection.notify(self._posted, callbacks.notices, token)
-        callbacks.run_orphan(token)
 
     def wait(self, timeout: float = 60.0) -> None:
         channel = self._channel

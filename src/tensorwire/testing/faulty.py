@@ -225,13 +225,13 @@ class FaultyChannel(Channel):
         if self.liveness.forked:
             return
         self._inner.close()
-        self.device._forget(self)
         self._closed.set()
         with self._turn:
             self._turn.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self.device._forget(self)
 
     def _post(self, call: Callable[[], Completion]) -> Completion:
         self._check_alive()
@@ -312,8 +312,6 @@ class DelayedCompletion(Completion):
         callbacks = self._channel.device.callbacks
         token = callbacks.add(lambda: call(self))
         self._inner.on_done(lambda _: callbacks.notices.post(token))
-        if self._inner.done:
-            callbacks.run_orphan(token)
 
     @property
     def done(self) -> bool:

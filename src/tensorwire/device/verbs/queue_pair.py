@@ -135,8 +135,8 @@ class QueuePair:
         with self.lock:
             pending, self._pending = self._pending, deque()
             self._make.drop_places()
-        for operation in pending:
-            operation.kept = None
+            for operation in pending:
+                operation.kept = None
 
     def destroy_if_lost(self) -> bool:
         """Whether the channel is lost; then nothing of it touches memory any more."""
@@ -435,7 +435,6 @@ class QueuePair:
         else:
             self.liveness.notify(self.callbacks.notices, token)
             self.nic.liveness.notify(self.callbacks.notices, token)
-        self.callbacks.run_orphan(token)
 
 
 def _mtu(nbytes: int) -> int:

@@ -140,6 +140,41 @@ def test_closing_in_the_middle(pair: Pair, in_thread: InThread, what: str, momen
     assert not array(traffic.guard).any()
 
 
+@pytest.mark.parametrize("what", ["channel", "initiator"])
+def test_two_close_at_once_while_a_write_is_awaited(spec: DeviceSpec, in_thread: InThread, what: str) -> None:
+    for _ in range(20):
+        with spec.make() as initiator, spec.make() as target:
+            channel, source = initiator.connect(target.address), initiator.allocate(NBYTES)
+            remote = target.allocate(NBYTES).remote()
+            ready, ended = threading.Barrier(3), list[bool]()
+            closable: Closable = channel if what == "channel" else initiator
+
+            async def write_on(channel=channel, source=source, remote=remote, ready=ready) -> None:  # type: ignore[no-untyped-def]
+                for number in range(10**9):
+                    written = [channel.write(source.view(), remote.view()) for _ in range(3)]
+                    if number == 3:
+                        ready.wait(SECONDS)
+                    await asyncio.gather(*map(_until_done, written))
+
+            def write(write_on=write_on, ended=ended) -> None:  # type: ignore[no-untyped-def]
+                with pytest.raises(ENDS):
+                    asyncio.run(write_on())
+                ended.append(True)
+
+            def close(closable=closable, channel=channel, ready=ready) -> None:  # type: ignore[no-untyped-def]
+                ready.wait(SECONDS)
+                closable.close()
+                assert channel.lost
+
+            for thread in [in_thread(write), in_thread(close), in_thread(close)]:
+                thread.join(SECONDS)
+            assert ended
+
+
+async def _until_done(completion: Completion) -> None:
+    await completion
+
+
 def test_a_closed_channel_lets_go_of_its_memory_at_once(far: FarPair) -> None:
     """What was posted and not done fails, and then the memory is its owner's again."""
     remote = far.peer.allocate(4 << 20)
