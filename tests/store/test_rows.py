@@ -87,7 +87,7 @@ def test_pushes_that_are_applied_one_by_one_add_up(mode: Async | SSP) -> None:
 OPTIMIZERS = [
     ("SGD", {"lr": 0.1}),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.1}),
-    ("SparseAdam", {"lr": 0.1, "betas": (0.8, 0.95)}),
+    ("SparseAdam", {"lr": 1, "betas": (0.8, 0.95)}),
 ]
 
 

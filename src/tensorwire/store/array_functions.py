@@ -33,6 +33,15 @@ def array_function(spec: StoreSpec) -> ArrayFunction | None:
     return cast(ArrayFunction, found) if getattr(found, "numpy", False) else None
 
 
+def like(given: Any, value: float) -> Any:
+    """``value`` as the type that the option was given as, if it is of that type."""
+    if isinstance(given, bool):
+        return bool(value)
+    if isinstance(given, int) and float(value).is_integer():
+        return int(value)
+    return value
+
+
 class OptionsInForce:
     """The options of a rule, with the numbers that pushes carry."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorwire._native import add_rows
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
-from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_item
+from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, like, load_item
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
 from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
@@ -193,7 +193,7 @@ class _OptimizerRows(RowRule):
             self.spec.numeric, struct.unpack(f"<{len(options) // 8}d", options), strict=True
         ):
             if index < 0:
-                group[name] = type(given[name])(value)
+                group[name] = like(given[name], value)
             else:
                 group[name] = (*group[name][:index], value, *group[name][index + 1 :])
 

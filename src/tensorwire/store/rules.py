@@ -17,6 +17,7 @@ import torch
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.arithmetic_rules import Rule
+from tensorwire.store.array_functions import like
 from tensorwire.store.foreign import import_path, is_elementwise, load_rule
 from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.pushes import Push
@@ -381,22 +382,13 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: float)
 
 def _set_option(group: dict[str, Any], template: Any, option: str, index: int, value: float) -> None:
     if index < 0:
-        group[option] = _like(template, value)
+        group[option] = like(template, value)
         return
     parts = list(group[option])
-    parts[index] = _like(template[index], value)
+    parts[index] = like(template[index], value)
     group[option] = tuple(parts)
 
 
 def _tuples(value: Any) -> Any:
     """A list that was a tuple before it travelled."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-def _like(template: Any, value: float) -> Any:
-    """``value`` as the type that the option had."""
-    if isinstance(template, bool):
-        return bool(value)
-    if isinstance(template, int) and float(value).is_integer():
-        return int(value)
-    return value

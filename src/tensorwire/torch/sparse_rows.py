@@ -5,6 +5,7 @@ The table on the servers is the parameter; a worker asks which rows have changed
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from tensorwire.store.row_layout import Array, TableSpec
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.torch import options
 
-_NOT_SENT = ("foreach", "fused", "differentiable", "capturable", "params", "param_names", "name")
+_NOT_SENT = {"foreach", "fused", "differentiable", "capturable", "params"}
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
@@ -58,6 +59,8 @@ class SparseRows:
         reduce: str,
     ) -> None:
         self._worker, self.name, self.param, self._group = worker, name, param, group
+        # A group has more than options: schedulers keep numbers of their own there, such as `initial_lr`.
+        self._known = inspect.signature(optimizer_class).parameters.keys() - _NOT_SENT
         self.params = [param]
         rule = optimizer_class.__name__
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule, None) is not optimizer_class:
@@ -86,7 +89,7 @@ class SparseRows:
 
     def _given(self) -> dict[str, Any]:
         """The optimizer's options as they are now."""
-        return {name: value for name, value in self._group.items() if name not in _NOT_SENT}
+        return {name: value for name, value in self._group.items() if name in self._known}
 
     def gradient(self) -> tuple[Array, Array]:
         """Numbers and rows of this worker's gradient. Raises `Unsupported` or `ArgumentError` for what is none."""
