@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.launch.worker import current_worker
 from tensorwire.observe import counters
-from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
+from tensorwire.store import EASGD, SSP, Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
@@ -286,6 +288,34 @@ def test_what_is_computed_in_a_slot_is_not_copied(device: str) -> None:
 # ---- files
 
 
+def push_views_of_the_slot(job: tw.Job) -> None:
+    kv = KeyValue()
+    kv.init("w", np.zeros((3, 3), "f4"))
+    ones, first = np.ones((3, 3), "f4"), np.arange(9, dtype="f4").reshape(3, 3)
+
+    def pushed(make: Callable[[Any], Any]) -> Any:
+        slot = kv.slot("w")
+        slot[:] = first
+        kv.push("w", make(slot))
+        return kv.pull("w").wait()
+
+    np.testing.assert_array_equal(pushed(lambda s: s), first)
+    np.testing.assert_array_equal(pushed(lambda s: s.T), first.T)
+    np.testing.assert_array_equal(pushed(lambda s: s[::-1]), first[::-1])
+    np.testing.assert_array_equal(pushed(lambda s: torch.from_numpy(s).T), first.T)
+    np.testing.assert_array_equal(pushed(lambda s: np.broadcast_to(s[:1], (3, 3))), np.tile(first[0], (3, 1)))
+    np.testing.assert_array_equal(pushed(lambda s: [s, ones]), first + 1)
+    np.testing.assert_array_equal(pushed(lambda s: [ones, s]), first + 1)
+    np.testing.assert_array_equal(pushed(lambda s: [s, s.T, s]), 2 * first + first.T)
+    before = counters.snapshot()
+    pushed(lambda s: s)
+    assert counters.since(before).copies == 1  # that of the pull
+
+
+def test_views_of_a_slot_are_pushed_as_they_are() -> None:
+    run_job(push_views_of_the_slot, workers=1).ok()
+
+
 def save_on_the_way(job: tw.Job, path: str, rule: str, stop: int, loads: bool) -> list[Array]:
     options = {"lr": 0.1} if rule == "Adam" else {}
     kv = KeyValue(rule=rule, reduce="mean", bucket_bytes=BUCKET, **options)
@@ -423,6 +453,25 @@ def misuse(job: tw.Job) -> None:
     refused("there is no array for key", lambda: kv.push("a", []))
     refused(r"must be float32\[4\]", lambda: kv.push(["a", "b"], [ones, ones]))
     refused("out for key 'a' must be", lambda: kv.pull("a", np.ones(4, "f4")))
+    strange: list[Any] = [None, 1.5, True, b"a", iter("a"), [None], ["a"]]
+    for key in strange:
+        if key != ["a"]:
+            refused("a key is a string or an integer, not", lambda key=key: kv.push(key, ones))
+        refused("a key is a string or an integer, not", lambda key=key: kv.slot(key))
+        refused("a key is a string or an integer, not", lambda key=key: kv.row_sparse_pull(key, [0]))
+    refused("there is no key 1", lambda: kv.push(1, ones))
+    refused("priority must be a whole number", lambda: kv.push("a", ones, priority="high"))  # type: ignore[arg-type]
+    refused("priority must be a whole number", lambda: kv.pushpull("a", ones, priority=None))  # type: ignore[arg-type]
+    refused("priority must be a whole number", lambda: kv.pull("a", priority=1.5))  # type: ignore[arg-type]
+    refused("lr must be a number", lambda: kv.set_options(lr=10**400))
+    refused("lr must be a number", lambda: KeyValue(rule="SGD", lr=10**400))
+    refused("a masked array", lambda: kv.push("a", np.ma.array(ones, mask=True)))
+    refused("a masked array", lambda: kv.push("a", [ones, np.ma.array(ones, mask=True)]))
+    refused("a masked array", lambda: kv.init("c", np.ma.array(ones, mask=True)))
+    refused("a masked array", lambda: kv.pull("a", np.ma.array(ones)))
+    pull = kv.pull("a")
+    refused("timeout must be a number", lambda: pull.wait("1"))  # type: ignore[arg-type]
+    refused("timeout must be a number", lambda: pull.wait(-1))
     fixed = ones.copy()
     fixed.flags.writeable = False
     refused("read-only", lambda: kv.pull("a", fixed))
@@ -432,6 +481,43 @@ def misuse(job: tw.Job) -> None:
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     run_job(misuse).ok()
+
+
+def keys_of_all_kinds(job: tw.Job) -> None:
+    kv = KeyValue()
+    kv.init([np.int64(3), "3", "[3]", "'[3]", ""], [np.full(2, n, "f4") for n in range(5)])
+    assert [value[0] for value in kv.pull([3, "3", "[3]", "'[3]", ""]).wait()] == [0, 1, 2, 3, 4]
+    kv.push(np.uint8(3), np.full(2, 7, "f4"), priority=np.int8(1))  # type: ignore[arg-type]
+    assert kv.pull(np.int32(3)).wait(np.inf)[0] == 7 * job.num_workers  # type: ignore[arg-type]
+    assert [value[0] for value in kv.pull(np.array([3])).wait()] == [7 * job.num_workers]  # type: ignore[arg-type]
+
+
+def test_numpys_integers_are_keys_and_no_two_keys_are_one() -> None:
+    run_job(keys_of_all_kinds).ok()
+
+
+@pytest.mark.parametrize("number", [10**400, float("nan"), float("inf"), -1, True, "1", None])
+def test_numbers_of_modes_are_refused_by_name(number: Any) -> None:
+    for make in (lambda: Async(damping=number), lambda: SSP(damping=number), lambda: EASGD(alpha=number or -1)):
+        with pytest.raises(errors.ArgumentError, match=r"(damping|alpha) must be"):
+            make()
+
+
+def publish_nonsense(job: tw.Job) -> None:
+    worker = current_worker()
+    if job.rank == 0:
+        worker.member.client.publish(worker.next_store(), b"\xc1")
+    job.barrier()
+    job.barrier(1e6)
+
+
+def test_a_server_that_cannot_read_a_store_ends_the_job_in_one_line() -> None:
+    ended = run_job(publish_nonsense)
+    assert ended.cause is not None
+    assert ended.cause.who == "server 0"
+    assert ended.cause.what.startswith("cannot read what worker 0 wants in store/0: ")
+    assert not ended.cause.traceback
+    assert "\n" not in ended.cause.what
 
 
 def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:

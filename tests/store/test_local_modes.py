@@ -578,6 +578,12 @@ def refused(job: tw.Job) -> list[str]:
     attempt(mode=LocalSGD(), overlap=True)
     attempt(mode=LocalSGD(), max_grad_norm=1.0)
     attempt(mode=Async())
+    counting = tw.torch.StoreOptimizer(
+        [("p", torch.nn.Parameter(torch.zeros(1)))], torch.optim.SGD, lr=1.0, mode=DiLoCo(weight="tokens")
+    )
+    for number in (0, -1, 1e308, 1e-320, 10**400, float("nan"), True, "1", None):
+        with pytest.raises(errors.ArgumentError, match="tokens must be a number from 1e-06 to 1e"):
+            counting.count(number)
     return found
 
 

@@ -196,13 +196,26 @@ def misuse(job: tw.Job) -> None:
     refused("exists already", lambda: kv.init_rows("dense", (3, 2)))
     refused("not the shape", lambda: kv.init_rows("t", (0, 2)))
     refused("rows under 'sum' hold", lambda: kv.init_rows("t", (3, 2), "float16"))
+    for shape in ((-2, -3), (4, -2), (2.5, 4), (True, 4), (-1, 4), (), 3, None, "ab", (2**31 + 1, 2), (2**31, 2**400)):
+        refused("not the shape", lambda shape=shape: kv.init_rows("t", shape))
+    refused("take more than 4194304 buckets", lambda: kv.init_rows("t", (2**31, 2**20)))
+    for dtype in ("nope", "bfloat16", None, 3):
+        refused("'t' has dtype", lambda dtype=dtype: kv.init_rows("t", (3, 2), dtype))
+    for number in ("1", None, 10**400, float("nan")):
+        refused("scale must be", lambda number=number: kv.init_rows("t", (3, 2), scale=number))
     refused("seed must be", lambda: kv.init_rows("t", (3, 2), seed=-1))
     refused(r"must be float32\[3, 2\]", lambda: kv.init_rows("t", (3, 2), values=np.zeros((3, 2))))
-    kv.init_rows("t", (3, 2))
+    kv.init_rows("t", (np.int64(3), 2), np.float32)  # type: ignore[arg-type]
     refused("exists already", lambda: kv.init("t", np.zeros(3)))
     refused("no key 'dense' with rows", lambda: kv.row_sparse_push("dense", [0], np.zeros((1, 2), "f4")))
     refused("no row 3", lambda: kv.row_sparse_push("t", [0, 3], np.zeros((2, 2), "f4")))
     refused("no row -1", lambda: kv.row_sparse_pull("t", [-1]))
+    refused("no row 18446744073709551615", lambda: kv.row_sparse_pull("t", [2**64 - 1]))
+    refused("a masked array", lambda: kv.row_sparse_push("t", [0], np.ma.array(np.ones((1, 2), "f4"), mask=True)))
+    refused("a masked array", lambda: kv.row_sparse_pull("t", np.ma.array([0], mask=True)))
+    refused("not the shape|must be float32", lambda: kv.row_sparse_push("t", [], np.zeros((1, 2), "f4")))
+    assert kv.row_sparse_pull("t", []).wait().shape == (0, 2)
+    kv.row_sparse_push("t", [], []).wait()
     refused("integers, not float64", lambda: kv.row_sparse_pull("t", [0.5]))
     refused(r"float32\[2, 2\], not float32\[1, 2\]", lambda: kv.row_sparse_push("t", [0, 1], np.zeros((1, 2), "f4")))
     refused("out for 't'", lambda: kv.row_sparse_pull("t", [0], np.zeros((1, 3), "f4")))

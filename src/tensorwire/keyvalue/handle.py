@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from tensorwire.errors import TensorwireError
+from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.keyvalue.key_arguments import number
 from tensorwire.launch.worker import Worker
 
 
@@ -94,9 +95,12 @@ class Handle:
             Of a pull: the value, or the list of values, of its keys. Of a push: None.
 
         Raises:
+            ArgumentError: ``timeout`` is no number of seconds.
             WaitTimeout: The servers did not answer in time, because another worker has not pushed; one may wait again.
             JobEnded: The job ended; the message says why.
         """
+        if timeout is not None and not number("timeout", timeout) >= 0:
+            raise ArgumentError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
         with self._calls.waiting():
             for entry in self._pushes:
                 entry.wait_for_push(timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,37 @@ from tensorwire.errors import ArgumentError
 Key = str | int
 
 
-def pairs(keys: Key | Sequence[Key], values: Any) -> Iterable[tuple[Key, Any]]:
-    """Each key with its value. Raises `ArgumentError` where there are more of the ones."""
-    if isinstance(keys, (str, int)):
-        return [(keys, values)]
-    if not isinstance(values, (list, tuple)) or len(values) != len(keys):
-        raise ArgumentError(f"{len(keys)} keys need a list of as many values")
-    return list(zip(keys, values, strict=True))
+def as_key(key: object) -> Key:
+    """A key; numpy's integers are integers. Raises `ArgumentError` for what is none."""
+    if isinstance(key, np.integer):
+        return int(key)
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
+    return key
+
+
+def as_keys(keys: object) -> tuple[list[Key], bool]:
+    """The keys of a call, and whether it names one alone, not a list. Raises `ArgumentError`."""
+    if isinstance(keys, np.ndarray):
+        keys = keys.tolist()
+    if isinstance(keys, Iterable) and not isinstance(keys, (str, bytes, Iterator)):
+        return [as_key(each) for each in keys], False
+    return [as_key(keys)], True
+
+
+def pairs(keys: object, values: Any) -> list[tuple[Key, Any]]:
+    """Each key with its value. Raises `ArgumentError` for what is no key, and where there are more of the ones."""
+    listed, single = as_keys(keys)
+    if single:
+        return [(listed[0], values)]
+    if not isinstance(values, (list, tuple)) or len(values) != len(listed):
+        raise ArgumentError(f"{len(listed)} keys need a list of as many values")
+    return list(zip(listed, values, strict=True))
 
 
 def as_array(value: Any) -> np.ndarray[Any, Any]:
     """Any array on the CPU as numpy's. Raises `ArgumentError`."""
+    check_unmasked(value)
     if isinstance(value, np.ndarray):
         return value
     makers: tuple[Callable[[Any], np.ndarray[Any, Any]], ...] = (np.from_dlpack, np.asarray)
@@ -34,9 +54,33 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
     raise ArgumentError(f"this {type(value).__name__} is no array on the CPU that numpy can read")
 
 
+def check_unmasked(value: Any) -> None:
+    """Raises `ArgumentError` for an array with a mask, which no server would see."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError("a masked array travels without its mask: give array.filled(value)")
+
+
+def check_whole(name: str, value: object) -> None:
+    """Raises `ArgumentError` for what is no integer."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ArgumentError(f"{name} must be a whole number, not {value!r:.100}")
+
+
+def number(name: str, value: Any) -> float:
+    """A number that can be sent. Raises `ArgumentError` for others."""
+    try:
+        if not isinstance(value, (bool, str)) and isinstance(value, (int, float)):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ArgumentError(f"{name} must be a number, not {value!r:.100}")
+
+
 def plan_name(key: Key) -> str:
-    """What the plan calls a key; 1 and "1" are two keys."""
-    return key if isinstance(key, str) else f"[{key}]"
+    """What the plan calls a key: 1, "1" and "[1]" are three keys."""
+    if isinstance(key, int):
+        return f"[{key}]"
+    return f"'{key}" if key[:1] in ("[", "'") else key
 
 
 def plain_option(name: str, value: Any) -> Any:

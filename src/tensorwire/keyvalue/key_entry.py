@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError
-from tensorwire.keyvalue.key_arguments import Key, as_array
+from tensorwire.keyvalue.key_arguments import Key, as_array, check_unmasked
 from tensorwire.observe import counters
 from tensorwire.store.key_client import KeyClient
 
@@ -37,7 +37,8 @@ class KeyEntry:
         return np.frombuffer(memory, self.dtype, math.prod(self.spec.shape)).reshape(self.spec.shape)
 
     def check(self, array: Any, what: str) -> None:
-        """Refuses what is not of the key's shape and dtype. Raises `ArgumentError`."""
+        """Refuses what is not of the key's shape and dtype, or has a mask. Raises `ArgumentError`."""
+        check_unmasked(array)
         if isinstance(array, np.ndarray) and array.shape == self.spec.shape and array.dtype == self.dtype:
             return
         found = Spec.of(array)
@@ -45,12 +46,23 @@ class KeyEntry:
             raise ArgumentError(f"the {what} for key {self.key!r} must be {self.spec}, not {found}")
 
     def fill(self, arrays: Sequence[Any]) -> None:
-        """Puts the sum of arrays into the slot."""
-        first = arrays[0]
-        if not (isinstance(first, np.ndarray) and first.ctypes.data == self.slot.ctypes.data):
+        """Puts the sum of arrays into the slot. Each may be the slot itself, or another view of its memory."""
+        first, *rest = (self._apart(array, whole=not n) for n, array in enumerate(arrays))
+        if first is not self.slot:
             self.store.fill(self.tensor, first)
-        for array in arrays[1:]:
+        for array in rest:
             np.add(self.slot, as_array(array), out=self.slot)
+
+    def _apart(self, array: Any, *, whole: bool) -> Any:
+        """The slot, if ``array`` is it and that may be (``whole``); else what shares no memory with it."""
+        try:
+            found = as_array(array)
+        except ArgumentError:
+            return array
+        if not np.may_share_memory(found, self.slot):
+            return array
+        same = found.ctypes.data == self.slot.ctypes.data and found.strides == self.slot.strides
+        return self.slot if whole and same else found.copy()
 
     @property
     def applied(self) -> bool:

@@ -14,7 +14,18 @@ import numpy as np
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.keyvalue.handle import Handle
-from tensorwire.keyvalue.key_arguments import Key, as_array, pairs, plain_option, plan_name
+from tensorwire.keyvalue.key_arguments import (
+    Key,
+    as_array,
+    as_key,
+    as_keys,
+    check_unmasked,
+    check_whole,
+    number,
+    pairs,
+    plain_option,
+    plan_name,
+)
 from tensorwire.keyvalue.key_entry import KeyEntry, KeyPull
 from tensorwire.keyvalue.row_keys import RowKeys
 from tensorwire.launch.join_store import join_with
@@ -157,15 +168,14 @@ class KeyValue(RowKeys):
         for name, value in options.items():
             if name not in known:
                 raise ArgumentError(f"the optimizer was given no numeric option {name!r}; it has: {', '.join(known)}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ArgumentError(f"{name} must be a number, not {value!r:.100}")
+            number(name, value)
         self._group.update(options)
         for table in self._tables.values():
             table.set_options(**options)
         self._pack()
 
     def _pack(self) -> None:
-        self._options = pack_options([float(self._group[name]) for _, name, _ in self._numeric])
+        self._options = pack_options([number(name, self._group[name]) for _, name, _ in self._numeric])
 
     def init(self, keys: Key | Sequence[Key], values: Any) -> None:
         """Makes keys with values; those of worker 0 count. Every worker calls it, with the same keys in the same order.
@@ -185,9 +195,10 @@ class KeyValue(RowKeys):
             JobEnded: The job ended; the message says why.
         """
         made: dict[Key, KeyEntry] = {}
-        given = list(pairs(keys, values))
+        given = pairs(keys, values)
         for key, value in given:
             self._check_new(key, made)
+            check_unmasked(value)
             spec = Spec.of(value)
             if spec.dtype not in _DTYPES:
                 raise Unsupported(f"key {key!r} has dtype {spec.dtype}; keys hold {', '.join(_DTYPES)}")
@@ -200,8 +211,6 @@ class KeyValue(RowKeys):
     def _check_new(self, key: Key, made: Collection[Key] = ()) -> None:
         if key in self._entries or key in self._tables or key in made:
             raise ArgumentError(f"key {key!r} exists already")
-        if isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
 
     def assign(self, keys: Key | Sequence[Key], values: Any) -> None:
         """Sets keys to worker 0's values. Every worker calls it; what the rule keeps stays as it is.
@@ -259,6 +268,7 @@ class KeyValue(RowKeys):
             WaitTimeout: An earlier push of a key was not taken in time, because another worker has not pushed the key.
             JobEnded: The job ended; the message says why.
         """
+        check_whole("priority", priority)
         entries, arrays = self._given(keys, values)
         with self._calls:
             self._fill(entries, arrays)
@@ -282,6 +292,7 @@ class KeyValue(RowKeys):
             ArgumentError: There is no such key, a key is named twice, or an array of ``out`` does not fit.
             JobEnded: The job ended; the message says why.
         """
+        check_whole("priority", priority)
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
         with self._calls:
@@ -302,6 +313,7 @@ class KeyValue(RowKeys):
         Returns:
             That of the pull.
         """
+        check_whole("priority", priority)
         entries, arrays = self._given(keys, values)
         outs = self._outs(keys, entries, out)
         with self._calls:
@@ -324,7 +336,7 @@ class KeyValue(RowKeys):
             WaitTimeout: They did not take it in time, because another worker has not pushed the key.
             JobEnded: The job ended; the message says why.
         """
-        (entry,) = self._named(key)
+        (entry,) = self._named(as_key(key))
         with self._calls:
             entry.store.wait_for_slot(entry.tensor)
             return entry.slot
@@ -475,7 +487,7 @@ class KeyValue(RowKeys):
             store.announce(KeyOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
-        listed = [keys] if isinstance(keys, (str, int)) else list(keys)
+        listed, _ = as_keys(keys)
         missing = [key for key in listed if key not in self._entries]
         if missing:
             raise ArgumentError(f"there is no key {missing[0]!r:.100}: call init() first")
@@ -535,7 +547,7 @@ class KeyValue(RowKeys):
         pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
         for entry, pull in zip(entries, pulls, strict=True):
             entry.pulling = pull
-        return Handle(self._calls, pulls, (), isinstance(keys, (str, int)))
+        return Handle(self._calls, pulls, (), as_keys(keys)[1])
 
     def _finish(self) -> None:
         for store in self._stores:

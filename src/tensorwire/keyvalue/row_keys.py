@@ -7,12 +7,10 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.handle import Calls, Handle
-from tensorwire.keyvalue.key_arguments import Key, as_array, plan_name
-from tensorwire.keyvalue.row_table import Table, check_scale, most_rows
+from tensorwire.keyvalue.key_arguments import Key, as_array, as_key, plan_name
+from tensorwire.keyvalue.row_table import Table, check_scale, check_shape, most_rows, table_dtype
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import Worker
 from tensorwire.store.modes import SSP, Async, Sync
@@ -68,10 +66,11 @@ class RowKeys:
             WaitTimeout: Another worker did not come in time.
             JobEnded: The job ended; the message says why.
         """
+        key = as_key(key)
         self._check_new(key)
-        shape = tuple(shape)
+        shape, dtype = check_shape(shape), table_dtype(key, dtype)
         first = None if values is None else as_array(values)
-        if first is not None and (first.shape != shape or first.dtype != np.dtype(dtype)):
+        if first is not None and (first.shape != shape or first.dtype != dtype):
             raise ArgumentError(
                 f"the values for key {key!r} must be {dtype}{list(shape)}, not {first.dtype}{list(first.shape)}"
             )
@@ -167,6 +166,7 @@ class RowKeys:
         load_on_all(self._table(key), folder)
 
     def _table(self, key: Key) -> Table:
+        key = as_key(key)
         if key not in self._tables:
             raise ArgumentError(f"there is no key {key!r:.100} with rows: call init_rows() first")
         return self._tables[key]

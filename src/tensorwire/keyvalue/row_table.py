@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.handle import Calls
-from tensorwire.keyvalue.key_arguments import as_array
+from tensorwire.keyvalue.key_arguments import Key, as_array, number
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
@@ -55,7 +56,8 @@ class Table:
         values: Array | None = None,
         calls: Calls | None = None,
     ) -> None:
-        self._worker, self.name, self.shape, self.dtype = worker, name, shape, np.dtype(dtype)
+        self._worker, self.name, self.shape = worker, name, check_shape(shape)
+        self.dtype = np.dtype(table_dtype(name, dtype))
         self.calls = Calls(worker) if calls is None else calls
         self._check(mode, rule, options, settings)
         self._group = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
@@ -63,7 +65,7 @@ class Table:
         self._options = self._packed(self._group)
         spec = StoreSpec(
             versions(rule),
-            [ParameterSpec(name, shape, dtype)],
+            [ParameterSpec(name, self.shape, self.dtype.name)],
             rule,
             [self._group],
             self._numeric,
@@ -93,15 +95,13 @@ class Table:
         kinds = (*_DTYPES, *_INTEGERS) if rule in ("sum", "assign") else _DTYPES
         if self.dtype.name not in kinds:
             raise Unsupported(f"{self.name!r} has dtype {self.dtype}; rows under {rule!r} hold {', '.join(kinds)}")
-        if not self.shape or math.prod(self.shape) == 0 or self.shape[0] > 2**31:
-            raise ArgumentError(f"a table has 1 to 2**31 rows of at least one element, not the shape {self.shape}")
         if settings.initial not in INITIAL:
             raise ArgumentError(f"initial must be one of {', '.join(INITIAL)}, not {settings.initial!r:.100}")
         if settings.initial != "zeros" and self.dtype.name not in _DTYPES:
             raise ArgumentError(f"initial={settings.initial!r} is for float32 and float64, not for {self.dtype}")
 
     def _packed(self, group: Mapping[str, Any]) -> bytes:
-        return pack_options([float(group[n] if i < 0 else group[n][i]) for _, n, i in self._numeric])
+        return pack_options([number(n, group[n] if i < 0 else group[n][i]) for _, n, i in self._numeric])
 
     def set_options(self, **options: float) -> None:
         """Changes numeric options of the rule for the pushes that follow. Raises `ArgumentError` for others."""
@@ -120,17 +120,18 @@ class Table:
     def indices(self, indices: Any) -> Array:
         """Numbers of rows as int64. Raises `ArgumentError` where one is not of a row."""
         found = as_array(indices)
-        if found.dtype.kind not in "iu":
+        if found.dtype.kind not in "iu" and found.size:
             raise ArgumentError(f"numbers of rows are integers, not {found.dtype}")
-        found = found.astype(np.int64, copy=False)
         if found.size and not (int(found.min()) >= 0 and int(found.max()) < self.shape[0]):
             wrong = found[(found < 0) | (found >= self.shape[0])].flat[0]
             raise ArgumentError(f"{self.name!r} has rows 0 to {self.shape[0] - 1}, and no row {wrong}")
-        return found
+        return found.astype(np.int64, copy=False)
 
     def given(self, indices: Any, rows: Any) -> tuple[Array, Array]:
         """What is to be pushed: each number once, with the sum of its rows. Raises `ArgumentError`."""
         numbers, values = self.indices(indices), as_array(rows)
+        if not numbers.size and not values.size:  # lists without elements
+            values = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
         if values.dtype != self.dtype or values.shape != (*numbers.shape, *self.shape[1:]):
             raise ArgumentError(
                 f"the rows for {self.name!r} must be {self.dtype}{[*numbers.shape, *self.shape[1:]]}, "
@@ -259,6 +260,25 @@ class TablePull:
         table.done(self)
 
 
+def check_shape(shape: object) -> tuple[int, ...]:
+    """The shape of a table. Raises `ArgumentError` for what none can have."""
+    lengths = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+    whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in lengths)
+    if not lengths or not whole or lengths[0] > 2**31 or math.prod(map(int, lengths)) >= 2**63:
+        raise ArgumentError(f"a table has 1 to 2**31 rows of at least one element, not the shape {shape!r:.100}")
+    return tuple(map(int, lengths))
+
+
+def table_dtype(name: Key, dtype: object) -> str:
+    """The name of a dtype. Raises `Unsupported` for what numpy has no dtype for."""
+    try:
+        if dtype is not None:
+            return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
+    except TypeError:
+        pass
+    raise Unsupported(f"{name!r} has dtype {dtype!s:.100}; rows hold {', '.join((*_DTYPES, *_INTEGERS))}")
+
+
 def check_embedding(sizes: Mapping[str, Any], reduce: str, scale: Any) -> None:
     """Refuses what no embedding can have, before it has a table. Raises `ArgumentError`."""
     for name, value in sizes.items():
@@ -270,7 +290,7 @@ def check_embedding(sizes: Mapping[str, Any], reduce: str, scale: Any) -> None:
 
 def check_scale(scale: Any) -> None:
     """Refuses what first values cannot be scaled by. Raises `ArgumentError`."""
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not isinstance(scale, (int, float)) or not abs(scale) <= sys.float_info.max:
         raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
 
 

@@ -137,6 +137,9 @@ def serve(member: Member) -> None:
                     break
                 except WaitTimeout:
                     continue
+                except msgspec.MsgspecError as error:
+                    member.fail(f"cannot read what worker 0 wants in {name}: {error}")
+                    member.client.ended.wait(_CAUSE_SECONDS)
             try:
                 threads.append(_started(name, _serve, member, name, spec))
             except RuntimeError as error:

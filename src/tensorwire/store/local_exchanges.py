@@ -60,6 +60,9 @@ class _Exchange:
     due: int
 
 
+_LEAST_TOKENS, _MOST_TOKENS = 1e-6, 1e15  # what weights gradients in float32 without an overflow or a sum of zero
+
+
 class LocalExchanges:
     """The exchanges of one worker.
 
@@ -87,7 +90,15 @@ class LocalExchanges:
         self.tokens = [0.0] * count
 
     def count(self, tokens: float) -> None:
-        """Adds to what this worker's next contribution of each fragment weighs."""
+        """Adds to what this worker's next contribution of each fragment weighs. Raises `ArgumentError`."""
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, (int, float))
+            or not _LEAST_TOKENS <= tokens <= _MOST_TOKENS
+        ):
+            raise ArgumentError(
+                f"tokens must be a number from {_LEAST_TOKENS:g} to {_MOST_TOKENS:g}, not {tokens!r:.100}"
+            )
         self.tokens = [n + tokens for n in self.tokens]
 
     def step(self) -> None:

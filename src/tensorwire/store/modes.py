@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from tensorwire.errors import ArgumentError
 
 def _check_number(name: str, value: object) -> None:
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+    if not known or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         raise ArgumentError(f"{name} must be a number of at least 0, not {value!r:.100}")
 
 

@@ -23,6 +23,7 @@ ALIGNMENT = 64  # enough for every framework to alias a tensor
 CUT = 1024  # elements: vectorised optimizers give the same bits on both sides of such a cut
 BUCKET_BYTES = 4 << 20
 MOST_BUCKET_BYTES = 1 << 40
+MOST_BUCKETS = 1 << 22  # of a plan: every process makes all of it
 
 # What parameters, and the tensors that an optimizer keeps, may be made of.
 PARAMETER_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -203,7 +204,8 @@ def make_plan(
     ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are on the first server, for rules
     that look at all of them. ``apart``: no two tensors share a bucket.
 
-    Raises `ArgumentError` for no servers, duplicate names or a bad bucket size; `Unsupported` for a dtype.
+    Raises `ArgumentError` for no servers, duplicate names, a bad bucket size, or more buckets than a plan may have;
+    `Unsupported` for a dtype.
     """
     _check(tensors, servers, bucket_bytes)
     build = _Builder(servers, bucket_bytes)
@@ -243,6 +245,9 @@ def _check(tensors: Sequence[ParameterSpec], servers: int, bucket_bytes: int) ->
             raise Unsupported(
                 f"parameter {t.name!r} has dtype {t.dtype}; the store holds {', '.join(PARAMETER_DTYPES)}"
             )
+    if sum(t.nbytes for t in tensors) > MOST_BUCKETS * bucket_bytes:
+        total = size_text(sum(t.nbytes for t in tensors))
+        raise ArgumentError(f"parameters of {total} take more than {MOST_BUCKETS} buckets of {size_text(bucket_bytes)}")
 
 
 def _chunk(size: int, bucket_bytes: int) -> int:

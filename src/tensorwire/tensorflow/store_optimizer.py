@@ -205,7 +205,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
                 functions, such as in a callback.
 
         Raises:
-            ArgumentError: There was no step yet, or the mode has no such weights.
+            ArgumentError: ``tokens`` is not a number from 1e-6 to 1e15, there was no step yet, or the mode has no such
+                weights.
         """
         if self._share is None or not isinstance(self._share.rounds, LocalRounds):
             raise ArgumentError('count() is for mode=DiLoCo(weight="tokens"), after the optimizer was built')
