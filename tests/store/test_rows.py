@@ -10,6 +10,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.keyvalue.row_table import most_rows
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.row_layout import RowPlaces, TableSpec, divide, merge
@@ -246,6 +247,11 @@ def test_a_rule_that_is_none_for_rows_is_refused_in_one_line(rule: str, options:
     ended = run_job(begin, rule, options)
     assert ended.cause is not None
     assert text in f"{ended.cause}" + "".join(ended.errors)
+
+
+def test_a_dtype_that_numpy_lacks_is_refused_before_there_is_a_table() -> None:
+    with pytest.raises(errors.Unsupported, match="has dtype bfloat16; rows hold float32"):
+        most_rows((3, 2), "bfloat16")
 
 
 def test_local_modes_are_refused() -> None:

@@ -151,6 +151,8 @@ def test_folders_of_the_first_version_are_read(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({**index, "arrays": ["values"]}))
     with pytest.raises(ArgumentError, match="has no values"):
         read_folder(tmp_path)
+    with pytest.raises(ArgumentError, match=r"cannot read .*missing: No such file or directory"):
+        read_folder(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("path", ["", ".", "..", "/", "a\0b", None, 3, b"x", "a" * 300])

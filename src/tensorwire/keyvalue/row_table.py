@@ -313,8 +313,8 @@ def embedding_table(
 
 
 def most_rows(shape: tuple[int, ...], dtype: str) -> int:
-    """How many rows one request has at most: those of a MiB."""
-    row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    """How many rows one request has at most: those of a MiB. Raises `Unsupported` for a dtype that none can have."""
+    row = math.prod(shape[1:]) * np.dtype(table_dtype("table", dtype)).itemsize
     return max(1, min(shape[0] if shape else 1, _REQUEST_BYTES // max(1, row)))
 
 

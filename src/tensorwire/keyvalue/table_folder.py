@@ -53,7 +53,9 @@ def read_index(folder: Path) -> TableIndex:
     """The index of a folder. Raises `OSError`, or `ArgumentError` for what is none."""
     try:
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=TableIndex)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        if not folder.exists():
+            raise
         raise ArgumentError(f"{folder} is no folder of a table, or is damaged") from None
     if index.version not in (1, _VERSION):
         raise ArgumentError(
