@@ -277,3 +277,39 @@ def test_two_jobs_at_once_do_not_meet(sandbox: Sandbox) -> None:
         assert result.status == 0, result.err
         assert result.out.count(f"sees {name}") == 2
     sandbox.nothing_left()
+
+
+CLOSERS = """
+    import atexit
+    def fails(): raise {error}
+    job._worker.at_close(fails)
+    job._worker.at_close(lambda: print("closed", job.rank))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        ("tw.errors.WaitTimeout('too late')", 1, "worker 0 raised WaitTimeout: too late"),
+        ("KeyboardInterrupt", 130, "worker 0 was interrupted"),
+    ],
+)
+def test_what_fails_at_the_end_of_a_script(sandbox: Sandbox, error: str, status: int, message: str) -> None:
+    """The others do not learn it from its silence, and what is left to close is closed."""
+    body = f"{CLOSERS.format(error=error)}\n    if job.rank: {WAITS}"
+    result = sandbox.run(sandbox.script(body)).finish()
+    assert (result.status, result.message().splitlines()[0]) == (status, f"tensorwire: {message}")
+    assert "closed 0" in result.out
+    sandbox.nothing_left()
+
+
+def test_what_fails_at_the_end_of_a_worker_alone(sandbox: Sandbox) -> None:
+    """Python's own exit status would be 0."""
+    closers = CLOSERS.format(error="tw.errors.WaitTimeout('too late')")
+    result = sandbox.python(sandbox.script(f"{closers}    atexit.register(print, 'after')")).finish()
+    assert (result.status, result.err.count("WaitTimeout: too late"), result.err.count("Traceback")) == (1, 1, 1)
+    assert {"closed 0", "after"} <= set(result.out.splitlines())
+    caught = f"{closers}    try: job.close()\n    except tw.errors.WaitTimeout: sys.exit(7)"
+    result = sandbox.python(sandbox.script(caught)).finish()
+    assert (result.status, result.err) == (7, "")
+    sandbox.nothing_left()

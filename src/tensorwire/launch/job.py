@@ -213,6 +213,12 @@ class Job:
         """Leaves the job: this worker is done. Idempotent; called automatically at the end of the script.
 
         A worker that holds the coordinator or servers of the job stays until the others are done too.
+
+        Raises:
+            TensorwireError: What was still on its way did not come: such as `WaitTimeout` for the last exchange of
+                `DiLoCo`, without which this worker's parameters are. It ends the job. At the end of the script it is
+                printed, and the exit status is 1.
+            JobEnded: The job had failed before.
         """
         self._worker.close()
 

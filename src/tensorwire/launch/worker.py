@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -35,6 +36,16 @@ _LAST_SECONDS = 1.0  # for the last messages of a worker that is ended
 _COLLECTIVE_SECONDS = 600.0
 
 _current: Worker | None = None
+_status = 0  # of this process, where leaving the job at the end of the script has failed
+
+
+@atexit.register
+def _exit() -> None:
+    if _status:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_status)
 
 
 class UnevenStore(Protocol):
@@ -82,7 +93,7 @@ class Worker:
         self._grace = grace_seconds(os.environ)
         self._hook = hook
         hook.worker = self
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         # From the beginning, because Python may start no thread while it ends.
         threading.Thread(target=self._end_in_time, name="tensorwire-end", daemon=True).start()
         member.client.on_end(self._ended)
@@ -193,24 +204,31 @@ class Worker:
     # ---- the end
 
     def close(self) -> None:
-        """Leaves the job. Idempotent; without effect in a forked child, which is not a member."""
+        """Leaves the job. Idempotent; without effect in a forked child, which is not a member.
+
+        Raises, when all is closed, the first error of what `at_close` was given, which ends the job; or `JobEnded`,
+        where the job failed before.
+        """
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
         self._left.set()
         self._over.set()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if _current is self:
             set_current(None)
         spans.write(f"worker-{self.rank}")
         if self.events is not None:
             self.events.close()
-        well = self._error is None and self.member.client.cause is None
+        well, error = self._error is None and self.member.client.cause is None, None
         if self._collectives is not None:
             self._collectives.close()
         try:
             if well:
-                self._leave()
+                error = self._leave()
+                well = error is None
+            elif self._error is None:
+                error = self.member.client.error()
             if well and self._children:
                 self.member.client.bye()
                 self.member.client.ended.wait()
@@ -218,17 +236,34 @@ class Worker:
             self.member.close(goodbye=well)
             for child in self._children:
                 child.close()
+        if error is not None:
+            raise error
 
-    def _leave(self) -> None:
-        self.process_group.close()
-        for call in self._closers:
-            with contextlib.suppress(TensorwireError):
+    def _close_at_exit(self) -> None:
+        """The script has ended: Python ignores what this raises, and its exit status says nothing of it."""
+        global _status
+        try:
+            self.close()
+        except BaseException as error:
+            _status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    def _leave(self) -> BaseException | None:
+        """Closes everything. The first error, which is reported at once: what still waits then does so in vain."""
+        for call in (self.process_group.close, *self._closers):
+            try:
                 call()
-        self._hook.remove()
+            except BaseException as error:
+                if self._error is None:
+                    self._error = self.member.explain(error) if isinstance(error, TensorwireError) else error
+                    self._report(self._error)
+        if self._error is None:
+            self._hook.remove()
+            self._hook.worker = None
         # Otherwise a reference to the job would keep its stores, and the descriptors of their memory.
         self._closers.clear()
         self.uneven_stores.clear()
-        self._hook.worker = None
+        return self._error
 
     def _share(self, value: str | None) -> str:
         shared: str = self.collectives.broadcast(value, 0, _COLLECTIVE_SECONDS)

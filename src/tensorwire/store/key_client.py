@@ -19,7 +19,7 @@ from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
-from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.fates import FateLog, Produced
@@ -40,7 +40,6 @@ from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 
 _CARRYING = (*PUSHES, KeyOperation.ASSIGN)
-_LAST_SECONDS = 30.0  # for the last request, which servers answer at once
 _WANTING = (KeyOperation.PULL, KeyOperation.PUSHPULL)
 
 
@@ -224,16 +223,20 @@ class KeyClient:
             self._links[bucket.server].word(bucket.index).wait(number, self.timeout if timeout is None else timeout)
 
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
         if self.step < 0:
             return
         try:
             numbers = self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
             for link, number in zip(self._links, numbers, strict=True):
-                link.wait_until_looked(number, _LAST_SECONDS)
-        except (PeerLost, WaitTimeout):
-            pass
-        self.step = -1
+                link.wait_until_looked(number, self.timeout)
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"the servers of {self.name} did not come to this worker's last request within {self.timeout:g} s "
+                "(TENSORWIRE_TIMEOUT sets the limit)"
+            ) from None
+        finally:
+            self.step = -1
         self._log.add(*(Produced(self.name, s, self.member.index, pushes) for s, pushes in enumerate(self._produced)))
         self._log.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, WaitTimeout
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.admission import versions
@@ -150,8 +150,11 @@ class LocalExchanges:
 
     def complete(self) -> None:
         """Waits for all that is on its way, and mixes it."""
-        while self._on_the_way:
-            self._receive(self._on_the_way.popleft(), self._mix)
+        try:
+            while self._on_the_way:
+                self._receive(self._on_the_way.popleft(), self._mix)
+        except WaitTimeout as error:
+            raise WaitTimeout(f"the parameters are without this worker's last exchange: {error}") from None
 
     def drop(self) -> None:
         """Waits for all that is on its way, which was made of values that no longer count."""

@@ -12,14 +12,12 @@ from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.row_layout import DEPTH, WORD, Array, RowOperation, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
-
-_LAST_SECONDS = 30.0  # for the last request, which servers answer at once
 
 
 class RowClient:
@@ -110,14 +108,18 @@ class RowClient:
         return [link.send(operation, np.empty(0, np.int64), None, options) for link in self._links]
 
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
         if self.step < 0:
             return
         try:
-            self.wait_applied(self.announce(RowOperation.FINISH, bytes(8 * len(self.spec.numeric))), _LAST_SECONDS)
-        except (PeerLost, WaitTimeout):
-            pass
-        self.step = -1
+            self.wait_applied(self.announce(RowOperation.FINISH, bytes(8 * len(self.spec.numeric))))
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"the servers of {self.name} did not come to this worker's last request within {self.timeout:g} s "
+                "(TENSORWIRE_TIMEOUT sets the limit)"
+            ) from None
+        finally:
+            self.step = -1
         self._log.add(*(Produced(self.name, s, self.member.index, self._pushes) for s in range(len(self._links))))
         self._log.close()
 

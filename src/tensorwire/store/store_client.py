@@ -15,7 +15,7 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
+from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.bucket_code import encoders
@@ -422,16 +422,15 @@ class StoreClient:
                 seen = now
 
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent; quiet if the job is over anyhow."""
+        """Tells every server that this worker is done. Idempotent. Raises as ``wait``."""
         if self.step < 0:
             return
         try:
             self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
             for server in self._servers:
-                server.head.flush(30.0)
-        except (PeerLost, WaitTimeout):
-            pass
-        self.step = -1
+                server.head.flush(self.timeout)
+        finally:
+            self.step = -1
         produced = enumerate(self._produced)
         self._log.add(*(Produced(self.name, server, self.member.index, pushes) for server, pushes in produced))
         self._log.close()

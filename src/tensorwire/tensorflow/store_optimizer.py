@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -320,11 +319,10 @@ class _Share:
     def _leave(self) -> None:
         """This worker is done. What is on its way is taken into its variables."""
         self._exchange.close()
-        with contextlib.suppress(TensorwireError):
-            values = Values({n: _bytes(_value(v).numpy()) for n, v in enumerate(self._variables)})
-            self.rounds.complete(values)
-            for number, found in values.results.items():
-                _put(self._variables[number], found)
+        values = Values({n: _bytes(_value(v).numpy()) for n, v in enumerate(self._variables)})
+        self.rounds.complete(values)
+        for number, found in values.results.items():
+            _put(self._variables[number], found)
         self.rounds.finish()
 
 
