@@ -42,6 +42,28 @@ def test_a_signal_ends_the_job(sandbox: Sandbox, number: signal.Signals, message
     sandbox.nothing_left()
 
 
+def test_what_is_meant_for_scripts_reaches_the_workers(sandbox: Sandbox) -> None:
+    """A script without a handler ends as it would alone; servers and the launcher go on."""
+    body = """
+        def take(number, frame):
+            signal.signal(number, signal.SIG_DFL)
+            print(signal.Signals(number).name, job.rank)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+            signal.signal(number, take)
+        job.barrier(); print("ready", job.rank)
+        while True: signal.pause()
+    """
+    program = ready(sandbox, body)
+    for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT"):
+        program.signal(signal.Signals[name])
+        program.expect(f"{name} 0", f"{name} 1")
+    program.signal(signal.SIGUSR1)
+    result = program.finish()
+    assert result.one_line() in [f"tensorwire: worker {rank} was killed by SIGUSR1" for rank in (0, 1)]
+    assert result.status == 128 + signal.SIGUSR1
+    sandbox.nothing_left()
+
+
 def test_a_second_interrupt_does_not_wait(sandbox: Sandbox) -> None:
     program = ready(sandbox, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{STAYS}", TENSORWIRE_GRACE="1000")
     program.signal(signal.SIGINT)

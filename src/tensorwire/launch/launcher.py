@@ -46,6 +46,8 @@ _SIGNALS = {
     signal.SIGTERM: Cause("SIGTERM", "ended the job"),
     signal.SIGHUP: Cause("SIGHUP", "ended the job: its terminal was closed"),
 }
+# What schedulers and people mean for scripts: Slurm's --signal=USR1@90, Ctrl-\.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,9 @@ class Launcher:
     def __call__(self) -> int:
         """Runs the job; returns the exit status for the shell."""
         handlers = {s: signal.signal(s, self._interrupted) for s in _SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
-        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
+        for s in (signal.SIGTSTP, *_PASSED_ON):
+            if signal.getsignal(s) == signal.SIG_DFL:
+                handlers[s] = signal.signal(s, self._pause if s is signal.SIGTSTP else self._pass_on)
         cause: Cause | None = None
         try:
             address, secret = self._rendezvous()
@@ -254,6 +257,10 @@ class Launcher:
         elif self._client is not None:
             self._client.fail(cause)
         self._events.put(("end", cause))
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """To the workers, which have sessions of their own: what it does to a script without a handler, it does."""
+        signal_groups([group for name, group in self._running.items() if name.startswith("worker")], number)
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: the processes, which a terminal does not reach, stop and go on with us."""
