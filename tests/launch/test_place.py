@@ -27,7 +27,8 @@ RUN = {
 }
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "40007", "SLURM_NNODES": "1"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "40007", "SLURM_NNODES": "1"}
+SLURM = {**BATCH, "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}
 
 CLUSTER = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
 
@@ -52,6 +53,8 @@ CASES: list[tuple[dict[str, str], Place]] = [
     ({"RANK": "1"}, Place("alone", 0, 1, 1, None, False)),
     (SLURM, Place("ranks", 3, 4, 4, "127.0.0.1:20007", False)),
     ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, Place("alone", 0, 1, 1, None, False)),
+    (BATCH, Place("alone", 0, 1, 1, None, False)),
+    ({**BATCH, **RUN}, Place("run", 1, 3, 2, "127.0.0.1:4000", False)),
     (
         {**SLURM, "SLURM_NNODES": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "77"},
         Place("ranks", 3, 4, 4, "n1:77", True),
@@ -75,6 +78,17 @@ def test_arguments_win_over_every_environment() -> None:
     for environment in ({}, RUN, TORCHRUN, RANKS, SLURM):
         place = find_place(environment, rank=1, world_size=5, rendezvous="[::1]:9", servers=2)
         assert place == Place("ranks", 1, 5, 2, "[::1]:9", False)
+
+
+def test_a_batch_script_of_slurm_that_is_alone_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Slurm's variables are there without srun, too, as those of task 0."""
+    for environment in (SLURM, {**BATCH, "SLURM_NTASKS": "1"}, {**BATCH, **RANKS}):
+        find_place(environment)
+    assert caplog.messages == []
+    find_place(BATCH)
+    assert caplog.messages == [
+        "this process is the only worker: srun did not start it, though Slurm gives the job 4 tasks"
+    ]
 
 
 WRONG: list[tuple[dict[str, str], str]] = [

@@ -101,7 +101,7 @@ job = tw.init()
 
 def test_slurm(sandbox: Sandbox) -> None:
     script = sandbox.script(WORKS)
-    common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port())}
+    common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(free_port())}
     programs = [sandbox.python(script, SLURM_PROCID=str(r), TENSORWIRE_SERVERS="1", **common) for r in (0, 1)]
     works(finish(programs), servers=1)
     sandbox.nothing_left()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import socket
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from tensorwire.device.registry import AUTO
 from tensorwire.errors import ArgumentError
 from tensorwire.launch.tf_config import read_tf_config
 
+_log = logging.getLogger("tensorwire")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -82,12 +84,17 @@ def find_place(
     if "RANK" in environment and "WORLD_SIZE" in environment:
         where = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
         return _by_rank(_need(environment, "RANK"), _need(environment, "WORLD_SIZE"), where, servers)
-    if "SLURM_PROCID" in environment and whole(environment, "SLURM_NTASKS", 1) != 1:
+    tasks = whole(environment, "SLURM_NTASKS", 1) if "SLURM_PROCID" in environment else 1
+    if tasks != 1 and "SLURM_STEP_ID" in environment:  # without srun, a script of sbatch is task 0 of all, and alone
         mine, world = _need(environment, "SLURM_PROCID"), _need(environment, "SLURM_NTASKS")
         return _by_rank(mine, world, _slurm_rendezvous(environment), servers)
     if (config := read_tf_config(environment.get("TF_CONFIG") or "{}")) is not None:
         mine, addresses = config
         return _by_rank(mine, len(addresses), addresses[0], servers)
+    if tasks != 1:
+        _log.warning(
+            "this process is the only worker: srun did not start it, though Slurm gives the job %s tasks", tasks
+        )
     return Place("alone", 0, 1, 1 if servers is None else servers, None, False)
 
 
