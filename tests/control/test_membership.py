@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 
 import pytest
 
 from tensorwire.control import Cause, Client, Member, frames
 from tensorwire.errors import JobEnded, PeerLost, ProtocolError, RemoteAccessError, TensorwireError, WaitTimeout
+from tensorwire.testing.patience import patient
 from tests.control import wire
 from tests.control.conftest import SECRET, Jobs
 
@@ -239,3 +242,17 @@ def test_a_peer_that_is_gone_or_closed_its_memory_is_explained_by_the_end_of_the
         assert member.explain(WaitTimeout("late")).args == ("late",)
     finally:
         member.close()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_peer_that_is_lost_is_named_as_people_know_it(jobs: Jobs, device: str) -> None:
+    coordinator = jobs.coordinator()
+    address = coordinator.address
+    with contextlib.ExitStack() as members:
+        first, second = (Member(address, SECRET, "worker", i, device=device) for i in range(2))
+        members.callback(first.close)
+        members.callback(second.close)
+        channel, lost = first.channel("worker 1"), queue.SimpleQueue[str]()
+        channel.on_lost(lost.put)
+        second.devices[device].close()
+        assert lost.get(timeout=patient(60.0)).startswith(f"{device}: worker 1 is lost: ")

@@ -120,6 +120,8 @@ class Member:
             )
         except PeerLost as error:
             raise PeerLost(f"no device reaches {name}: {error}") from None
+        for lane in channel.lanes:
+            lane.known_as = name
         return channel
 
     def _agree(self, name: str, device: str, found: str) -> str:

@@ -140,8 +140,8 @@ class Channel(ABC):
     """
 
     def __init__(self, device: Device, liveness: Liveness) -> None:
-        self.device = device
-        self.liveness = liveness
+        self.device, self.liveness = device, liveness
+        self.known_as = ""  # what messages call the peer, such as ``worker 0``, where its maker knows that
 
     @abstractmethod
     def write(
@@ -265,7 +265,7 @@ class Channel(ABC):
     @property
     def peer(self) -> str:
         """The process at the other end, in words, as in the messages of `PeerLost`."""
-        return self.liveness.peer
+        return self.known_as or self.liveness.peer
 
     def on_lost(self, call: Callable[[str], None]) -> None:
         """Calls ``call(reason)`` once when the peer is lost; at once if it is lost already.
