@@ -65,3 +65,12 @@ def test_without_patience_the_error_says_the_name(names: list[str], caplog: pyte
 def test_what_cannot_be_a_name_is_not_waited_for() -> None:
     with pytest.raises(ArgumentError, match=r"'a\.\.b' is not the name of a machine"):
         connect("a..b:1", 600.0)
+
+
+def test_who_waits_for_a_coordinator_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "WARN_SECONDS", 0.0)
+    with pytest.raises(PeerLost, match="no coordinator answers"):
+        address.connect("127.0.0.1:1", 0.2)
+    assert caplog.messages == [
+        "no coordinator answers at 127.0.0.1:1 yet (Connection refused): waiting up to 0.2 s for it"
+    ]

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tensorwire.control import Client, Coordinator, frames
+from tensorwire.control import Client, Coordinator, frames, waits
 from tensorwire.errors import AlreadyPublished, JobEnded, PlanMismatch, ProtocolError, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tests.control.conftest import Jobs
@@ -245,3 +245,51 @@ def test_requests_end_with_the_job_and_with_the_connection(pair: Pair) -> None:
     ):
         with pytest.raises(JobEnded, match="worker 0 is gone"):
             request()
+
+
+def test_a_worker_that_waits_says_for_whom(
+    pair: Pair, jobs: Jobs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, first, second = pair
+    server = jobs.client(coordinator, "server", 0)
+    monkeypatch.setattr(waits, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "MOST_SECONDS", 0.01)
+
+    def said(end: str) -> None:
+        """Waits until worker 0 has said so."""
+        while not any(m.startswith("worker 0 has waited ") and m.endswith(f" s {end}") for m in caplog.messages):
+            assert not coordinator.ended.is_set()
+
+    def others() -> None:
+        said("in barrier 'b' for worker 1")
+        second.barrier("b", 2)
+        said("in job.barrier() for worker 1")
+        second.gather("g", "job.barrier()", b"", 2)
+        said("for worker 1 to join the job")
+        second.publish("card/worker 1", b"x")
+        said("for worker 1 to publish 'store/0/worker 1/worker 0'")
+        second.publish("store/0/worker 1/worker 0", b"x")
+
+    def one() -> None:
+        first.barrier("b", 2)
+        first.gather("g", "job.barrier()", b"", 2)
+        first.lookup("card/worker 1")
+        first.lookup("store/0/worker 1/worker 0")
+
+    def idle() -> None:
+        server.lookup("card/worker 1")
+
+    every([one, others, idle])
+    first.waits("step 12 of store/0", "", 2.0)
+    said("in step 12 of store/0 for worker 1")
+    second.waits("step 12 of store/0")
+    said("in step 12 of store/0 for the servers")
+    first.waits("step 13 of store/0", "its servers")
+    said("in step 13 of store/0 for its servers")
+    assert not any("server 0 has" in message for message in caplog.messages)
+    for member in (first, second):
+        member.waits()
+        member.publish(f"done {member.name}", b"")  # it has heard of the end
+    caplog.clear()
+    first.clock()
+    assert caplog.messages == []

@@ -256,3 +256,36 @@ def test_a_peer_that_is_lost_is_named_as_people_know_it(jobs: Jobs, device: str)
         channel.on_lost(lost.put)
         second.devices[device].close()
         assert lost.get(timeout=patient(60.0)).startswith(f"{device}: worker 1 is lost: ")
+
+
+def test_a_wait_in_a_step_is_told_only_where_it_is_long(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(jobs.coordinator().address, SECRET, "worker", 0, device="tcp")
+    told: list[tuple[str, str, float]] = []
+    monkeypatch.setattr(
+        member.client, "waits", lambda place="", whom="", seconds=0.0: told.append((place, whom, seconds))
+    )
+
+    class Late:
+        def __init__(self, seconds: float) -> None:
+            self.left = seconds
+
+        def wait(self, at_least: int, timeout: float) -> None:
+            self.left -= timeout
+            if self.left > 0:
+                raise WaitTimeout("a signal did not reach 1")
+
+    def place() -> tuple[str, str]:
+        return "step 1 of store/0", ""
+
+    try:
+        member.wait(Late(1.0), 1, 40.0, place)
+        with pytest.raises(WaitTimeout, match="a signal did not reach 1"):
+            member.wait(Late(9.0), 1, 1.0, place)
+        assert told == []
+        member.wait(Late(9.0), 1, 40.0, place)
+        assert told == [("step 1 of store/0", "", 2.0), ("", "", 0.0)]
+        with pytest.raises(WaitTimeout, match="worker 0 has waited 40 s in step 1 of store/0 for another worker"):
+            member.wait(Late(90.0), 1, 40.0, place)
+        assert told[2:] == told[:2]
+    finally:
+        member.close()

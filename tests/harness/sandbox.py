@@ -23,8 +23,8 @@ MARK = "TENSORWIRE_TEST_MARK"
 WAITS = "job._worker.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
-# What a command says after two seconds, of which a busy machine has many.
-PROGRESS = re.compile(r"^tensorwire: .* \.\.\.\n", re.M)
+# What a command says after two seconds, and a worker that waits after some more, of which a busy machine has many.
+PROGRESS = re.compile(r"^(tensorwire: .* \.\.\.|worker \d+ has waited .*)\n", re.M)
 HANG_SECONDS = patient(200.0)  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves; readline sets the size of a terminal that it has not,
 # which the processes that pytest-xdist starts inherit.
@@ -102,8 +102,8 @@ class Program:
         """Waits for its end."""
         out, _ = self.process.communicate(timeout=HANG_SECONDS)
         text = "\n".join([*self.lines, NAMES.sub("", out)])
-        errors = PROGRESS.sub("", self._errors.read_text())
-        return Result(self.process.returncode, text, NAMES.sub("", errors), out)
+        errors = PROGRESS.sub("", NAMES.sub("", self._errors.read_text()))
+        return Result(self.process.returncode, text, errors, out)
 
 
 class Sandbox:

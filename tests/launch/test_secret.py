@@ -108,3 +108,14 @@ def test_a_runtime_folder_that_others_control_is_refused(runtime: Path, tmp_path
         runtime.write_text("")
     with pytest.raises(AuthenticationError, match="must be a folder that only this user can enter"):
         secret.runtime_folder()
+
+
+def test_a_rank_that_waits_for_rank_0_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(secret, "WARN_SECONDS", 0.0)
+    with pytest.raises(WaitTimeout):
+        secret.pick_up("job", 0.1)
+    (message,) = caplog.messages
+    assert message.startswith("rank 0 has not started this job yet (")

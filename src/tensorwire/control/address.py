@@ -11,6 +11,7 @@ import time
 from tensorwire.errors import ArgumentError, PeerLost
 
 _log = logging.getLogger("tensorwire")
+WARN_SECONDS = 5.0  # that people wait without a word
 _AGAIN = 0.05  # seconds between two tries
 _ASK_AGAIN = 0.5  # between two questions to a name server
 
@@ -54,6 +55,7 @@ def connect(address: str, patience: float, timeout: float = 60.0) -> socket.sock
     host, port = split_address(address)
     end = time.monotonic() + patience
     await_name(host, patience)
+    warn_at = time.monotonic() + WARN_SECONDS
     while True:
         try:
             sock = socket.create_connection((host, port), timeout)
@@ -69,4 +71,7 @@ def connect(address: str, patience: float, timeout: float = 60.0) -> socket.sock
                 raise PeerLost(f"no process of this machine reaches {host} ({why}): ip link set lo up") from None
         if time.monotonic() >= end:
             raise PeerLost(f"no coordinator answers at {address} ({why}): is the job running there?")
+        if time.monotonic() >= warn_at:
+            _log.warning("no coordinator answers at %s yet (%s): waiting up to %g s for it", address, why, patience)
+            warn_at = end
         time.sleep(_AGAIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from tensorwire.control import frames
 from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
+from tensorwire.control.waits import Waits, awaited
 
 # A worker that left while others wait for it may have failed, and how its process ended says more.
 LEFT_SECONDS = 3.0
@@ -48,10 +50,13 @@ class _Meeting:
 class Book:
     """Answers the requests of members. Lives in the coordinator's event loop.
 
-    ``sizes``: how many members each role has. ``fail`` ends the job with a cause.
+    ``sizes``: how many members each role has. ``fail`` ends the job with a cause. ``tell`` is that of `Waits`.
     """
 
-    def __init__(self, sizes: Mapping[str, int], fail: Callable[[Cause], None]) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], fail: Callable[[Cause], None], tell: Callable[[str, str], None]
+    ) -> None:
+        self.waits = Waits(sizes, tell)
         self._sizes = sizes
         self._fail = fail
         self._entries: dict[str, _Entry] = {}
@@ -64,11 +69,22 @@ class Book:
         """The answer to one request; errors are in it."""
         if isinstance(message, frames.Publish):
             return await self._publish(member, message)
+        with self.waits.told(member, partial(self._awaited, member, message)):
+            if isinstance(message, frames.Lookup):
+                missed = partial("nobody published {!r}".format, message.key)
+                return await _bounded(self._lookup(member, message), message, missed)
+            if isinstance(message, frames.Gather):
+                return await self._gather(member, message)
+            return await self._meet(member, message)
+
+    def _awaited(self, member: str, message: frames.Lookup | frames.Gather | frames.Barrier | frames.Compare) -> str:
+        """Where ``member`` waits, and for whom."""
         if isinstance(message, frames.Lookup):
-            return await _bounded(self._lookup(member, message), message, lambda: f"nobody published {message.key!r}")
-        if isinstance(message, frames.Gather):
-            return await self._gather(member, message)
-        return await self._meet(member, message)
+            return awaited(message.key)
+        meeting = self._meetings.get(_key(member, message))
+        if meeting is None:
+            return "for the coordinator"
+        return f"in {meeting.what} for {self.waits.missing(member.split()[0], meeting.arrived) or 'the others'}"
 
     # ---- the address book
 
@@ -106,8 +122,7 @@ class Book:
     # ---- meetings
 
     async def _meet(self, member: str, message: frames.Barrier | frames.Compare) -> Answer:
-        role = member.split()[0]
-        key = f"{type(message).__name__}/{role}/{message.name}"
+        key = _key(member, message)
         what = f"{'the comparison of' if isinstance(message, frames.Compare) else 'barrier'} {message.name!r}"
         meeting = self._meetings.setdefault(key, _Meeting(what, message.parties))
         if meeting.parties != message.parties:
@@ -133,7 +148,7 @@ class Book:
         return await _bounded(self._wait(meeting, message.id), message, missed)
 
     async def _gather(self, member: str, message: frames.Gather) -> Answer:
-        key = f"Gather/{member.split()[0]}/{message.name}"
+        key = _key(member, message)
         meeting = self._meetings.setdefault(key, _Meeting(message.call, message.parties))
         nbytes = len(message.value) + sum(len(m.value) for who, m in meeting.gathers.items() if who != member)
         if meeting.parties != message.parties or nbytes > frames.GATHERED_BYTES:
@@ -194,6 +209,10 @@ class Book:
         """Answers those that still wait."""
         self._ended = True
         await self._notify()
+
+
+def _key(member: str, message: frames.Gather | frames.Barrier | frames.Compare) -> str:
+    return f"{type(message).__name__}/{member.split()[0]}/{message.name}"
 
 
 async def _bounded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import select
@@ -30,6 +31,7 @@ from tensorwire.observe.scalars import scalars
 from tensorwire.observe.spans import Clock
 from tensorwire.sizes import size_text
 
+_log = logging.getLogger("tensorwire")
 _SLACK = 5.0  # the coordinator's own timeout comes first, with the better message
 
 
@@ -179,6 +181,13 @@ class Client:
         """For launchers: a process of this machine has been stopped for ``seconds``. Ignored once it has joined."""
         self._send(frames.encode(frames.Stopped(role, index, _seconds(seconds))))
 
+    def waits(self, place: str = "", whom: str = "", seconds: float = 0.0) -> None:
+        """Says that this worker has waited in ``place`` for ``seconds``, and then, without a place, no longer.
+
+        Meanwhile it prints now and then for whom: for ``whom``, or for the workers that do not wait there.
+        """
+        self._send(frames.encode(frames.Waiting(place, whom, seconds)))
+
     def bye(self) -> None:
         """Says that this member is done, and stays in the job until ``ended``."""
         self._send(frames.encode(frames.Bye()))
@@ -241,6 +250,8 @@ class Client:
                 message = self._receive()
                 if isinstance(message, frames.Answer):
                     self._settle(message)
+                elif isinstance(message, frames.Note):
+                    _log.warning("%s", message.text)
                 elif isinstance(message, frames.End):
                     self._finish(message.cause)
         except (PeerLost, ProtocolError, OSError) as error:

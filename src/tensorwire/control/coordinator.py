@@ -94,7 +94,7 @@ class Coordinator:
         self._second_hand: Cause | None = None
         self._stall = Stall(who, beat, lost_after)
         self._authenticator = Authenticator(secret)
-        self._book = Book({"worker": workers, "server": servers}, self._fail)
+        self._book = Book({"worker": workers, "server": servers}, self._fail, self._tell)
         listener = listen(interface, port)
         self.address = address_text(interface, listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
@@ -259,6 +259,10 @@ class Coordinator:
         if not writer.is_closing():
             writer.write(frames.encode(message))
 
+    def _tell(self, name: str, text: str) -> None:
+        if name in self._members:
+            self._send(self._members[name].writer, frames.Note(frames.bounded(text, 4096)))
+
     def _handle(self, member: _Member, message: frames.Any) -> None:
         if isinstance(message, frames.Beat):
             return
@@ -273,6 +277,8 @@ class Coordinator:
             self._left(message.role, message.index, message.status)
         elif isinstance(message, frames.Stopped):
             self._stopped(message.role, message.index, message.seconds)
+        elif isinstance(message, frames.Waiting):
+            self._book.waits.step(member.name, message)
         elif isinstance(message, frames.Bye):
             member.left = True
             self._done.add(member.name)
@@ -302,6 +308,7 @@ class Coordinator:
 
     def _disconnected(self, member: _Member) -> None:
         del self._members[member.name]
+        self._book.waits.step(member.name, frames.Waiting())
         if member.name in self._exits:
             self._judge(member.name)
         elif not member.left and not member.failed:

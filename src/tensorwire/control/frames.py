@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -178,6 +178,23 @@ class Bye(Message, tag="bye", frozen=True):
     """A member is done and leaves."""
 
 
+class Waiting(Message, tag="waits", frozen=True):
+    """A worker has waited for ``seconds`` in ``place``, for ``whom`` or, if '', for those that do not wait there.
+
+    No place: it waits no longer.
+    """
+
+    place: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    whom: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    seconds: Seconds = 0.0
+
+
+class Note(Message, tag="note", frozen=True):
+    """The coordinator has something to say to the people who look at this member's output."""
+
+    text: str
+
+
 class Beat(Message, tag="beat", frozen=True):
     """I live."""
 
@@ -205,7 +222,7 @@ class End(Message, tag="end", frozen=True):
 
 Question = Publish | Lookup | Barrier | Compare | Gather  # what the book answers, perhaps after a while
 Request = Question | ClockReading
-Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Beat | Stats | End
+Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Waiting | Note | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)
 

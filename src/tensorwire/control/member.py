@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +31,14 @@ from tensorwire.observe import spans
 FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
+PATIENCE = 2.0  # seconds that a worker waits in a step without a word to the coordinator
+
+
+class Waitable(Protocol):
+    """A word that grows."""
+
+    def wait(self, at_least: int, timeout: float) -> None:
+        """Waits for a value. Raises `WaitTimeout`."""
 
 
 class Member:
@@ -140,6 +150,28 @@ class Member:
             return msgspec.msgpack.decode(self.client.lookup(f"card/{name}", timeout), type=Card)
         except WaitTimeout:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
+
+    def wait(self, word: Waitable, value: int, timeout: float, place: Callable[[], tuple[str, str]]) -> None:
+        """Waits for a word of a store. Where that takes long, this worker says where, and for whom: see `Client.waits`.
+
+        Raises as ``word.wait``.
+        """
+        try:
+            return word.wait(value, min(timeout, PATIENCE))
+        except WaitTimeout:
+            if timeout <= PATIENCE:
+                raise
+        where, whom = place()
+        self.client.waits(where, whom, PATIENCE)
+        try:
+            word.wait(value, timeout - PATIENCE)
+        except WaitTimeout:
+            whom = whom or "another worker"
+            raise WaitTimeout(
+                f"{self.name} has waited {timeout:g} s in {where} for {whom}; it may still come"
+            ) from None
+        finally:
+            self.client.waits()
 
     def explain(self, error: TensorwireError) -> TensorwireError:
         """The job's own cause where ``error`` only says that a peer is gone, or has closed its memory."""

@@ -137,11 +137,12 @@ class Channel(ABC):
     Attributes:
         device: The device of this process to which the channel belongs.
         liveness: The state of the connection, for implementations of channels.
+        known_as: What messages call the peer, such as ``worker 0``; '': they say its process or address.
     """
 
     def __init__(self, device: Device, liveness: Liveness) -> None:
         self.device, self.liveness = device, liveness
-        self.known_as = ""  # what messages call the peer, such as ``worker 0``, where its maker knows that
+        self.known_as = ""
 
     @abstractmethod
     def write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import stat
@@ -12,8 +13,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tensorwire.control.address import WARN_SECONDS
 from tensorwire.errors import ArgumentError, AuthenticationError, WaitTimeout
 
+_log = logging.getLogger("tensorwire")
 SECRET_BYTES = 64
 HOW_TO = "head -c 32 /dev/urandom | base64 > ~/.tensorwire-secret && chmod 600 ~/.tensorwire-secret"
 
@@ -85,6 +88,7 @@ def pick_up(name: str, timeout: float) -> bytes:
     """The secret that rank 0 has left under ``name``; waits for it. Raises `WaitTimeout`."""
     path = runtime_folder() / name
     end = time.monotonic() + timeout
+    warn_at = time.monotonic() + WARN_SECONDS
     while True:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             secret = file.read()
@@ -92,6 +96,9 @@ def pick_up(name: str, timeout: float) -> bytes:
                 return secret
         if time.monotonic() > end:
             raise WaitTimeout(f"rank 0 has not started this job within {timeout:g} s ({path}): is it running?")
+        if time.monotonic() >= warn_at:
+            _log.warning("rank 0 has not started this job yet (%s): waiting up to %g s for it", path, timeout)
+            warn_at = end
         time.sleep(0.02)
 
 

@@ -220,7 +220,11 @@ class KeyClient:
     def wait_for(self, bucket: Bucket, number: int, timeout: float | None = None) -> None:
         """Returns when there have been so many answers about a bucket. Raises `PeerLost` or `WaitTimeout`."""
         if number:
-            self._links[bucket.server].word(bucket.index).wait(number, self.timeout if timeout is None else timeout)
+            word = self._links[bucket.server].word(bucket.index)
+            self.member.wait(word, number, self.timeout if timeout is None else timeout, self._place)
+
+    def _place(self) -> tuple[str, str]:
+        return self.name, "other workers' pushes, or its servers"
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""

@@ -64,7 +64,10 @@ class RowClient:
     def wait_applied(self, numbers: Sequence[int], timeout: float | None = None) -> None:
         """Returns when they have. Raises `PeerLost` or `WaitTimeout`."""
         for link, number in zip(self._links, numbers, strict=True):
-            link.done.wait(number, self.timeout if timeout is None else timeout)
+            self.member.wait(link.done, number, self.timeout if timeout is None else timeout, self._place)
+
+    def _place(self) -> tuple[str, str]:
+        return self.name, "other workers' pushes, or its servers"
 
     def ask(self, indices: Array, options: bytes) -> None:
         """Asks for rows; `take` has to follow before the next `ask`."""

@@ -347,9 +347,13 @@ class StoreClient:
 
     def _wait(self, word: Word, step: int) -> None:
         try:
-            word.wait(step, self.timeout)
+            self.member.wait(word, step, self.timeout, self._place)
         except WaitTimeout:
             raise self._too_long() from None
+
+    def _place(self) -> tuple[str, str]:
+        """Where this worker waits, and, unless that is for all others, for whom."""
+        return f"step {self.updates} of {self.name}", "its servers or slower workers" if self.own_clock else ""
 
     def norm2(self) -> float:
         """The sum of squares of all servers' gradients in a round with ``max_norm``; `LEFT_OUT` in one that a worker
