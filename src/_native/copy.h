@@ -2,16 +2,35 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace tw {
 
-// From here on a payload outgrows the caches, and stores that bypass them win (measured: 1.6x at 64 MiB, 0.6x at 1 MiB).
-constexpr size_t streaming_bytes = size_t{16} << 20;
+// Which of them is fastest depends on the processor: docs/devices.md. Plain: the C library's. Streaming stores bypass
+// the caches.
+enum class Kernel : uint8_t { plain, movsb, streaming };
+constexpr const char* kernel_names[] = {"memcpy", "movsb", "streaming"};
+constexpr size_t kernel_count = 3;
 
-// The same for a piece of something that outgrows them as a whole.
-constexpr size_t streaming_piece = size_t{64} << 10;
+// From so many bytes on, which kernel; below the first, plain.
+using Steps = std::vector<std::pair<size_t, Kernel>>;
 
-// Ordered before any later release store of this thread, streaming or not.
-void copy(void* target, const void* source, size_t nbytes, size_t streams_from = streaming_bytes);
+bool has(Kernel kernel);  // on this processor
+Steps steps();
+void set_steps(Steps steps);
+Kernel kernel_for(size_t nbytes);
+// Whether so much is copied by what the last step says: then its pieces are, too.
+bool is_large(size_t nbytes);
+uint64_t copied_by(Kernel kernel);  // how many copies, ever; plain ones are not counted
+
+// Ordered before any later release store of this thread, whatever the kernel. `part`: of something large.
+void copy(void* target, const void* source, size_t nbytes, bool part = false);
+void copy_by(Kernel kernel, void* target, const void* source, size_t nbytes);
+
+// Seconds that each kernel takes for each number of bytes, in 32 MiB of the kind of memory that regions are; infinity
+// where it does not exist. Empty if `seconds` are too few on this machine now.
+std::vector<std::pair<size_t, std::vector<double>>> time_copies(double seconds);
 
 }  // namespace tw

@@ -1,5 +1,6 @@
 // tensorwire._native: what Python sees of the native core.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -155,6 +156,12 @@ struct HeartbeatBytes {
         return p.send(at, n, seconds);
     }
 };
+
+Kernel kernel_named(const std::string& name) {
+    const auto* found = std::find(std::begin(kernel_names), std::end(kernel_names), name);
+    if (found == std::end(kernel_names)) throw nb::value_error("a kernel is memcpy, movsb or streaming");
+    return static_cast<Kernel>(found - kernel_names);
+}
 
 int descriptor(int fd, const char* what) {
     if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
@@ -365,7 +372,20 @@ NB_MODULE(_native, m) {
 
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;
-    m.attr("STREAMING_BYTES") = static_cast<u64>(streaming_bytes);
+    m.def("copy_kernel", [](u64 nbytes) { return kernel_names[static_cast<size_t>(kernel_for(nbytes))]; }, "nbytes"_a, "What copies so many bytes: memcpy, movsb or streaming.");
+    m.def("copy_is_large", &is_large, "nbytes"_a, "Whether its pieces had better be copied as parts of so much.");
+    m.def("copy_steps", [] {
+        std::vector<std::pair<u64, std::string>> found;
+        for (const auto& [from, kernel] : steps()) found.emplace_back(from, kernel_names[static_cast<size_t>(kernel)]);
+        return found;
+    }, "From how many bytes on, which kernel; below, memcpy.");
+    m.def("set_copy_steps", [](const std::vector<std::pair<u64, std::string>>& given) {
+        Steps steps;
+        for (const auto& [from, name] : given) steps.emplace_back(from, kernel_named(name));
+        set_steps(std::move(steps));
+    }, "steps"_a, "In this order; what this processor lacks is left out.");
+    m.def("copied_by", [](const std::string& kernel) { return copied_by(kernel_named(kernel)); }, "kernel"_a, "How many copies of this process that kernel has made; memcpy is not counted.");
+    m.def("time_copies", &time_copies, "seconds"_a, nb::call_guard<Unlocked>(), "For some numbers of bytes the seconds by kernel; nothing if so little time was not enough.");
     m.def("available_bytes", &available_bytes, nb::call_guard<Unlocked>(), "What the machine and the control groups around this process leave.");
     m.def("close_on_fork", &close_on_fork, "fd"_a);
     m.def("forget_fd", &forget_fd, "fd"_a);

@@ -118,9 +118,9 @@ bool Tensor::overlaps(const char* begin, u64 length) const {
     return low < begin + length && begin < high;
 }
 
-void Tensor::gather(char* target, size_t streams_from) const {
+void Tensor::gather(char* target, bool part) const {
     if (!nbytes()) return;
-    if (dimensions_.empty()) return copy(target, data_, element_, streams_from);
+    if (dimensions_.empty()) return copy(target, data_, element_, part);
     const Dimension inner = dimensions_.back();
     std::vector<u64> at(dimensions_.size() - 1, 0);
     for (const char* row = data_;; ) {
@@ -158,10 +158,9 @@ void gather(nb::object target, nb::object source, bool part) {
     if (tensor.nbytes() != nbytes)
         throw nb::value_error(("it has " + std::to_string(tensor.nbytes()) + " bytes, and the room is " + std::to_string(nbytes)).c_str());
     if (tensor.overlaps(to, nbytes)) throw nb::value_error("it lies in the memory that it would be copied to");
-    const size_t streams_from = part ? streaming_piece : streaming_bytes;
-    if (nbytes < release_gil_bytes) return tensor.gather(to, streams_from);
+    if (nbytes < release_gil_bytes) return tensor.gather(to, part);
     Unlocked unlocked;
-    tensor.gather(to, streams_from);
+    tensor.gather(to, part);
 }
 }  // namespace
 

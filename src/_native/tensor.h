@@ -36,7 +36,7 @@ class Tensor {
     u64 nbytes() const;
     bool overlaps(const char* begin, u64 length) const;
     // Without any Python: `target` has room for nbytes(). What lies together streams from that size.
-    void gather(char* target, size_t streams_from) const;
+    void gather(char* target, bool part) const;
 
   private:
     void add(u64 length, int64_t stride);

@@ -477,7 +477,27 @@ NO_SIGNAL: int = 18446744073709551615
 
 PAGE: int = 4096
 
-STREAMING_BYTES: int = 16777216
+def copy_kernel(nbytes: int) -> str:
+    """What copies so many bytes: memcpy, movsb or streaming."""
+
+def copy_is_large(nbytes: int) -> bool:
+    """Whether its pieces had better be copied as parts of so much."""
+
+def copy_steps() -> list[tuple[int, str]]:
+    """From how many bytes on, which kernel; below, memcpy."""
+
+def set_copy_steps(steps: Sequence[tuple[int, str]]) -> None:
+    """In this order; what this processor lacks is left out."""
+
+def copied_by(kernel: str) -> int:
+    """
+    How many copies of this process that kernel has made; memcpy is not counted.
+    """
+
+def time_copies(seconds: float) -> list[tuple[int, list[float]]]:
+    """
+    For some numbers of bytes the seconds by kernel; nothing if so little time was not enough.
+    """
 
 def available_bytes() -> int:
     """What the machine and the control groups around this process leave."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from tensorwire.bench.programs import Contender, pair
 from tensorwire.bench.records import size_text
 from tensorwire.bench.show import Notes
+from tensorwire.device.copy_choice import cache_folder
 from tensorwire.errors import Unsupported
 
 _FLAGS = ("-O2", "-std=gnu11")
@@ -91,10 +92,9 @@ def build(source: Path, libraries: Sequence[str], notes: Notes) -> Path:
 
 def cache() -> Path:
     """Where built programs are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "tensorwire" / "bench"
     try:
+        folder = cache_folder() / "tensorwire" / "bench"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Unsupported(f"cannot make {folder}: {error.strerror}; set XDG_CACHE_HOME") from None
+        raise Unsupported(f"cannot make the folder of the cache: {error}; set XDG_CACHE_HOME") from None
     return folder

@@ -6,6 +6,7 @@ import os
 import platform
 from pathlib import Path
 
+from tensorwire.device.copy_choice import described
 from tensorwire.errors import ArgumentError
 
 # glibc gives big blocks back to the kernel when they are freed, so that every step's gradients are new pages. Told to
@@ -64,6 +65,7 @@ def describe(cores: tuple[int, ...], *, shared: bool = False) -> list[str]:
         f"{pinned}; load average " + " ".join(f"{load:.2f}" for load in os.getloadavg()),
         f"transparent huge pages: {_setting('enabled')}, for shared memory: {_setting('shmem_enabled')}; "
         f"congestion control: {_congestion()}",
+        f"copies: {described()}",
     ]
     if len(set(cores)) == 1:
         lines.append("only one processor: all processes share it, and the figures are those of its scheduler")

@@ -12,6 +12,7 @@ from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import end_all
 from tensorwire.bench.records import Record
+from tensorwire.device.copy_choice import measure_copy
 from tensorwire.errors import Unsupported
 from tensorwire.observe.files import check_file
 
@@ -78,6 +79,7 @@ def report_on(
     )
     if options.json is not None:
         check_file(options.json, option="--json")
+    measure_copy()
     described, busy = machine.describe(settings.cores, shared=shared), machine.is_busy()  # before our own load
     try:
         with show.notes() as notes:

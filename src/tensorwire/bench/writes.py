@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from tensorwire._native import copy_kernel
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.machine import cpu_has
@@ -12,9 +14,9 @@ from tensorwire.bench.records import Target, size_text
 
 KIB, MIB = 2**10, 2**20
 SMALL = 64 * KIB  # up to here time counts, above it the rate
-STREAMING = 16 * MIB  # from here on several ways to copy compete
+PAGES = 16 * MIB  # from here on it counts on which pages the payload lies
 LARGE = 64 * MIB  # from here on tcp has a target
-SIZES = {"shm": (64, MIB, 16 * MIB, 64 * MIB), "tcp": (64, 4 * KIB, SMALL, MIB, 64 * MIB)}
+SIZES = {"shm": (64, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB), "tcp": (64, 4 * KIB, SMALL, MIB, 64 * MIB)}
 QUICK_SIZES = {"shm": (64, MIB), "tcp": (64, MIB)}
 _BUFFERS = (0, 256 * KIB, MIB, 4 * MIB)
 
@@ -41,21 +43,20 @@ def shm(nbytes: int, limits: Limits) -> list[Workload]:
         contenders = (ours("shm", nbytes, "ping-pong"), *limits.copies(nbytes, "ping-pong", ("memcpy",), "C memcpy"))
         target = Target(0.5e-6) if nbytes <= 64 else None
         return [Workload("device", "shm", title, nbytes, "ping-pong", contenders, ("C memcpy",), target, per=2)]
-    kinds = ["memcpy"]
-    if nbytes >= STREAMING:
-        kinds += [name for name, flag in _COPIES.items() if cpu_has(flag)]
-    group = "C memcpy" if len(kinds) == 1 else "best C copy"
-    target = Target(shares={group: 0.90 if nbytes < STREAMING else 0.95})
+    kinds = ["memcpy", *(name for name, flag in _COPIES.items() if cpu_has(flag))]
+    group = "best C copy"
+    target = Target(shares={group: 0.90 if nbytes < MIB else 0.95})
     mode = "passive-target"
-    writer = ours("shm", nbytes, mode, asleep=True)
-    if nbytes < STREAMING:
+    how = f"{size_text(nbytes)} are copied by {copy_kernel(nbytes)}"
+    writer = replace(ours("shm", nbytes, mode, asleep=True), how=how, memory=4 * nbytes)
+    if nbytes < PAGES:
         copies = limits.copies(nbytes, "one-way", kinds, group)
     else:
         writer, copies = limits.same_memory(writer, kinds, group)
     return [Workload("device", "shm", title, nbytes, mode, (writer, *copies), (group,), target)]
 
 
-_COPIES = {"rep-movsb": "rep_good", "nt-sse2": "sse2", "nt-avx512": "avx512f"}
+_COPIES = {"rep-movsb": "erms", "nt-sse2": "sse2", "nt-avx2": "avx2", "nt-avx512": "avx512f"}
 
 
 def tcp(nbytes: int, limits: Limits) -> list[Workload]:

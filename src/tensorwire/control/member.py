@@ -15,6 +15,7 @@ from tensorwire.control.frames import Cause
 from tensorwire.control.locality import locality
 from tensorwire.control.reach import CANDIDATES, Card, Endpoint, Route, connect, endpoint, not_opened
 from tensorwire.device import Channel, Device
+from tensorwire.device.copy_choice import measure_copy_aside
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import (
     AlreadyPublished,
@@ -64,6 +65,7 @@ class Member:
     ) -> None:
         if device != AUTO:
             find_job_device(device)  # refused before anybody hears of us
+        measure_copy_aside()  # where no launcher has done it
         self.role, self.index = role, index
         self.client = Client(address, secret, role, index, timeout=timeout)
         self.devices: dict[str, Device] = {}

@@ -17,8 +17,9 @@ from typing import Any
 
 from tensorwire._native import Liveness, Memory
 from tensorwire.device.callbacks import Callbacks
+from tensorwire.device.copy_choice import choose_copy
 from tensorwire.device.region import Access, Region, RemoteView, View
-from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError, Unsupported
+from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError
 from tensorwire.observe import counters
 
 Signal = tuple[RemoteView, int]
@@ -332,6 +333,7 @@ class Device(ABC):
     capabilities: Capabilities
 
     def __init__(self) -> None:
+        choose_copy()
         self.liveness = Liveness()
         self.callbacks = Callbacks()
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
@@ -593,8 +595,3 @@ REFUSALS = {
 def refused(device: str, code: int) -> RemoteAccessError:
     """The error for a target's refusal."""
     return RemoteAccessError(f"{device}: the target refused: {REFUSALS.get(code, f'code {code}')}")
-
-
-def unshared(device: str) -> Unsupported:
-    """The error for showing a peer memory that the device cannot map."""
-    return Unsupported(f"{device} shows peers only memory from allocate(): copy there, or use it as a source")

@@ -17,11 +17,19 @@ import threading
 from tensorwire._native import Liveness, Memory, open_socket
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
-from tensorwire.device.contract import Capabilities, Channel, Device, unshared
+from tensorwire.device.contract import Capabilities, Channel, Device
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.peer_monitor import PeerMonitor, ProcessHandle, Watchers
 from tensorwire.device.region import Access, Region, RemoteRegion
-from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, ProtocolError, RemoteAccessError, WaitTimeout
+from tensorwire.errors import (
+    ArgumentError,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    RemoteAccessError,
+    Unsupported,
+    WaitTimeout,
+)
 
 _ASK = struct.Struct("<QB")  # key, 1: for writing
 _NAME, _TOKEN = 16, 32
@@ -138,7 +146,7 @@ class ShmDevice(Device):
 
     def _expose(self, region: Region, access: Access) -> int:
         if region.fd < 0:
-            raise unshared(self.name)
+            raise Unsupported("shm shows peers only memory from allocate(): copy there, or use it as a source")
         if access not in region.keys:
             region.keys[access] = secrets.randbits(64)
             self._exposed[region.keys[access]] = (region, access)

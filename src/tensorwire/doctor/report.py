@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 
+from tensorwire.device.copy_choice import described, measure_copy
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.doctor.devices import between, devices, peer
 from tensorwire.doctor.findings import Finding, Section
@@ -65,12 +66,17 @@ def _settings(environment: Mapping[str, str]) -> Iterator[Finding]:
         file_secret(environment)
         return "a file that this user alone can read"
 
+    def copies() -> str:
+        measure_copy()
+        return described()
+
     yield _setting("TENSORWIRE_DEVICE", device)
     yield _setting(
         "TENSORWIRE_IFACE", lambda: f"tcp listens on {listening_interface(None, environment)} unless a job says else"
     )
     yield _setting("TENSORWIRE_SECRET_FILE", secret)
     yield _setting("heartbeat", beat)
+    yield _setting("copies", copies)
 
 
 def _setting(name: str, read: Callable[[], str]) -> Finding:

@@ -19,6 +19,7 @@ from tensorwire.control import Cause, Client, Coordinator
 from tensorwire.control.address import await_name, connect, split_address
 from tensorwire.control.names import describe_exit, member_name
 from tensorwire.control.settings import MOST_MACHINES, MOST_ON_A_MACHINE, check_count, step_timeout
+from tensorwire.device.copy_choice import measure_copy
 from tensorwire.device.registry import AUTO, find_job_device
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import secret as secrets_
@@ -128,6 +129,7 @@ class Launcher:
         try:
             address, secret = self._rendezvous()
             listening_interface(address, os.environ)  # refuse now what every process would
+            measure_copy()
             self._patient = True
             self._start(address, secret)
             cause = self._watch()

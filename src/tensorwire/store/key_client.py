@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from tensorwire._native import STREAMING_BYTES, Window, gather
+from tensorwire._native import Window, copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
@@ -142,7 +142,7 @@ class KeyClient:
     def fill(self, tensor: int, values: object) -> None:
         """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
         room = self.slot(tensor)
-        gather(room, values, room.nbytes >= STREAMING_BYTES)
+        gather(room, values, copy_is_large(room.nbytes))
         counters.add(copies=1, copied_bytes=room.nbytes)
 
     def forget(self) -> None:

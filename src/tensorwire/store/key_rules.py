@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tensorwire._native import STREAMING_BYTES, gather
+from tensorwire._native import copy_is_large, gather
 from tensorwire.errors import ProtocolError
 from tensorwire.store.array_functions import (
     ArrayFunction,
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 def outgrows_caches(plan: StorePlan, bucket: Bucket) -> bool:
     """Whether a bucket is a part of an array for which copies had better bypass the caches."""
-    return plan.tensors[bucket.pieces[0].tensor].nbytes >= STREAMING_BYTES
+    return copy_is_large(plan.tensors[bucket.pieces[0].tensor].nbytes)
 
 
 class KeyRule(Stateful, Protocol):

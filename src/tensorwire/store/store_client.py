@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from tensorwire._native import STREAMING_BYTES, Window, gather
+from tensorwire._native import Window, copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
@@ -151,7 +151,7 @@ class StoreClient:
         self._setting = False  # in one that sets values or state
         self._produced = [0] * plan.servers  # pushes of gradients, by server
         self._log = FateLog(member.client.welcome, name, member.name)
-        self._large = sum(b.nbytes for b in self.order) >= STREAMING_BYTES
+        self._large = copy_is_large(sum(b.nbytes for b in self.order))
         self._space = self._place_parameters()
         self._open()
 
