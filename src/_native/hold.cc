@@ -35,7 +35,8 @@ class Hold {
     Hold& operator=(const Hold&) = delete;
 
     void release() {
-        if (const nb::object give_back = std::move(give_back_)) give_back(token_);
+        const nb::object token = std::move(token_);  // a part that was released keeps no whole
+        if (const nb::object give_back = std::move(give_back_)) give_back(token);
     }
 
     bool released() const { return !give_back_; }

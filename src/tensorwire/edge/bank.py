@@ -35,7 +35,7 @@ class Bank:
 
 
 def _nothing(_: object) -> None:
-    """Sends no credit."""
+    """Does nothing but to let go of the token."""
 
 
 def check_number(banks: int, name: str) -> None:
@@ -53,5 +53,5 @@ def hold_all(memory: Memory) -> Hold:
 
 
 def hold_part(memory: Memory, offset: int, nbytes: int, kept: Hold) -> Hold:
-    """A part of ``memory``, which lets go of ``kept`` when it is released."""
-    return Hold(memory, offset, nbytes, Hold.release, kept)
+    """A part of ``memory``, which keeps ``kept`` until it is released. Others may keep it longer."""
+    return Hold(memory, offset, nbytes, _nothing, kept)
