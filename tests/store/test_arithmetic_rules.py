@@ -94,7 +94,7 @@ def test_the_elastic_rule_has_the_bits_of_torch(dtype: str) -> None:
 def test_masters_are_saved_and_loaded(dtype: str) -> None:
     store, other = Store(SUM, dtype, 2), Store(SUM, dtype, 2)
     store.round(10, 1)
-    saved = [(entry, memoryview(bytes(data))) for entry, data in store.rule.state()]
+    saved = [(entry, memoryview(bytes(data))) for part in store.rule.state() for entry, data in part]
     assert [entry.key for entry, _ in saved] == ["master"]
     other.memory[:] = store.memory
     other.rule.load_state(saved)
@@ -116,7 +116,7 @@ def test_a_function_of_arrays_gets_the_sums_and_its_state_is_saved_and_loaded(dt
         total += (first + second) / np.float32(2)
         master += np.float32(0.3 / number) * total
         assert torch.equal(store.tensor(store.memory), torch.from_numpy(master).to(store.kind))
-    saved = [(entry, memoryview(bytes(data))) for entry, data in store.rule.state()]
+    saved = [(entry, memoryview(bytes(data))) for part in store.rule.state() for entry, data in part]
     other.memory[:] = store.memory
     other.rule.load_state(saved)
     for each in (store, other):

@@ -88,8 +88,8 @@ class Rule:
         if len(self._bytes) > 1:
             np.copyto(self._bytes[step % len(self._bytes)][bucket], self._bytes[(step - 1) % len(self._bytes)][bucket])
 
-    def state(self) -> Iterator[Item]:
-        """All that is kept beside the parameters, to be saved."""
+    def state(self) -> Iterator[Iterable[Item]]:
+        """All that is kept beside the parameters, to be saved: a part for each bucket."""
         return iter(())
 
     def load_state(self, items: Iterable[Item]) -> None:
@@ -212,8 +212,12 @@ class Pieces(Rule):
         """Changes the master of a piece in place."""
         raise NotImplementedError
 
-    def state(self) -> Iterator[Item]:
-        for floats in (each for bucket in self._floats for each in bucket if each.half):
+    def state(self) -> Iterator[Iterable[Item]]:
+        return map(self._kept, self._floats)
+
+    def _kept(self, pieces: Sequence[_Floats]) -> Iterator[Item]:
+        """What is kept for a bucket."""
+        for floats in (each for each in pieces if each.half):
             rounded = floats.read(single_to_half(floats.master, floats.spec.dtype))
             if not np.array_equal(rounded, floats.master):
                 piece, shape = floats.piece, floats.spec.shape
@@ -268,9 +272,9 @@ class ArrayFunctionRule(Pieces):
     def change(self, floats: _Floats, pushed: Array) -> None:
         self._function(floats.master, pushed, floats.kept, self._options)
 
-    def state(self) -> Iterator[Item]:
-        yield from super().state()
-        for floats in (each for bucket in self._floats for each in bucket):
+    def _kept(self, pieces: Sequence[_Floats]) -> Iterator[Item]:
+        yield from super()._kept(pieces)
+        for floats in pieces:
             piece = floats.piece
             yield from kept_items(piece.tensor, floats.kept, floats.master, piece.start, floats.spec.shape)
 

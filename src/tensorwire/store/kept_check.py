@@ -105,4 +105,4 @@ def _probe(spec: StoreSpec, options: bytes) -> tuple[_Kept, _Kept]:
 
 
 def _kept(rule: Stateful) -> _Kept:
-    return {(entry.tensor, entry.key): entry for entry, _ in rule.state()}
+    return {(entry.tensor, entry.key): entry for part in rule.state() for entry, _ in part}

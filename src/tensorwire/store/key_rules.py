@@ -98,7 +98,7 @@ class _ArrayRule:
         """As `KeyRule`."""
         np.copyto(self._values[bucket], _array(slot, self._dtypes[bucket]))
 
-    def state(self) -> Iterator[Item]:
+    def state(self) -> Iterator[Iterable[Item]]:
         """Nothing."""
         return iter(())
 
@@ -153,11 +153,11 @@ class _FunctionRule(_ArrayRule):
         gradient = self._pushed(bucket, pushes)[: value.size].reshape(value.shape).astype(value.dtype, copy=False)
         self._function(value, gradient, self._state[bucket], self._options.of(options))
 
-    def state(self) -> Iterator[Item]:
+    def state(self) -> Iterator[Iterable[Item]]:
         """What the function keeps: arrays and numbers."""
         for piece, state, value in zip(self._pieces, self._state, self._shaped, strict=True):
             shape = None if self._whole else self._plan.tensors[piece.tensor].shape
-            yield from kept_items(piece.tensor, state, value, piece.start, shape)
+            yield kept_items(piece.tensor, state, value, piece.start, shape)
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `KeyRule`."""

@@ -241,11 +241,11 @@ class KeyServer:
     # ---- the rest
 
     @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Inside it no round closes."""
+    def at_rest(self, bucket: int | None = None) -> Iterator[None]:
+        """Inside it no round of a bucket closes, or no round at all."""
         with contextlib.ExitStack() as held:
-            for bucket in self._buckets:
-                held.enter_context(bucket.lock)
+            for each in self._buckets if bucket is None else self._buckets[bucket : bucket + 1]:
+                held.enter_context(each.lock)
             yield
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -53,10 +52,6 @@ class Lockstep:
             if not self._buckets:
                 self._publish(0)
             self.updates += operation in STEPS
-
-    def at_rest(self) -> contextlib.AbstractContextManager[object]:
-        """A bucket changes only when every worker has pushed it, and one that asks for state has not."""
-        return contextlib.nullcontext()
 
     def _take_part(self) -> dict[int, StepHeader]:
         """The heads of the workers that take part in this round: those that are not idle."""

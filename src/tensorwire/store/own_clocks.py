@@ -101,12 +101,12 @@ class OwnClocks:
                 rounds.stop(finished=finished)
 
     @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Inside it no round closes."""
-        if self.quorum_rounds is not None:
+    def at_rest(self, bucket: int | None = None) -> Iterator[None]:
+        """Inside it no round of a bucket closes, or no round at all."""
+        if self.quorum_rounds is not None and not bucket:  # what comes late meanwhile counts in an update, as ever
             self.quorum_rounds.merge_late()
         with contextlib.ExitStack() as held:
-            for lock in self.locks:
+            for lock in self.locks if bucket is None else self.locks[bucket : bucket + 1]:
                 held.enter_context(lock)
             yield
 

@@ -5,6 +5,7 @@ An optimizer gets a sparse gradient, and changes the rows that it names and thei
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
 from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, like, load_item
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
 from tensorwire.store.rule_names import is_foreign
-from tensorwire.store.state_transfer import NUMBER, Entry, Item
+from tensorwire.store.state_transfer import Entry, Item
 from tensorwire.store.store_layout import StoreSpec
 
 ROW_OPTIMIZERS = ("Adagrad", "SGD", "SparseAdam")
@@ -80,7 +81,7 @@ class RowRule:
         else:
             self.values[indices] += rows
 
-    def state(self) -> Iterator[Item]:
+    def state(self) -> Iterator[Iterable[Item]]:
         """Nothing."""
         return iter(())
 
@@ -133,12 +134,16 @@ class _FunctionRows(RowRule):
         initial = getattr(self._function, "initial", None)
         return float(initial(self._in_force.of(options)).get(key, 0.0)) if initial else 0.0
 
-    def state(self) -> Iterator[Item]:
+    def state(self) -> Iterator[Iterable[Item]]:
         """What the function keeps."""
-        yield from kept_items(0, self._numbers, self.values)
-        for key, kept in self._rows.items():
-            shape, start = (self.spec.tensors[0].shape[0], *kept.shape[1:]), self.first * math.prod(kept.shape[1:])
-            yield from kept_items(0, {key: kept}, kept, start, shape)
+        yield kept_items(0, self._numbers, self.values)
+        for start in range(0, len(self.values), BLOCK):
+            yield itertools.chain.from_iterable(self._block(key, kept, start) for key, kept in self._rows.items())
+
+    def _block(self, key: str, kept: Array, start: int) -> Iterator[Item]:
+        shape = (self.spec.tensors[0].shape[0], *kept.shape[1:])
+        block = kept[start : start + BLOCK]
+        return kept_items(0, {key: block}, block, (self.first + start) * math.prod(kept.shape[1:]), shape)
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `Stateful`."""
@@ -197,19 +202,23 @@ class _OptimizerRows(RowRule):
             else:
                 group[name] = (*group[name][:index], value, *group[name][index + 1 :])
 
-    def state(self) -> Iterator[Item]:
-        """What the optimizer keeps, by its names: rows, and numbers such as a count of steps."""
+    def state(self) -> Iterator[Iterable[Item]]:
+        """What the optimizer keeps, by its names: numbers such as a count of steps, and rows."""
+        rows: dict[str, Array] = {}
+        numbers: dict[str, Any] = {}
         for key, value in self._optimizer.state.get(self._parameter, {}).items():
             if isinstance(value, self._torch.Tensor) and value.shape == self._parameter.shape:
-                whole = (self.spec.tensors[0].shape[0], *value.shape[1:])
-                width = math.prod(whole[1:])
-                start, elements = self.first * width, value.numel()
-                dtype = str(value.dtype).removeprefix("torch.")
-                data = value.numpy().reshape(-1).view(np.uint8).data
-                yield Entry(0, key, dtype, whole, True, start, start + elements), data
+                rows[key] = value.numpy()
             else:
-                number = np.array([float(value)])
-                yield Entry(0, key, "float64", (1,), False, 0, 1, NUMBER), number.view(np.uint8).data
+                numbers[key] = float(value)
+        yield kept_items(0, numbers, self.values)
+        for start in range(0, len(self.values), BLOCK):
+            yield [self._block(key, kept, start) for key, kept in rows.items()]
+
+    def _block(self, key: str, kept: Array, start: int) -> Item:
+        shape, width = (self.spec.tensors[0].shape[0], *kept.shape[1:]), math.prod(kept.shape[1:])
+        block, at = kept[start : start + BLOCK].reshape(-1), (self.first + start) * width
+        return Entry(0, key, kept.dtype.name, shape, True, at, at + block.size), block.view(np.uint8).data
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `Stateful`."""

@@ -199,7 +199,7 @@ class RowServer:
 
     # ---- the rest
 
-    def at_rest(self) -> contextlib.AbstractContextManager[object]:
+    def at_rest(self, part: int | None = None) -> contextlib.AbstractContextManager[object]:
         """Inside it no round closes."""
         return self._changed
 

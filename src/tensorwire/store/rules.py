@@ -8,6 +8,7 @@ tensors. A rule works in steps, so that a norm over all servers can be taken bet
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -169,14 +170,15 @@ class OptimizerRule(Rule):
         for bucket in self._buckets:
             bucket.round(step)
 
-    def state(self) -> Iterator[Item]:
-        yield from entries(h for bucket in self._buckets for h in bucket.held())
-        if self.together or (self.spec.keys and is_foreign(self.spec.rule)):
-            yield from self._numbers()
+    def state(self) -> Iterator[Iterable[Item]]:
+        for buckets in [self._buckets] if self.together else ([bucket] for bucket in self._buckets):
+            yield itertools.chain(entries(h for b in buckets for h in b.held()), self._numbers(buckets))
 
-    def _numbers(self) -> Iterator[Item]:
+    def _numbers(self, buckets: Sequence[_BucketRule]) -> Iterator[Item]:
         """What a foreign optimizer keeps in its groups: some count their steps there."""
-        for numbers, optimizer in self._optimizers:
+        if not (self.together or (self.spec.keys and is_foreign(self.spec.rule))):
+            return
+        for numbers, optimizer in (self._optimizers[n] for n in sorted({n for b in buckets for n in b.numbers})):
             mine = [i for bucket in self._buckets if bucket.optimizer is optimizer for i in bucket.tensors]
             for number, group in zip(numbers, optimizer.param_groups, strict=False):
                 first = min(i for i in mine if self.plan.tensors[i].group == number)

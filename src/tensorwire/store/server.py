@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from tensorwire.control import Member
 from tensorwire.store.lockstep import Lockstep
 from tensorwire.store.modes import Local, Sync
 from tensorwire.store.own_clocks import OwnClocks
-from tensorwire.store.server_state import Stateful, WithValues
+from tensorwire.store.server_state import AtRest, Stateful, WithValues
 from tensorwire.store.shard import Shard
 from tensorwire.store.store_layout import StoreSpec
 
@@ -21,15 +19,18 @@ class StoreServer:
         self.rule: Stateful = self.shard.rule
         if isinstance(spec.mode, Local):
             self.rule = WithValues(self.rule, self.shard.plan, self.shard.index, memoryview(self.shard.parameters))
-        self._rounds = Lockstep(self.shard) if isinstance(spec.mode, Sync) else OwnClocks(self.shard)
+        self._rounds: Lockstep | OwnClocks
+        self.at_rest: AtRest | None = None
+        if isinstance(spec.mode, Sync):  # a bucket changes when every worker has pushed it: one that asks has not
+            self._rounds = Lockstep(self.shard)
+        else:
+            self._rounds = clocks = OwnClocks(self.shard)
+            together = self.shard.rule.together
+            self.at_rest = lambda bucket: clocks.at_rest(None if together else bucket)
 
     def run(self) -> None:
         """Round after round, until every worker has finished."""
         self._rounds.run()
-
-    def at_rest(self) -> contextlib.AbstractContextManager[object]:
-        """Inside it nothing changes that a worker between two of its steps could see."""
-        return self._rounds.at_rest()
 
     def close(self) -> None:
         """Frees the store's memory."""

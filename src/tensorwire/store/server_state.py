@@ -14,18 +14,18 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
-from tensorwire.store.sharding import StorePlan
+from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.state_transfer import VALUE, Ask, Entry, Item, StateReceiver, StateSender, ask_key, load_key
 
-AtRest = Callable[[], AbstractContextManager[object]]
+AtRest = Callable[[int | None], AbstractContextManager[object]]  # of one part of the state, or of all
 _LOOKUP_SECONDS = 3600.0  # one request an hour while nobody asks
 
 
 class Stateful(Protocol):
     """A rule, as this module uses it."""
 
-    def state(self) -> Iterator[Item]:
-        """All that is kept beside the parameters, to be saved."""
+    def state(self) -> Iterator[Iterable[Item]]:
+        """All that is kept beside the parameters, to be saved: a part for each bucket, or for some rows."""
 
     def load_state(self, items: Iterable[Item]) -> None:
         """Replaces it. Raises `ProtocolError`."""
@@ -38,29 +38,50 @@ class WithValues:
         self._rule, self._plan, self._server, self._parameters = rule, plan, server, parameters
         self.load_state = rule.load_state
 
-    def state(self) -> Iterator[Item]:
+    def state(self) -> Iterator[Iterable[Item]]:
         """The parameters, and what the rule keeps beside them."""
-        for bucket in self._plan.buckets[self._server]:
-            for piece in bucket.pieces:
-                spec = self._plan.tensors[piece.tensor]
-                entry = Entry(piece.tensor, "", spec.dtype, spec.shape, True, piece.start, piece.stop, VALUE)
-                start = bucket.shard + piece.offset
-                yield entry, self._parameters[start : start + entry.nbytes]
-        yield from self._rule.state()
+        values = map(self._values, self._plan.buckets[self._server])
+        for parts in itertools.zip_longest(values, self._rule.state(), fillvalue=()):
+            yield itertools.chain(*parts)
+
+    def _values(self, bucket: Bucket) -> Iterator[Item]:
+        for piece in bucket.pieces:
+            spec = self._plan.tensors[piece.tensor]
+            entry = Entry(piece.tensor, "", spec.dtype, spec.shape, True, piece.start, piece.stop, VALUE)
+            start = bucket.shard + piece.offset
+            yield entry, self._parameters[start : start + entry.nbytes]
 
 
-def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest) -> None:
+def moments(rule: Stateful, at_rest: AtRest | None) -> Iterator[Item]:
+    """All state. Each part is copied while it is at rest, so that no push waits for whoever takes the copy.
+
+    Without ``at_rest``, nothing changes while somebody asks.
+    """
+    parts = rule.state()
+    if at_rest is None:
+        yield from itertools.chain.from_iterable(parts)
+        return
+    for number in itertools.count():
+        with at_rest(number):
+            part = next(parts, None)
+            copies = [(entry, memoryview(bytes(data))) for entry, data in part or ()]
+        if part is None:
+            return
+        yield from copies
+
+
+def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest | None) -> None:
     """Gives every worker that asks this server's part of the state of ``store``, until the job ends.
 
-    Inside ``at_rest()`` the state does not change.
+    ``at_rest`` is as for `moments`.
     """
     try:
         for number in itertools.count():
             ask = _next_ask(member, ask_key(store, number))
             try:
                 channel = member.channel(member_name("worker", ask.worker))
-                with StateSender(channel, ask.endpoints[member.index]) as sender, at_rest():
-                    sender.send(rule.state())
+                with StateSender(channel, ask.endpoints[member.index]) as sender:
+                    sender.send(moments(rule, at_rest))
             except (RemoteAccessError, WaitTimeout):
                 continue  # that worker has given up, and knows why
     except (JobEnded, PeerLost):
