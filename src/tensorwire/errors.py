@@ -23,6 +23,7 @@
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
+    ├── StepInterrupted (RuntimeError)  an earlier call ended when a part of what it sends had left
     └── NotOnThisWorker (RuntimeError)   a tensor of another worker was read
 """
 
@@ -46,6 +47,7 @@ __all__ = [
     "ProtocolError",
     "RegionClosed",
     "RemoteAccessError",
+    "StepInterrupted",
     "TensorwireError",
     "Unsupported",
     "VerbsUnavailable",
@@ -136,6 +138,10 @@ class NonFiniteGradient(TensorwireError, RuntimeError):
 
 class ParameterModified(TensorwireError):
     """User code changed a parameter whose values live in the store."""
+
+
+class StepInterrupted(TensorwireError, RuntimeError):
+    """An earlier call ended when a part of what it sends had left: this worker cannot go on with these parameters."""
 
 
 class NotOnThisWorker(TensorwireError, RuntimeError):

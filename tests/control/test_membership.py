@@ -269,7 +269,7 @@ def test_a_wait_in_a_step_is_told_only_where_it_is_long(jobs: Jobs, monkeypatch:
         def __init__(self, seconds: float) -> None:
             self.left = seconds
 
-        def wait(self, at_least: int, timeout: float) -> None:
+        def __call__(self, timeout: float) -> None:
             self.left -= timeout
             if self.left > 0:
                 raise WaitTimeout("a signal did not reach 1")
@@ -278,14 +278,14 @@ def test_a_wait_in_a_step_is_told_only_where_it_is_long(jobs: Jobs, monkeypatch:
         return "step 1 of store/0", ""
 
     try:
-        member.wait(Late(1.0), 1, 40.0, place)
+        member.wait(Late(1.0), 40.0, place)
         with pytest.raises(WaitTimeout, match="a signal did not reach 1"):
-            member.wait(Late(9.0), 1, 1.0, place)
+            member.wait(Late(9.0), 1.0, place)
         assert told == []
-        member.wait(Late(9.0), 1, 40.0, place)
+        member.wait(Late(9.0), 40.0, place)
         assert told == [("step 1 of store/0", "", 2.0), ("", "", 0.0)]
         with pytest.raises(WaitTimeout, match="worker 0 has waited 40 s in step 1 of store/0 for another worker"):
-            member.wait(Late(90.0), 1, 40.0, place)
+            member.wait(Late(90.0), 40.0, place)
         assert told[2:] == told[:2]
     finally:
         member.close()

@@ -1,4 +1,4 @@
-"""Who saves state and takes it slowly, or not at all, keeps nobody's pushes waiting; and what it gets belongs together."""
+"""A worker that saves slowly, or not at all, keeps nobody's pushes waiting; and what it saves belongs together."""
 
 from __future__ import annotations
 

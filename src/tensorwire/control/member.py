@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -33,13 +32,6 @@ FRAMEWORKS = ("torch",)
 # After a peer is lost, how long the coordinator may take to say why.
 CAUSE_SECONDS = 5.0
 PATIENCE = 2.0  # seconds that a worker waits in a step without a word to the coordinator
-
-
-class Waitable(Protocol):
-    """A word that grows."""
-
-    def wait(self, at_least: int, timeout: float) -> None:
-        """Waits for a value. Raises `WaitTimeout`."""
 
 
 class Member:
@@ -153,20 +145,21 @@ class Member:
         except WaitTimeout:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
 
-    def wait(self, word: Waitable, value: int, timeout: float, place: Callable[[], tuple[str, str]]) -> None:
-        """Waits for a word of a store. Where that takes long, this worker says where, and for whom: see `Client.waits`.
+    def wait(self, wait: Callable[[float], object], timeout: float, place: Callable[[], tuple[str, str]]) -> None:
+        """``wait(seconds)``. Where it takes long, this worker says where it waits, and for whom: see `Client.waits`.
 
-        Raises as ``word.wait``.
+        Raises as ``wait``.
         """
         try:
-            return word.wait(value, min(timeout, PATIENCE))
+            wait(min(timeout, PATIENCE))
+            return
         except WaitTimeout:
             if timeout <= PATIENCE:
                 raise
         where, whom = place()
         self.client.waits(where, whom, PATIENCE)
         try:
-            word.wait(value, timeout - PATIENCE)
+            wait(timeout - PATIENCE)
         except WaitTimeout:
             whom = whom or "another worker"
             raise WaitTimeout(

@@ -237,6 +237,17 @@ class Producer:
                 completion.wait(timeout)
                 self._sent[at] = None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What became of something that was sent and failed; None: nothing has so far."""
+        for completion in self._sent:
+            if completion is not None and completion.done:
+                try:
+                    completion.wait(0.0)
+                except BaseException as error:
+                    return error
+        return None
+
     def _check(self, step: int) -> None:
         if step <= self._last:
             raise ArgumentError(f"edge steps grow: step {step} after {self._last}")

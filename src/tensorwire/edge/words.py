@@ -105,7 +105,7 @@ def arrival(place: int, step: int) -> int:
     return 8 * (place * RING + step % RING)
 
 
-def wait_unless(wait: Callable[[float], None], timeout: float, gone_on: Callable[[], Exception | None]) -> None:
+def wait_unless(wait: Callable[[float], object], timeout: float, gone_on: Callable[[], BaseException | None]) -> None:
     """``wait(seconds)``, until the peer has gone on to something else.
 
     ``gone_on()``: the error to raise then; a peer says so after all that it sent before. Raises it, or what ``wait``
@@ -115,7 +115,8 @@ def wait_unless(wait: Callable[[float], None], timeout: float, gone_on: Callable
     while True:
         left = end - time.monotonic()
         try:
-            return wait(min(_LOOK, left))
+            wait(min(_LOOK, left))
+            return
         except WaitTimeout:
             error = gone_on()
             if error is None:
@@ -123,6 +124,7 @@ def wait_unless(wait: Callable[[float], None], timeout: float, gone_on: Callable
                     raise
                 continue
         try:
-            return wait(0.0)
+            wait(0.0)
+            return
         except WaitTimeout:
             raise error from None

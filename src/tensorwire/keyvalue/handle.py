@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.keyvalue.key_arguments import number
 from tensorwire.launch.worker import Worker
+from tensorwire.store.course import Course
 
 
 class BegunPush(Protocol):
@@ -40,22 +41,37 @@ class BegunPull(Protocol):
 
 
 class Calls:
-    """Inside it, one thread at a time, and errors say why the job ended. ``waiting()``: only the latter."""
+    """Inside it, one thread at a time, and errors say why the job ended. ``waiting()``: only the latter.
+
+    Nobody gets in after a call that was interrupted when a part of it had left: ``course`` knows.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self.course = Course(worker.member)
         self.lock = threading.RLock()
 
     def __enter__(self) -> None:
         self.lock.acquire()
+        try:
+            self.course.check()
+        except BaseException:
+            self.lock.release()
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.course.note(error)
         self.lock.release()
         self._explain(error)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """While a thread waits inside it, others may call."""
+        if self.lock.acquire(blocking=False):  # otherwise a call is on its way, which is none that was interrupted
+            try:
+                self.course.check()  # what an interrupted call has not sent has no answer
+            finally:
+                self.lock.release()
         try:
             yield
         except TensorwireError as error:

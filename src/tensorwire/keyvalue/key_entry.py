@@ -111,11 +111,11 @@ class KeyPull:
         if entry.pulling is not self:
             return
         entry.wait(self._asked, timeout)
-        entry.pulling = None
         if not self._copy and self.result is None:
             self.result = entry.value
-            return
-        if self.result is None:
-            self.result = np.empty(entry.spec.shape, entry.dtype)
-        np.copyto(self.result, entry.value)
-        counters.add(copies=1, copied_bytes=entry.value.nbytes)
+        else:
+            if self.result is None:
+                self.result = np.empty(entry.spec.shape, entry.dtype)
+            np.copyto(self.result, entry.value)
+            counters.add(copies=1, copied_bytes=entry.value.nbytes)
+        entry.pulling = None  # not before: one that is interrupted is finished later

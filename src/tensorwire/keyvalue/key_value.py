@@ -227,12 +227,13 @@ class KeyValue(RowKeys):
         entries, arrays = self._given(keys, values)
         with self._calls:
             self._complete_pushes()
-            self._worker.collectives.barrier(_BARRIER_SECONDS)
-            if self.rank == 0:
-                self._assign(entries, arrays)
-                for entry in entries:
-                    entry.wait_for_push(None)
-            self._end_assign()
+            with self._calls.course.unit("assign()"):
+                self._worker.collectives.barrier(_BARRIER_SECONDS)
+                if self.rank == 0:
+                    self._assign(entries, arrays)
+                    for entry in entries:
+                        entry.wait_for_push(None)
+                self._end_assign()
 
     def broadcast(self, keys: Key | Sequence[Key], values: Any, out: Any = None) -> Handle:
         """`init`, and then `pull`.
@@ -398,9 +399,10 @@ class KeyValue(RowKeys):
             wrong = self._worker.collectives.broadcast(wrong, 0, _BARRIER_SECONDS)
             if wrong:
                 raise ArgumentError(wrong)
-            if self.rank == 0:
-                self._set(arrays)
-            self._end_assign()
+            with self._calls.course.unit("load()"):
+                if self.rank == 0:
+                    self._set(arrays)
+                self._end_assign()
 
     def _complete_pushes(self) -> None:
         for entry in self._entries.values():
@@ -477,14 +479,16 @@ class KeyValue(RowKeys):
             **named_by(self._rule, self._group),
         )
         store = join_with(self._worker, spec, KeyClient)
+        store.course = self._calls.course
         self._stores.append(store)
         for tensor, entry in enumerate(entries):
             entry.place(store, tensor)
         if self.rank == 0:
-            for entry, value in zip(entries, values, strict=True):
-                store.fill(entry.tensor, value)
-            store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
-            store.announce(KeyOperation.READY, self._options)
+            with store.course.unit("init()"):
+                for entry, value in zip(entries, values, strict=True):
+                    store.fill(entry.tensor, value)
+                store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
+                store.announce(KeyOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         listed, _ = as_keys(keys)
@@ -526,10 +530,11 @@ class KeyValue(RowKeys):
             entry.fill(several)
 
     def _request(self, operation: KeyOperation, entries: Sequence[KeyEntry], priority: int) -> None:
-        for store in self._stores:
-            mine = [e.tensor for e in entries if e.store is store]
-            if mine:
-                store.request(operation, mine, self._options, -priority)
+        with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
+            for store in self._stores:
+                mine = [e.tensor for e in entries if e.store is store]
+                if mine:
+                    store.request(operation, mine, self._options, -priority)
 
     def _pull(
         self,
@@ -543,10 +548,11 @@ class KeyValue(RowKeys):
         for entry in entries:  # its memory is free when the one before has been taken
             if entry.pulling is not None:
                 entry.pulling.finish(None)
-        self._request(operation, entries, priority)
-        pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
-        for entry, pull in zip(entries, pulls, strict=True):
-            entry.pulling = pull
+        with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
+            self._request(operation, entries, priority)
+            pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
+            for entry, pull in zip(entries, pulls, strict=True):
+                entry.pulling = pull
         return Handle(self._calls, pulls, (), as_keys(keys)[1])
 
     def _finish(self) -> None:

@@ -77,6 +77,7 @@ class Table:
             **named_by(rule, self._group),
         )
         self.client = join_with(worker, spec, RowClient)
+        self.client.course = self.calls.course
         self._pulling: TablePull | None = None
         self._last: list[int] = []  # requests that the last push took
         worker.at_close(self.client.finish)
@@ -227,6 +228,7 @@ class TablePull:
             flat, inverse = np.unique(flat, return_inverse=True)
             self._inverse = inverse.reshape(-1)
         self._unique, self._finished, self.result = flat, False, out
+        self._rows: Array | None = None  # what has come so far
         self._options = table.options
         table.client.ask(flat, self._options)
 
@@ -249,7 +251,9 @@ class TablePull:
             self.result = np.empty((*self._shape, *row), table.dtype)
         flat = self.result.reshape(-1, *row) if self.result.flags.c_contiguous else None
         direct = self._inverse is None and flat is not None
-        rows = flat if direct and flat is not None else np.empty((len(self._unique), *row), table.dtype)
+        if self._rows is None:
+            self._rows = flat if direct and flat is not None else np.empty((len(self._unique), *row), table.dtype)
+        rows = self._rows
         with table.calls:
             table.client.take(self._unique, rows, self._options, timeout)
         if not direct:

@@ -106,7 +106,8 @@ def load_on_all(table: Table, folder: str | os.PathLike[str]) -> None:
         if wrong:
             raise ArgumentError(wrong)
         if table.rank == 0:
-            _load(table, folder)
+            with table.client.course.unit("loading rows"):
+                _load(table, folder)
         table.meet("")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -19,9 +19,11 @@ from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
+from tensorwire.edge.words import wait_unless
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.bucket_code import encoders
+from tensorwire.store.course import Course
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.key_layout import (
     DEPTH,
@@ -51,6 +53,7 @@ class KeyClient:
         self.timeout = step_timeout()  # seconds that an answer may take, as other workers have to come
         if member.index == 0:
             member.client.publish(name, spec.encoded())
+        self.course = Course(member)
         self.step = 0  # times that state was loaded; -1: this worker has left
         self.asks = 0  # for the rule's state, that are known to have been published
         self._sources: dict[str, Region] = {}  # by device: what is pushed leaves from, laid out as the space
@@ -130,7 +133,8 @@ class KeyClient:
         if self._together:
             self.wait_for(bucket, self.pushed[bucket.number], timeout)
         else:
-            self._links[bucket.server].wait_for_request(bucket.index, self.timeout if timeout is None else timeout)
+            link = self._links[bucket.server]
+            self._wait(link, partial(link.wait_for_request, bucket.index), timeout)
 
     def push_is_applied(self, bucket: Bucket) -> bool:
         """Whether the last push of a bucket has been applied."""
@@ -220,8 +224,21 @@ class KeyClient:
     def wait_for(self, bucket: Bucket, number: int, timeout: float | None = None) -> None:
         """Returns when there have been so many answers about a bucket. Raises `PeerLost` or `WaitTimeout`."""
         if number:
-            word = self._links[bucket.server].word(bucket.index)
-            self.member.wait(word, number, self.timeout if timeout is None else timeout, self._place)
+            link = self._links[bucket.server]
+            self._wait(link, partial(link.word(bucket.index).wait, number), timeout)
+
+    def _wait(self, link: _Link, wait: Callable[[float], object], timeout: float | None) -> None:
+        """``wait(seconds)``, unless a request could not be sent."""
+
+        def failure() -> BaseException | None:
+            error = link.failure
+            if error is not None:
+                self.course.begin(f"a request of keys to {link.name}")
+                self.course.note(error)
+            return error
+
+        seconds = self.timeout if timeout is None else timeout
+        self.member.wait(partial(wait_unless, wait, gone_on=failure), seconds, self._place)
 
     def _place(self) -> tuple[str, str]:
         return self.name, "other workers' pushes, or its servers"
@@ -229,6 +246,9 @@ class KeyClient:
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
         if self.step < 0:
+            return
+        if self.course.left_early():
+            self.step = -1
             return
         try:
             numbers = self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
@@ -250,14 +270,14 @@ class _Link:
 
     def __init__(self, client: KeyClient, index: int) -> None:
         plan, member = client.plan, client.member
-        self._client, self._name = client, member_name("server", index)
-        self.channel: Channel = member.channel(self._name)
-        key = f"{client.name}/{self._name}/{member.name}"
+        self._client, self.name = client, member_name("server", index)
+        self.channel: Channel = member.channel(self.name)
+        key = f"{client.name}/{self.name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
         self._inbox = RemoteRegion.unpack(endpoint.inbox)
         device = self.channel.device
         if self._inbox.device != device.name:
-            raise ProtocolError(f"{self._name} answers over {self._inbox.device}, we over {device.name}")
+            raise ProtocolError(f"{self.name} answers over {self._inbox.device}, we over {device.name}")
         self.layout = key_inbox(plan, index, len(client.spec.numeric))
         self._answers = device.allocate(answer_bytes(len(plan.buckets[index])))
         self._words = [Word(self._answers, answer_word(b.index), self.channel) for b in plan.buckets[index]]
@@ -271,7 +291,7 @@ class _Link:
             slots=[self._inbox.view(self.layout.place(n), entry) for n in range(DEPTH)],
             source=[] if self._ring is None else [self._ring.view(n * entry, entry) for n in range(DEPTH)],
             credit=self._looked,
-            label=f"{self._name}, requests",
+            label=f"{self.name}, requests",
         )
         self._accepted = self._number = 0  # requests that have a place in the ring, and those that are in it
         self._last = [0] * len(plan.buckets[index])  # by bucket: the number of its last request in the ring
@@ -284,8 +304,13 @@ class _Link:
         """Tells the server where this worker's memory is."""
         client = self._client
         endpoint = WorkerEndpoint(self._answers.remote("write").pack(), copies.remote("write").pack())
-        key = f"{client.name}/{client.member.name}/{self._name}"
-        client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[self._name])
+        key = f"{client.name}/{client.member.name}/{self.name}"
+        client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[self.name])
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What became of a request that failed, if one did."""
+        return self._requests.failure if self._window is None else self._window.error
 
     def word(self, bucket: int) -> Word:
         """How many answers about a bucket there have been."""

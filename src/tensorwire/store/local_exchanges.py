@@ -6,7 +6,7 @@ What it sends, and how it mixes an answer into its parameters, is the framework'
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ class LocalExchanges:
         self._on_the_way: deque[_Exchange] = deque()
         self.steps = 0
         self.tokens = [0.0] * count
+        self._to_send: list[int] = []  # fragments whose turn has come
 
     def count(self, tokens: float) -> None:
         """Adds to what this worker's next contribution of each fragment weighs. Raises `ArgumentError`."""
@@ -103,60 +104,76 @@ class LocalExchanges:
 
     def step(self) -> None:
         """What is due after a step of the worker's own optimizer."""
-        self.steps += 1
+        self.go_on()
+        self._to_send, self.steps = self._due(self.steps + 1), self.steps + 1
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Does what is left of the last step, if it was interrupted. Raises `StepInterrupted` where that cannot be."""
+        self._client.course.check()
         self._mix_due()
-        for fragment in self._due():
-            self._send(fragment)
+        while self._to_send:
+            self._send(self._to_send[0])
         self._mix_due()
 
-    def _due(self) -> Iterable[int]:
-        """The fragments whose turn it is."""
+    def _due(self, step: int) -> list[int]:
+        """The fragments whose turn is after that step."""
         every, count = self._mode.every, len(self._fragments)
-        return [f for f in range(count) if self.steps % every == (f + 1) * every // count % every]
+        return [f for f in range(count) if step % every == (f + 1) * every // count % every]
 
     def _weight(self, fragment: int) -> float:
         if not isinstance(self._mode, DiLoCo) or self._mode.weight == "mean":
             return 1.0
-        tokens, self.tokens[fragment] = self.tokens[fragment], 0.0
+        tokens = self.tokens[fragment]
         if not tokens > 0:
             raise ArgumentError('weight="tokens" needs optimizer.count(tokens) before step(), in every exchange')
         return tokens
 
     def _send(self, fragment: int) -> None:
         client, weight, start = self._client, self._weight(fragment), clock()
-        with ranges.named(ranges.PUSH):
+        client.ready()
+        with ranges.named(ranges.PUSH), client.course.unit(f"exchange {client.updates + 1} of {client.name}"):
             client.begin(StepOperation.UPDATE, self.options, weight=weight, fragment=fragment)
             for bucket in self._fragments[fragment]:
                 client.slot(bucket)
                 self._fill(bucket)
                 client.push(bucket)
-        delay = 0 if isinstance(self._mode, LocalSGD) else self._mode.delay
-        self._on_the_way.append(_Exchange(fragment, client.step, self.steps + delay))
+            self.tokens[fragment] = 0.0
+            delay = 0 if isinstance(self._mode, LocalSGD) else self._mode.delay
+            self._on_the_way.append(_Exchange(fragment, client.step, self.steps + delay))
+            del self._to_send[0]
         spans.add("push", client.step, start, clock())
 
     def _mix_due(self) -> None:
         while self._on_the_way and self._on_the_way[0].due <= self.steps:
-            self._receive(self._on_the_way.popleft(), self._mix)
+            self._receive(self._mix)
 
-    def _receive(self, exchange: _Exchange, then: Callable[[Bucket], None] | None) -> None:
-        start = clock()
+    def _receive(self, then: Callable[[Bucket], None] | None) -> None:
+        """Waits for the first that is on its way; one that is interrupted meanwhile is still the first."""
+        start, exchange = clock(), self._on_the_way[0]
         with ranges.named(ranges.WAIT):
             for bucket in self._fragments[exchange.fragment]:
                 self._client.wait_for(bucket, exchange.round)
         spans.add("wait", exchange.round, start, clock())
-        if then is not None:
-            for bucket in self._fragments[exchange.fragment]:
-                then(bucket)
+        with self._client.course.unit(f"taking exchange {exchange.round} of {self._client.name} into the parameters"):
+            if then is not None:
+                for bucket in self._fragments[exchange.fragment]:
+                    then(bucket)
+            self._on_the_way.popleft()
 
     def complete(self) -> None:
         """Waits for all that is on its way, and mixes it."""
+        self.go_on()
         try:
             while self._on_the_way:
-                self._receive(self._on_the_way.popleft(), self._mix)
+                self._receive(self._mix)
         except WaitTimeout as error:
             raise WaitTimeout(f"the parameters are without this worker's last exchange: {error}") from None
 
     def drop(self) -> None:
         """Waits for all that is on its way, which was made of values that no longer count."""
+        self._client.course.check()
+        while self._to_send:
+            self._send(self._to_send[0])
         while self._on_the_way:
-            self._receive(self._on_the_way.popleft(), None)
+            self._receive(None)

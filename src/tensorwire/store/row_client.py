@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store.course import Course
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.row_layout import DEPTH, WORD, Array, RowOperation, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
@@ -32,10 +35,12 @@ class RowClient:
         self.timeout = step_timeout()  # seconds that an answer may take, as other workers have to come
         if member.index == 0:
             member.client.publish(name, spec.encoded())
+        self.course = Course(member)
         self.step = 0  # -1: this worker has left
         self.asks = 0  # for the rule's state, that are known to have been published
         self.starts = divide(spec.tensors[0].shape[0], plan.servers)
         self._links = [_Link(self, server) for server in range(plan.servers)]
+        self._unread: list[tuple[_Link, int]] = []  # where changes were asked for, and their first rows
         self._pushes = 0
         self._log = FateLog(member.client.welcome, name, member.name)
 
@@ -52,10 +57,17 @@ class RowClient:
 
     def push(self, indices: Array, rows: Array, options: bytes) -> list[int]:
         """Contributes rows, on every server. Returns the number of the last request to each: see `applied`."""
-        numbers = [link.send(RowOperation.PUSH, indices[at], rows[at], options) for link, at in self._parts(indices)]
-        self._pushes += 1
+        for link in self._links:
+            link.wait_for_room()
+        with self._unit("a push"):
+            parts = self._parts(indices)
+            numbers = [link.send(RowOperation.PUSH, indices[at], rows[at], options) for link, at in parts]
+            self._pushes += 1
         counters.add(pushes=len(numbers))
         return numbers
+
+    def _unit(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.course.unit(f"{what} of rows of {self.spec.tensors[0].name}")
 
     def applied(self, numbers: Sequence[int]) -> bool:
         """Whether the servers have done the requests of these numbers."""
@@ -64,15 +76,16 @@ class RowClient:
     def wait_applied(self, numbers: Sequence[int], timeout: float | None = None) -> None:
         """Returns when they have. Raises `PeerLost` or `WaitTimeout`."""
         for link, number in zip(self._links, numbers, strict=True):
-            self.member.wait(link.done, number, self.timeout if timeout is None else timeout, self._place)
+            self.member.wait(partial(link.done.wait, number), self.timeout if timeout is None else timeout, self._place)
 
     def _place(self) -> tuple[str, str]:
         return self.name, "other workers' pushes, or its servers"
 
     def ask(self, indices: Array, options: bytes) -> None:
         """Asks for rows; `take` has to follow before the next `ask`."""
-        for link, at in self._parts(indices):
-            link.ask(indices[at], options)
+        with self._unit("a pull"):
+            for link, at in self._parts(indices):
+                link.ask(indices[at], options)
 
     def ready(self, indices: Array) -> bool:
         """Whether the first answers to `ask` are there."""
@@ -90,29 +103,42 @@ class RowClient:
             link.take(indices[at], out[at], options, self.timeout if timeout is None else timeout)
 
     def changes(self, options: bytes) -> Iterator[tuple[Array, Array]]:
-        """Numbers and rows that have changed since the last call; the memory is valid until the next are asked for."""
-        for link in self._links:
-            link.send(RowOperation.CHANGES, np.empty(0, np.int64), None, options)
-        for link, start in zip(self._links, self.starts, strict=False):
-            more = True
-            while more:
-                indices, rows, more = link.changes(self.timeout)
-                yield indices.astype(np.int64) + start, rows
-                if more:
+        """Numbers and rows that have changed since the last call; the memory is valid until the next are asked for.
+
+        Where a call was interrupted, the next one goes on from what it gave last.
+        """
+        if not self._unread:
+            with self._unit("a pull"):
+                for link in self._links:
                     link.send(RowOperation.CHANGES, np.empty(0, np.int64), None, options)
+                self._unread = list(zip(self._links, self.starts, strict=False))
+        while self._unread:
+            link, start = self._unread[0]
+            indices, rows, more = link.changes(self.timeout)
+            yield indices.astype(np.int64) + start, rows
+            if more:
+                with self._unit("a pull"):
+                    link.send(RowOperation.CHANGES, np.empty(0, np.int64), None, options)
+            else:
+                del self._unread[0]
 
     def assign(self, indices: Array, rows: Array, options: bytes) -> None:
         """Worker 0: these rows become the values. Returns when they are."""
-        parts = list(self._parts(indices))
-        self.wait_applied([link.send(RowOperation.ASSIGN, indices[at], rows[at], options) for link, at in parts])
+        with self._unit("setting"):
+            parts = list(self._parts(indices))
+            self.wait_applied([link.send(RowOperation.ASSIGN, indices[at], rows[at], options) for link, at in parts])
 
     def announce(self, operation: RowOperation, options: bytes) -> list[int]:
         """A request to every server that names no row. Returns the number that it has on each."""
-        return [link.send(operation, np.empty(0, np.int64), None, options) for link in self._links]
+        with self._unit("a request"):
+            return [link.send(operation, np.empty(0, np.int64), None, options) for link in self._links]
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
         if self.step < 0:
+            return
+        if self.course.left_early():
+            self.step = -1
             return
         try:
             self.wait_applied(self.announce(RowOperation.FINISH, bytes(8 * len(self.spec.numeric))))
@@ -167,6 +193,10 @@ class _Link:
         key = f"{client.name}/{member.name}/{name}"
         member.client.publish(key, msgspec.msgpack.encode(own), to=[name])
 
+    def wait_for_room(self) -> None:
+        """Returns when the server takes a request. Raises `PeerLost` or `WaitTimeout`."""
+        self._requests.slot(self._number + 1, self._client.timeout)
+
     def send(self, operation: RowOperation, indices: Array, rows: Array | None, options: bytes) -> int:
         """Sends a request, in as many parts as it takes, and returns the number of the last."""
         most, start = self._places.most, 0
@@ -209,10 +239,11 @@ class _Link:
             _, rows, _ = self.changes(timeout)
             out[self._taken : self._taken + len(rows)] = rows
             counters.add(copies=1, copied_bytes=rows.nbytes)
-            self._taken += len(rows)
-            rest = indices[self._taken : self._taken + self._places.most]
-            if len(rest):
-                self.send(RowOperation.PULL, rest, None, options)
+            with self._client.course.unit("a pull of rows"):
+                self._taken += len(rows)
+                rest = indices[self._taken : self._taken + self._places.most]
+                if len(rest):
+                    self.send(RowOperation.PULL, rest, None, options)
 
     def changes(self, timeout: float) -> tuple[Array, Array, bool]:
         """The answer to the last request, in its memory: numbers, rows, and whether there is more."""

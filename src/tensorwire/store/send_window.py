@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tensorwire.device import Completion
-from tensorwire.errors import TensorwireError, WaitTimeout
+from tensorwire.errors import WaitTimeout
 
 Send = Callable[[], Completion]
 # While so many bytes are under way, the rest waits: 7 ms at 10 Gbit/s, longer than it takes to come round to the next.
@@ -29,22 +29,28 @@ class SendWindow:
         self._waiting: list[tuple[tuple[int, int], int, int, Send]] = []
         self._numbers = itertools.count()
         self._under_way = 0
-        self._error: TensorwireError | None = None
-        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # taken by itself: an interrupt cannot leave it locked, as it could a Condition
+        self._changed = threading.Condition(self._lock)
 
     def submit(self, urgency: tuple[int, int], nbytes: int, send: Send) -> None:
         """Calls ``send()``, now or in its turn: smaller ``urgency`` first. Raises what an earlier one raised."""
-        with self._changed:
+        with self._lock:
             self._check()
             heapq.heappush(self._waiting, (urgency, next(self._numbers), nbytes, send))
         self._go_on()
 
     def flush(self, timeout: float) -> None:
         """Returns when everything has arrived. Raises what a ``send()`` raised, or `WaitTimeout`."""
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(self._at_rest, timeout):
                 raise WaitTimeout(f"gradients did not reach their server within {timeout:g} s")
             self._check()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What a ``send()`` raised, or a transfer, if one did."""
+        return self._error
 
     def _at_rest(self) -> bool:
         return self._error is not None or not (self._waiting or self._under_way)
@@ -59,30 +65,39 @@ class SendWindow:
             nbytes, send = found
             try:
                 completion = send()
-            except TensorwireError as error:
-                with self._changed:
-                    self._error = error
-                    self._waiting.clear()
-                    self._changed.notify_all()
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise  # it interrupts this thread
                 return
             if completion.done:
-                self._arrived(nbytes)  # not by a callback in this very thread, which would send in its turn
+                self._arrived(nbytes, completion)  # not by a callback in this very thread, which would send in its turn
             else:
                 completion.on_done(partial(self._come, nbytes))
 
     def _next(self) -> tuple[int, Send] | None:
-        with self._changed:
+        with self._lock:
             if not self._waiting or self._under_way >= self._ahead:
                 return None
             _, _, nbytes, send = heapq.heappop(self._waiting)
             self._under_way += nbytes
             return nbytes, send
 
-    def _arrived(self, nbytes: int) -> None:
-        with self._changed:
+    def _arrived(self, nbytes: int, completion: Completion) -> None:
+        try:
+            completion.wait(0.0)
+        except BaseException as error:
+            self._fail(error)
+        with self._lock:
             self._under_way -= nbytes
             self._changed.notify_all()
 
-    def _come(self, nbytes: int, _: Completion) -> None:
-        self._arrived(nbytes)
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _come(self, nbytes: int, completion: Completion) -> None:
+        self._arrived(nbytes, completion)
         self._go_on()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -15,10 +15,12 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
+from tensorwire.edge.words import wait_unless
 from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
-from tensorwire.observe import counters, spans
+from tensorwire.observe import counters, failpoints, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.bucket_code import encoders
+from tensorwire.store.course import Course
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.modes import Sync
 from tensorwire.store.send_window import SendWindow
@@ -82,6 +84,12 @@ class _Server:
             label=f"{self.name}, bucket {bucket.index}",
         )
 
+    def failure(self) -> BaseException | None:
+        """What became of a push that failed, if one has."""
+        if self.send_window is not None:
+            return self.send_window.error
+        return next((error for push in self.pushes if (error := push.failure) is not None), None)
+
     def push_later(self, bucket: Bucket, step: int, nbytes: int | None, present: bytes | None) -> Completion:
         """Sends a bucket in its turn; ahead of it ``present``, as `put_present`, if that has changed."""
         if present is not None:
@@ -132,6 +140,7 @@ class StoreClient:
         if member.index == 0:
             member.client.publish(name, spec.encoded())
         self.own_clock = not isinstance(spec.mode, Sync)
+        self.course = Course(member)
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
         self.asks = 0  # for the optimizer's state, that are known to have been published
@@ -225,15 +234,13 @@ class StoreClient:
     ) -> None:
         """Opens a round on every server; the arguments are those of `StepHeader`.
 
+        Call it in a unit of ``course``, which ends when everything has been pushed.
+
         Raises `ArgumentError` for a ``max_norm`` below 0.
         """
         if not max_norm >= 0:
             raise ArgumentError(f"the norm to clip gradients to must be above 0, not {max_norm!r}")
-        for server in self._servers:
-            if server.send_window is not None:
-                server.send_window.flush(self.timeout)
-            # Then the head of the round before has been read.
-            self._wait(server.together if self.own_clock else server.version(0), self.step)
+        self.ready()
         self.step += 1
         self.updates += operation in STEPS
         self._updating = operation is StepOperation.UPDATE
@@ -242,6 +249,23 @@ class StoreClient:
         for server in self._servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
+        self._reach("headed")
+
+    def ready(self) -> None:
+        """Returns when the head of the next round may leave. Raises as ``wait``."""
+        for server in self._servers:
+            if server.send_window is not None:
+                try:
+                    server.send_window.flush(self.timeout)
+                finally:
+                    self._failure(server)
+            # Then the head of the round before has been read.
+            word = server.together if self.own_clock else server.version(0)
+            self._wait(server, partial(word.wait, self.step))
+
+    def _reach(self, state: str) -> None:
+        if failpoints.listener is not None:
+            failpoints.reach("worker", self.member.index, self.updates, state)
 
     def slot(self, bucket: Bucket) -> memoryview:
         """The memory that this round's gradients of a bucket are to be put into; it is the same in every round."""
@@ -309,10 +333,11 @@ class StoreClient:
         if server.send_window is not None:
             send = partial(server.push_later, bucket, self.step, nbytes, news)
             server.send_window.submit(bucket.first, bucket.nbytes if nbytes is None else nbytes, send)
-            return
-        if news is not None:
-            server.put_present(bucket.index, news)
-        server.pushes[bucket.index].send(self.step, nbytes=nbytes)
+        else:
+            if news is not None:
+                server.put_present(bucket.index, news)
+            server.pushes[bucket.index].send(self.step, nbytes=nbytes)
+        self._reach("pushed")
 
     def _encode(self, bucket: Bucket, present: bytes) -> int | None:
         """Brings what was put into the memory of a bucket into its slot. Returns how many bytes travel; None: all."""
@@ -343,11 +368,15 @@ class StoreClient:
 
     def wait_for(self, bucket: Bucket, step: int) -> None:
         """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
-        self._wait(self._servers[bucket.server].version(bucket.index), step)
+        server = self._servers[bucket.server]
+        self._wait(server, partial(server.version(bucket.index).wait, step))
+        self._reach("answered_some")
 
-    def _wait(self, word: Word, step: int) -> None:
+    def _wait(self, server: _Server, wait: Callable[[float], object]) -> None:
+        """``wait(seconds)``, unless a push has failed: its round does not end."""
         try:
-            self.member.wait(word, step, self.timeout, self._place)
+            sound = partial(wait_unless, wait, gone_on=partial(self._failure, server))
+            self.member.wait(sound, self.timeout, self._place)
         except WaitTimeout:
             raise self._too_long() from None
 
@@ -355,16 +384,23 @@ class StoreClient:
         """Where this worker waits, and, unless that is for all others, for whom."""
         return f"step {self.updates} of {self.name}", "its servers or slower workers" if self.own_clock else ""
 
+    def _failure(self, server: _Server) -> BaseException | None:
+        """What became of a push that failed, after which this worker cannot go on."""
+        error = server.failure()
+        if error is not None:
+            self.course.begin(f"a push of step {self.updates} to {server.name}")
+            self.course.note(error)
+        return error
+
     def norm2(self) -> float:
         """The sum of squares of all servers' gradients in a round with ``max_norm``; `LEFT_OUT` in one that a worker
         skips. Raises as ``wait``.
         """
         total = 0.0
         for server in self._servers:
-            try:
-                part = server.norm_part.receive(self.step, self.timeout)
-            except WaitTimeout:
-                raise self._too_long() from None
+            receive = partial(server.norm_part.receive, self.step)
+            self._wait(server, receive)
+            part = receive(0.0)
             assert part is not None
             total += NORM.unpack(part)[0]
         return total
@@ -428,6 +464,9 @@ class StoreClient:
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent. Raises as ``wait``."""
         if self.step < 0:
+            return
+        if self.course.left_early():
+            self.step = -1
             return
         try:
             self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))

@@ -7,7 +7,8 @@ asynchronous mode. In the others, parameters travel, every now and then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -124,6 +125,19 @@ class _BucketRounds(Rounds):
 
     # ---- for those below
 
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around a round and its results. Where it is interrupted, the next one raises `StepInterrupted`."""
+        client = self.client
+        client.course.check()
+        client.ready()
+        try:
+            with client.course.unit(f"round {client.step + 1} of {client.name}"):
+                yield
+        except BaseException as error:
+            client.course.note(error)
+            raise
+
     def _answered(self, piece: Piece, bucket: Bucket) -> Bytes:
         """What the servers have answered last for a piece."""
         start = bucket.space + piece.offset
@@ -163,19 +177,20 @@ class GradientRounds(_BucketRounds):
     def exchange(self, values: Values) -> None:
         """As `Rounds`."""
         client = self.client
-        client.begin(StepOperation.UPDATE, [values.fingerprint])
-        for bucket in client.order:
-            client.slot(bucket)
-            present = bytearray(len(bucket.pieces))
-            for number, piece in enumerate(bucket.pieces):
-                array = values.arrays.get(piece.tensor)
-                if array is not None:
-                    present[number] = 1
-                    client.copy(bucket, number, self._part(array, piece))
-            client.push(bucket, bytes(present))
-        for bucket in client.order:
-            client.wait_for(bucket, client.step)
-            self._take(bucket, values)
+        with self._step():
+            client.begin(StepOperation.UPDATE, [values.fingerprint])
+            for bucket in client.order:
+                client.slot(bucket)
+                present = bytearray(len(bucket.pieces))
+                for number, piece in enumerate(bucket.pieces):
+                    array = values.arrays.get(piece.tensor)
+                    if array is not None:
+                        present[number] = 1
+                        client.copy(bucket, number, self._part(array, piece))
+                client.push(bucket, bytes(present))
+            for bucket in client.order:
+                client.wait_for(bucket, client.step)
+                self._take(bucket, values)
 
 
 class _ParameterRounds(_BucketRounds):
@@ -184,14 +199,15 @@ class _ParameterRounds(_BucketRounds):
     def assign(self, values: Sequence[Bytes]) -> None:
         """As `Rounds`."""
         client = self.client
-        client.begin(StepOperation.ASSIGN, [0.0] * len(client.spec.numeric))
-        for bucket in client.order if client.member.index == 0 else ():
-            client.slot(bucket)
-            for number, piece in enumerate(bucket.pieces):
-                client.copy(bucket, number, self._part(values[piece.tensor], piece))
-            client.push(bucket)
-        client.wait()
-        self._remember(Values(dict(enumerate(values))))
+        with self._step():
+            client.begin(StepOperation.ASSIGN, [0.0] * len(client.spec.numeric))
+            for bucket in client.order if client.member.index == 0 else ():
+                client.slot(bucket)
+                for number, piece in enumerate(bucket.pieces):
+                    client.copy(bucket, number, self._part(values[piece.tensor], piece))
+                client.push(bucket)
+            client.wait()
+            self._remember(Values(dict(enumerate(values))))
 
     def _room(self, bucket: Bucket, piece: Piece) -> Bytes:
         memory = np.frombuffer(self.client.memory(bucket), np.uint8)
@@ -216,17 +232,18 @@ class ChangeRounds(_ParameterRounds):
         """As `Rounds`."""
         self._check(values)
         client = self.client
-        client.begin(StepOperation.UPDATE, [])
-        for bucket in client.order:
-            client.slot(bucket)
-            for piece in bucket.pieces:
-                now = self._part(values.arrays[piece.tensor], piece)
-                self._put_difference(bucket, piece, now, self._answered(piece, bucket))
-            client.push(bucket)
-        for bucket in client.order:
-            client.wait_for(bucket, client.step)
-            self._take(bucket, values)
-        self._remember(values)
+        with self._step():
+            client.begin(StepOperation.UPDATE, [])
+            for bucket in client.order:
+                client.slot(bucket)
+                for piece in bucket.pieces:
+                    now = self._part(values.arrays[piece.tensor], piece)
+                    self._put_difference(bucket, piece, now, self._answered(piece, bucket))
+                client.push(bucket)
+            for bucket in client.order:
+                client.wait_for(bucket, client.step)
+                self._take(bucket, values)
+            self._remember(values)
 
 
 class LocalRounds(_ParameterRounds):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tensorwire.errors import ArgumentError
+from tensorwire.store.course import Course
 
 
 class Alone:
-    """Who is inside keeps other threads out, by an error and not by waiting: their order would be another each time."""
+    """Who is inside keeps other threads out, by an error and not by waiting: their order would be another each time.
 
-    def __init__(self) -> None:
+    No call begins where an earlier one broke ``course``; ``go_on()`` does what an earlier one left to be done.
+    """
+
+    def __init__(self, course: Course, go_on: Callable[[], None]) -> None:
+        self._course, self._go_on = course, go_on
         self._lock = threading.RLock()
         self._inside = ""  # the call that is inside; empty for a hook
 
@@ -23,7 +28,11 @@ class Alone:
             raise _refusal(what, self._inside or "backward()")
         before, self._inside = self._inside, self._inside or what
         try:
+            self.go_on()
             yield
+        except BaseException as error:
+            self._course.note(error)
+            raise
         finally:
             self._inside = before
             self._lock.release()
@@ -37,8 +46,16 @@ class Alone:
             self._lock.acquire()
         try:
             yield
+        except BaseException as error:
+            self._course.note(error)
+            raise
         finally:
             self._lock.release()
+
+    def go_on(self) -> None:
+        """Before a call or a hook does anything. Raises `StepInterrupted`, or what comes of the waiting."""
+        self._course.check()
+        self._go_on()
 
 
 def _refusal(what: str, inside: str) -> ArgumentError:

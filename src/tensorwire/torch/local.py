@@ -18,6 +18,7 @@ from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
+from tensorwire.store.course import Course
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
 from tensorwire.store.modes import EASGD, DiLoCo, Local
 from tensorwire.store.rules import tensor_over
@@ -40,12 +41,14 @@ class LocalTraining:
         inner: Callable[[], None],
         bucket_bytes: int,
         compression: str,
+        course: Course,
     ) -> None:
         self._worker, self._mode, self._inner = worker, mode, inner
         self.params = [p for _, p in named]
         tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
         spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression)
         self.client: StoreClient = join_store(worker, spec)
+        self.client.course = course
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         worker.at_close(self.finish)
@@ -123,6 +126,10 @@ class LocalTraining:
         else:
             own.copy_(answer)
 
+    def go_on(self) -> None:
+        """Does what is left of the exchanges of a step that was interrupted."""
+        self._exchanges.go_on()
+
     def complete(self) -> None:
         """Waits for all that is on its way, and mixes it."""
         self._exchanges.complete()
@@ -133,12 +140,13 @@ class LocalTraining:
     def assign(self) -> None:
         """Worker 0's present values become the store's, and everybody's."""
         try:
-            self._set(self.params)
+            with self.client.course.unit(f"setting the parameters of {self.client.name}"):
+                self._set(self.params)
+                self.written = False
+                for bucket in self.client.order:
+                    self._take(bucket, torch.Tensor.copy_)
         except TensorwireError as error:
             raise self._worker.member.explain(error) from None
-        self.written = False
-        for bucket in self.client.order:
-            self._take(bucket, torch.Tensor.copy_)
 
     def _set(self, values: Sequence[torch.Tensor]) -> None:
         """Worker 0's ``values``, by parameter, become the store's."""
@@ -178,13 +186,15 @@ class LocalTraining:
         """The servers have this, as worker 0 has it, and every worker goes on with the parameters that it has."""
         self._exchanges.drop()
         plan = self.client.plan
-        self._set([found["parameters"][t.name] for t in plan.tensors])
-        load_state(self.client, self._exchanges.options, partial(local_state.items, plan, found["state"]))
-        self.written, self._loaded = False, None
+        with self.client.course.unit(f"loading the state of {self.client.name}"):
+            self._set([found["parameters"][t.name] for t in plan.tensors])
+            load_state(self.client, self._exchanges.options, partial(local_state.items, plan, found["state"]))
+            self.written, self._loaded = False, None
 
     def finish(self) -> None:
         """This worker is done. What is on its way is taken into its parameters."""
         if self.client.step >= 0:
-            with torch.no_grad():
-                self.complete()
+            if not self.client.course.broken:
+                with torch.no_grad():
+                    self.complete()
             self.client.finish()

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.compression import parse_compression
+from tensorwire.store.course import Course
 from tensorwire.store.foreign import folders_of, sources_of
 from tensorwire.store.function_rules import FunctionOptimizer
 from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync, check_mode, check_reduce
 from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
-from tensorwire.store.step_header import LEFT_OUT
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
@@ -39,6 +38,7 @@ from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.part import Part, StoreSettings
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.state import SavedState
+from tensorwire.torch.stepping import Stepping
 
 _SYNC = Sync()
 
@@ -115,7 +115,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self._worker = current_worker()
-        self._alone = Alone()
+        self._course = Course(self._worker.member)
+        self._alone = Alone(self._course, self._go_on)
         check_reduce(reduce)
         if optimizer == MEAN and reduce != "mean":
             raise ArgumentError("the rule 'mean' takes the workers' mean: use 'assign' with reduce='sum'")
@@ -131,15 +132,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
-        self.grad_norm: float | None = None
         _ = self._clip
-        self._parts: list[Part] = []
-        self._rows: list[SparseRows] = []
         self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
+        self._steps = Stepping(self._worker, self._course, self._saved, lambda: self._clip)
+        self._parts, self._rows = self._steps.parts, self._steps.rows
         super().__init__(origin.groups, origin.defaults)
         if origin.state is not None:
             self._saved.check(origin.state)
-        self._overlap = Overlap(self._open, self._alone) if overlap else None
+        self._overlap = self._steps.overlap = Overlap(self._steps.open, self._alone) if overlap else None
         if self._overlap is not None:
             self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()
@@ -165,7 +165,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._link_inner()
         named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
         self._local = LocalTraining(
-            self._worker, named, mode, self._inner.step, bucket_bytes, self._settings.compression
+            self._worker, named, mode, self._inner.step, bucket_bytes, self._settings.compression, self._course
         )
         params = self._local.params
         for handle in watch_loading(params, owners(params, modules), self._local.note_written):
@@ -185,7 +185,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if not any(id(p) not in sparse for group in groups for p in group["params"]):
             return
         check_dense(self._class)
-        part = Part(self._worker, groups, self._settings, sparse)
+        part = Part(self._worker, groups, self._settings, self._course, sparse)
         self._parts.append(part)
         having = owners(part.params, modules)
         for handle in watch_loading(part.params, having, part.note_written):
@@ -203,7 +203,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 raise Unsupported(f"parameter {name!r} has sparse gradients: use no max_grad_norm, error_if_nonfinite")
             mode = self._settings.mode
             assert not isinstance(mode, Local)
-            rows = SparseRows(self._worker, name, p, group, self._class, mode, self._settings.reduce)
+            rows = SparseRows(self._worker, name, p, group, self._class, mode, self._settings.reduce, self._course)
             self._rows.append(rows)
             for handle in watch_loading([p], owners([p], modules), rows.note_written):
                 self._worker.at_close(handle.remove)
@@ -242,6 +242,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: With ``error_if_nonfinite``, the gradients' norm is NaN or inf; nothing was changed.
             Unsupported: A gradient is sparse and not an embedding's; or ``overlap`` met a closure or a GradScaler.
             ArgumentError: A gradient or an option does not fit; or another thread is in a method of this optimizer.
+            StepInterrupted: An earlier call was interrupted while it pushed; see "Interrupted steps" in the docs.
             WaitTimeout: Another worker did not take its step in time.
             JobEnded: The job ended; the message says why.
         """
@@ -257,12 +258,29 @@ class StoreOptimizer(torch.optim.Optimizer):
                 return loss
             try:
                 with ranges.named(ranges.PUSH):
-                    self._push(skip)
-                self._pull(start)
+                    self._steps.push(skip, self.error_if_nonfinite, self.state, hasattr(self, "found_inf"))
+                step = self._parts[0].client.step if self._parts else 0
+                spans.add("compute", step, self._left, start)
+                spans.add("push", step, start, clock())
+                left_out = self._steps.pull()
             except TensorwireError as error:
                 raise self._worker.member.explain(error) from None
             self._left = clock()
+            if left_out:
+                raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
             return loss
+
+    def _go_on(self) -> None:
+        """Before every call: what is left of a step that was interrupted while it waited."""
+        if self._local is not None:
+            self._local.go_on()
+        else:
+            self._steps.complete()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """As the class says."""
+        return self._steps.grad_norm
 
     def _before(self, closure: Callable[[], Any] | None) -> Any:
         """What comes before anything is pushed: the closure's loss, and cautions."""
@@ -275,28 +293,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         if not self._cautions.done:
             self._cautions.step()
         return loss
-
-    def _pull(self, start: float) -> None:
-        """Waits for the version that comes of what was pushed since ``start``, or leaves that to the next forward."""
-        pushed, step = clock(), self._parts[0].client.step if self._parts else 0
-        spans.add("compute", step, self._left, start)
-        spans.add("push", step, start, pushed)
-        left_out = False
-        if any(part.asks_norm for part in self._parts):  # as the round began: the option may have changed
-            left_out = self._agree_on_norm()
-            spans.add("wait", step, pushed, clock())
-        for part in self._parts:
-            part.close_round()
-            if self._overlap is None:
-                part.wait()
-            else:
-                self._overlap.postpone(part)
-        for rows in self._rows:
-            rows.show()
-        if left_out:
-            for part in self._parts:
-                part.arrive(range(len(part.params)))
-            raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -318,64 +314,6 @@ class StoreOptimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     p.grad.mul_(inverse)
         return bool(found)
-
-    def _push(self, skip: bool) -> None:
-        """Every bucket of this step is on its way. What is wrong on this worker is found before the first of them."""
-        if self._overlap is not None:
-            self._overlap.settle()
-        if not any(part.is_open for part in self._parts):
-            self._check()
-        gradients = [[part.gradient(i) for i in range(len(part.params))] for part in self._parts]
-        rows = [each.gradient() for each in self._rows]
-        if self._rows and hasattr(self, "found_inf"):
-            raise Unsupported("sparse gradients go without a GradScaler: use bfloat16, which needs no scaling")
-        for part in self._parts:
-            if part.written:
-                part.assign()
-        if self._saved.pending:
-            for part in self._parts:
-                part.load_state(partial(self._saved.items, part.share))
-            for each in self._rows:
-                each.load_state(self.state.get(each.param, {}))
-            self._saved.loaded()
-        for part, mine in zip(self._parts, gradients, strict=True):
-            if skip:
-                part.skip_round()
-                continue
-            if part.is_open:
-                part.check_options()
-            else:
-                part.open_round(self._clip)
-            part.push(part.unsent(), mine)
-        for each, found in zip(self._rows, rows, strict=True):
-            each.push(found)
-
-    def _open(self) -> bool:
-        """Begins the rounds of a step from inside of backward; False if that has to wait for ``step()``."""
-        if self._saved.pending or any(part.written for part in self._parts):
-            return False  # values that were loaded become the store's first, and not in the middle of backward
-        if os.getpid() != self._pid:
-            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot push gradients")
-        self._check()
-        for part in self._parts:
-            part.open_round(self._clip)
-        return True
-
-    def _check(self) -> None:
-        for part in self._parts:
-            part.options()
-            part.check_parameters()
-        for rows in self._rows:
-            rows.check()
-
-    def _agree_on_norm(self) -> bool:
-        """Returns whether this step is left out, because the norm is NaN or inf."""
-        total = sum(part.client.norm2() for part in self._parts)
-        left_out = self.error_if_nonfinite and total != LEFT_OUT and not math.isfinite(total)
-        for part in self._parts:
-            part.client.clip(LEFT_OUT if left_out else total)
-        self.grad_norm = math.inf if total == LEFT_OUT else total**0.5
-        return left_out
 
     # ---- overlap
 

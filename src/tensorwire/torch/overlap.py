@@ -72,10 +72,15 @@ class Overlap:
 
     def settle(self) -> None:
         """Before ``step()`` pushes the rest. Raises `GradientModified` for what is not as it was pushed."""
-        self._late = False
         self.push_thread.drain(self._timeout)
         for watched in self._watched:
             watched.settle()
+
+    def forget(self) -> None:
+        """The rest of a step is pushed now: the gradients that come next are the next step's."""
+        self._late = False
+        for watched in self._watched:
+            watched.forget()
 
     def postpone(self, part: Part) -> None:
         """Leaves the waiting for this round's version to the next forward, where that is safe."""
@@ -141,10 +146,12 @@ class _Watched:
 
     def _take(self, i: int, p: torch.Tensor) -> None:
         part = self.part
+        self._overlap.alone.go_on()
         if i in self._pushed:
             raise GradientModified(
                 f"parameter {part.names[i]!r} got a second gradient after its first had been pushed: run all "
-                "backward passes of a step but the last inside optimizer.no_sync(), or use overlap=False"
+                "backward passes of a step but the last inside optimizer.no_sync(), or use overlap=False; after a "
+                "backward pass that was interrupted, end the job and start it again from a checkpoint"
             )
         if part.behind(i) and not part.is_open:
             raise ArgumentError(
@@ -153,14 +160,15 @@ class _Watched:
             )
         if not self._overlap.may_push(part):
             return
-        if not self._missing:
-            self._count()
         assert p.grad is not None
-        self._pushed[i] = (p.grad, p.grad._version)
-        for bucket in part.buckets[i]:
-            self._missing[bucket.number] -= 1
-            if not self._missing[bucket.number]:
-                self._push(bucket)
+        with part.client.course.unit(f"step {part.client.updates}"):
+            if not self._missing:
+                self._count()
+            self._pushed[i] = (p.grad, p.grad._version)
+            for bucket in part.buckets[i]:
+                self._missing[bucket.number] -= 1
+                if not self._missing[bucket.number]:
+                    self._push(bucket)
 
     def _push(self, bucket: Bucket) -> None:
         """All gradients of a bucket are there. They may be changed before they are copied: ``settle`` finds out."""
@@ -192,11 +200,14 @@ class _Watched:
                     f"the gradient of {part.names[i]!r} was changed after it had been pushed: clip with "
                     "StoreOptimizer(max_grad_norm=), or use overlap=False"
                 )
+        # A version is shown before its successor is asked for: the buffer of the one before is then free.
+        part.arrive(range(len(part.params)))
+
+    def forget(self) -> None:
+        """This step's gradients are pushed."""
         self._pushed.clear()
         self._rows.clear()
         self._missing.clear()
-        # A version is shown before its successor is asked for: the buffer of the one before is then free.
-        part.arrive(range(len(part.params)))
         self._hook_gradients()
 
     # ---- the next forward
@@ -215,6 +226,7 @@ class _Watched:
         if torch.compiler.is_compiling():
             self._compile()
             return
+        self._overlap.alone.go_on()
         self._ran.update(indices)
         self.part.arrive(indices)
 
@@ -231,6 +243,11 @@ class _Watched:
 def _carry(part: Part, bucket: Bucket, rows: Mapping[int, torch.Tensor | None], step: int) -> None:
     """Pushes a bucket on that thread."""
     start = clock()
-    with torch.no_grad():
-        part.push([bucket], rows)
+    try:
+        with torch.no_grad():
+            part.push([bucket], rows)
+    except BaseException as error:  # the round lacks it from now on
+        part.client.course.begin(f"step {part.client.updates}")
+        part.client.course.note(error)
+        raise
     spans.add("copy", step, start, clock())

@@ -19,6 +19,7 @@ from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.admission import versions
 from tensorwire.store.client_state import load_state
+from tensorwire.store.course import Course
 from tensorwire.store.modes import Mode, Sync, settings_of
 from tensorwire.store.rules import is_whole, looks_at_all, tensor_over
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
@@ -53,7 +54,7 @@ class StoreSettings:
 class Part:
     """``groups``: entries of the optimizer's ``param_groups``, with names; their options are read at each step.
 
-    ``without``: the ids of parameters in them that are no part of it.
+    ``course``: that of the optimizer's steps. ``without``: the ids of parameters in them that are no part of it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Part:
         worker: Worker,
         groups: Sequence[dict[str, Any]],
         settings: StoreSettings,
+        course: Course,
         without: Collection[int] = (),
     ) -> None:
         self._worker, self.groups, self._settings = worker, list(groups), settings
@@ -76,6 +78,7 @@ class Part:
         self._numeric = options.numeric(self._fixed)
         self.options()  # what cannot travel is refused before anything is agreed on
         self.client = self._connect()
+        self.client.course = course
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
         worker.at_close(self.finish)
@@ -158,6 +161,12 @@ class Part:
         """Whether servers wait in this round until they are told the norm."""
         return self.is_open and self._clips
 
+    def clip(self, norm2: float) -> None:
+        """Tells the servers the norm, if they wait for it in this round."""
+        if self.asks_norm:
+            self.client.clip(norm2)
+            self._clips = False
+
     def skip_round(self) -> None:
         """A round in place of gradients: this step is left out by all workers."""
         self.client.begin(StepOperation.SKIP, self.options())
@@ -221,8 +230,8 @@ class Part:
                 present[n] = 1
                 if not self.slots[piece.tensor].holds(value):
                     client.copy(bucket, n, value[piece.start : piece.stop])
-            self._sent.add(bucket.number)
             client.push(bucket, bytes(present))
+            self._sent.add(bucket.number)
 
     def unsent(self) -> list[Bucket]:
         """The buckets that have not been pushed in this round."""
@@ -299,20 +308,22 @@ class Part:
         """A round in which worker 0's present values become the store's, and everybody's."""
         client = self.client
         try:
-            client.begin(StepOperation.ASSIGN, self.options())
-            if self._worker.rank == 0:
-                for slot in self.slots:
-                    slot.clear()  # values take the way of gradients
-                self.push(client.order, [_row(p) for p in self.params])
-            self.close_round()
-            client.wait()
+            client.ready()
+            with client.course.unit(f"setting the parameters of {client.name}"):
+                client.begin(StepOperation.ASSIGN, self.options())
+                if self._worker.rank == 0:
+                    for slot in self.slots:
+                        slot.clear()  # values take the way of gradients
+                    self.push(client.order, [_row(p) for p in self.params])
+                self.close_round()
+                client.wait()
+                if self.written:
+                    for window in client.windows:  # what was written through one is in the store now
+                        window.refresh(0, window.nbytes)
+                self.written = set()
+                self.show(range(len(self.params)))
         except TensorwireError as error:
             raise self._worker.member.explain(error) from None
-        if self.written:
-            for window in client.windows:  # what was written through one is in the store now
-                window.refresh(0, window.nbytes)
-        self.written = set()
-        self.show(range(len(self.params)))
 
     def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
         """The user changed these; the next step begins with an ``assign``."""
@@ -370,12 +381,14 @@ class Part:
         self.show(range(len(self.params)))
 
     def check_pausing(self) -> None:
-        """Raises `ArgumentError` in the middle of a step."""
+        """Raises `ArgumentError` in the middle of a step, and `StepInterrupted` after one that was interrupted."""
+        self.client.course.check()
         if self.is_open:
             raise ArgumentError("job.uneven() ended between backward() and step(): gradients are in flight")
 
     def idle(self) -> None:
         """This worker's loop has ended; others may go on."""
+        self.client.course.begin(self._pause)
         self.client.idle()
 
     def rejoin(self) -> None:
@@ -383,15 +396,19 @@ class Part:
         self.client.rejoin()
         self.close_round()
         self.show(range(len(self.params)))
+        self.client.course.end(self._pause)
+
+    @property
+    def _pause(self) -> str:
+        return f"the end of job.uneven() for {self.client.name}"
 
     # ---- the end
 
     def finish(self) -> None:
         """This worker is done. Gradients that were pushed without a step are left without effect here."""
-        if self.is_open:
+        if self.is_open and not self.client.course.broken:
             self.push(self.unsent(), [None] * len(self.params))
-            if self._clips:
-                self.client.clip(0.0)
+            self.clip(0.0)
         self.client.finish()
 
 

@@ -18,6 +18,7 @@ from tensorwire.keyvalue.row_table import Table, most_rows
 from tensorwire.keyvalue.table_files import set_state
 from tensorwire.launch import Worker
 from tensorwire.store.client_state import fetch_state
+from tensorwire.store.course import Course
 from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, TableSpec
@@ -57,6 +58,7 @@ class SparseRows:
         optimizer_class: type[torch.optim.Optimizer],
         mode: Sync | Async | SSP,
         reduce: str,
+        course: Course,
     ) -> None:
         self._worker, self.name, self.param, self._group = worker, name, param, group
         # A group has more than options: schedulers keep numbers of their own there, such as `initial_lr`.
@@ -81,6 +83,7 @@ class SparseRows:
             settings=TableSpec(most_rows(tuple(param.shape), kind), followed=True),
             values=param.detach().contiguous().numpy(),
         )
+        self._table.client.course = course
         self.written = False
         self._version = -1
         if isinstance(mode, Sync):
@@ -121,20 +124,19 @@ class SparseRows:
         self.written = True
 
     def push(self, gradient: tuple[Array, Array]) -> None:
-        """Sends rows to the servers; values that the user wrote go first."""
-        if self.written:
-            self.assign()
+        """Sends rows to the servers."""
         self._table.push(*gradient)
 
     def assign(self) -> None:
         """Worker 0's present values become the table's, and everybody's."""
         self._table.wait()
-        self._table.meet("")
-        if self._worker.rank == 0:
-            self._table.assign(self.param.detach().contiguous().numpy())
-        self._table.meet("")
-        self.written = False
-        self.show()
+        with self.client.course.unit(f"setting the rows of {self.name}"):
+            self._table.meet("")
+            if self._worker.rank == 0:
+                self._table.assign(self.param.detach().contiguous().numpy())
+            self._table.meet("")
+            self.written = False
+            self.show()
 
     @torch.no_grad()
     def show(self) -> None:
@@ -146,16 +148,23 @@ class SparseRows:
     # ---- uneven numbers of steps
 
     def check_pausing(self) -> None:
-        """Nothing of it is under way between two steps."""
+        """Nothing of it is under way between two steps; raises `StepInterrupted` after one that was interrupted."""
+        self.client.course.check()
 
     def idle(self) -> None:
         """This worker's loop has ended; others may go on."""
+        self.client.course.begin(self._pause)
         self._table.idle()
 
     def rejoin(self) -> None:
         """Waits until the loops of all have ended, and shows what came of them."""
         self._table.meet("")
         self.show()
+        self.client.course.end(self._pause)
+
+    @property
+    def _pause(self) -> str:
+        return f"the end of job.uneven() for {self.name}"
 
     # ---- the optimizer's state
 

@@ -1,0 +1,69 @@
+"""What a worker tells its servers leaves entirely, or every later call says that it did not.
+
+A mark is set before the first word of a round or a request leaves, and taken back after the last. An exception anywhere
+between, also one that a signal's handler raises, leaves the mark where it is: no code has to run for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tensorwire.control import Member
+from tensorwire.errors import StepInterrupted
+
+
+class Course:
+    """The marks of one worker, for all stores that have to stay together: those of an optimizer, or of a `KeyValue`."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._begun: dict[str, None] = {}
+        self._cause = ""
+
+    def begin(self, what: str) -> None:
+        """From now on ``what`` has begun, and `end` has to follow."""
+        self._begun[what] = None
+
+    def end(self, what: str) -> None:
+        """All of it has left."""
+        self._begun.pop(what, None)
+
+    @contextlib.contextmanager
+    def unit(self, what: str) -> Iterator[None]:
+        """Around what leaves entirely or not at all; inside of another unit, it is a part of that."""
+        if self._begun:
+            yield
+            return
+        self.begin(what)
+        yield
+        self.end(what)
+
+    def note(self, error: BaseException | None) -> None:
+        """``error`` ended a call: if it ended a unit, later calls name it."""
+        if error is not None and self._begun and not self._cause and not isinstance(error, StepInterrupted):
+            lines = str(error).splitlines()
+            self._cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+    @property
+    def broken(self) -> str:
+        """Outside of a unit: what was left in the middle, and by what; empty: nothing was."""
+        if not self._begun:
+            return ""
+        return f"{next(iter(self._begun))} was interrupted by {self._cause or 'an exception'}"
+
+    def check(self) -> None:
+        """Raises `StepInterrupted` where a unit was left, or why the job ended."""
+        if broken := self.broken:
+            self._member.check()
+            raise StepInterrupted(
+                f"{broken} when a part of it had left for the servers: its gradients must not be mixed with others, so "
+                "end the job, and start it again from a checkpoint that was written before"
+            )
+
+    def left_early(self) -> bool:
+        """Whether this worker leaves where a unit was left; then the job ends, as the others can only wait for it."""
+        broken = self.broken
+        if broken and not self._member.client.ended.is_set():
+            self._member.fail(f"left the job after {broken}: start it again from a checkpoint")
+        return bool(broken)
