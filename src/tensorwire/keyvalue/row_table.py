@@ -80,7 +80,7 @@ class Table:
         self.client.course = self.calls.course
         self._pulling: TablePull | None = None
         self._last: list[int] = []  # requests that the last push took
-        worker.at_close(self.client.finish)
+        worker.at_close(self._finish)
         if worker.rank == 0:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
@@ -177,6 +177,10 @@ class Table:
         """Of a table that is followed: numbers and rows that changed since the last call."""
         with self.calls:
             yield from self.client.changes(self._options)
+
+    def _finish(self) -> None:
+        with self.calls:  # another thread may be in the middle of one
+            self.client.finish()
 
     def idle(self) -> None:
         """This worker takes no part in rounds until all workers are idle. Raises `WaitTimeout` or `JobEnded`."""

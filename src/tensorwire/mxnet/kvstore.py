@@ -50,6 +50,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._early: set[Key] = set()  # keys that were made before their `broadcast`
         self._store: KeyValue | None = None
         self._requests = KeyRequests()
+        self._worker.at_close(self._leave)  # before that of the keys, which are made later
+        self._worker.leave_earlier()  # before MXNet's engine stops, also where MXNet was imported later
 
     def __del__(self) -> None:
         """Nothing: there is no object of MXNet's to free."""
@@ -325,8 +327,18 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
     _barrier = barrier
 
     def _settle(self) -> None:
-        mx.nd.waitall()
-        self._requests.check()
+        try:
+            mx.nd.waitall()
+        finally:
+            self._requests.check()
+
+    def _leave(self) -> None:
+        """What was asked for takes place before this worker leaves: Python runs ahead of MXNet's engine."""
+        try:
+            self._settle()
+        finally:
+            for key in self._keys.values():
+                key.count_unsent()
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Writes the keys' values, and what servers keep, to a file in numpy's npz format. One worker may call it.

@@ -56,6 +56,9 @@ class _Keyed:
         for array in outs:
             self.value.copyto(array)
 
+    def count_unsent(self) -> None:
+        """The record of this worker's pushes has those that were asked for and will not leave, too."""
+
 
 class DenseKey(_Keyed):
     """A key of dense arrays."""
@@ -66,13 +69,14 @@ class DenseKey(_Keyed):
         self.slot = over(self._memory)
         self.value = over(store.pull(key, copy=False).wait())
         self._order = mx.nd.zeros((1,))  # a pull reads what pushes before it write: it leaves after them
+        self._asked = self._begun = 0  # pushes
 
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
         """As `KVStore.push`."""
         self._fill(values)
         self._requests.check()
         call = partial(self._store.push, self._key, self._memory, priority=priority)
-        request = self._requests.send(partial(self._begin, call, numbers), priority)
+        request = self._requests.send(self._counted(call, numbers), priority)
         engine.push(request.leave, [self.slot], [self._order], self._name)
         engine.push(
             request.finish, [], [self.slot], self._name
@@ -90,8 +94,23 @@ class DenseKey(_Keyed):
         """As `KVStore.pushpull`."""
         self._fill(values)
         call = partial(self._store.pushpull, self._key, self._memory, copy=False, priority=priority)
-        self._fetch(partial(self._begin, call, numbers), [self.slot], [self._order], priority)
+        self._fetch(self._counted(call, numbers), [self.slot], [self._order], priority)
         self._give(outs)
+
+    def count_unsent(self) -> None:
+        """As of every key."""
+        self._store.count_unsent(self._key, self._asked - self._begun)
+        self._begun = self._asked
+
+    def _counted(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> Callable[[], BegunRequest]:
+        self._asked += 1
+
+        def begin() -> BegunRequest:
+            request = self._begin(call, numbers)
+            self._begun += 1
+            return request
+
+        return begin
 
     def _fill(self, values: Sequence[Any]) -> None:
         _check(self._key, values, self.slot.shape, self.slot.dtype)
@@ -129,6 +148,11 @@ class KeyParts:
         _check(self._key, [*values, *outs], self._shape, self._dtype)
         for (part, mine), (_, into) in zip(self._each(values), self._each(outs), strict=True):
             part.push_and_pull(mine, into, numbers, priority)
+
+    def count_unsent(self) -> None:
+        """As of every key."""
+        for part in self._parts:
+            part.count_unsent()
 
     def _each(self, arrays: Sequence[Any]) -> Iterator[tuple[DenseKey, list[Any]]]:
         """Every part, with what arrays have of it, in place."""

@@ -20,7 +20,7 @@ from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
 from tensorwire.edge import Producer, Word
 from tensorwire.edge.words import wait_unless
-from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.errors import JobEnded, ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.course import Course
@@ -175,8 +175,10 @@ class KeyClient:
 
         Smaller ``urgency`` first, where requests have to wait for those before them.
 
-        Raises `PeerLost`, or `WaitTimeout` where servers take no more requests.
+        Raises `PeerLost`, `WaitTimeout` where servers take no more requests, or `JobEnded` after `finish`.
         """
+        if self.step < 0:
+            raise JobEnded("this worker has left the job")
         waiting: list[list[Bucket]] = [[] for _ in self._links]
         nbytes = [0] * len(self._links)
         carrying = operation in _CARRYING
@@ -242,6 +244,11 @@ class KeyClient:
 
     def _place(self) -> tuple[str, str]:
         return self.name, "other workers' pushes, or its servers"
+
+    def count_unsent(self, tensor: int, pushes: int) -> None:
+        """This worker's total has pushes of a tensor that were asked for and will not leave, too."""
+        for bucket in self.buckets[tensor]:
+            self._produced[bucket.server] += pushes
 
     def finish(self) -> None:
         """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
