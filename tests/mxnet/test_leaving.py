@@ -1,4 +1,4 @@
-"""A script ends with requests in MXNet's engine: they take place, or the job and its record say that they did not."""
+"""A script that ends with requests in MXNet's engine: they take place, or the job and its record say that not."""
 
 from __future__ import annotations
 

@@ -198,9 +198,58 @@ def steady(job: tw.Job) -> tuple[Any, int, int]:
 def test_a_step_copies_each_gradient_twice_and_does_nothing_else_that_costs() -> None:
     for spent, nbytes, pickles in run_job(steady, device="shm").ok():
         steps = SAMPLES // 2 // BATCH
+        nbytes += 4 * 8  # of which variables there are gradients
         assert spent.copied_bytes == 2 * steps * nbytes  # into the slot, and out of the window
         assert (spent.rpcs, spent.registrations, pickles) == (0, 0, 0)
         assert spent.pushes == steps
+
+
+# ---- gradients that some workers lack
+
+
+def heads(job: tw.Job, traced: bool, on_servers: bool) -> list[list[Any]]:
+    """Two heads, one of which a worker trains in a step, and one that none does; and the same in one process."""
+    tf, twt = load()
+    import keras
+
+    def made() -> tuple[list[Any], Any]:
+        variables = [tf.Variable(np.eye(3, dtype="f4")), *(tf.Variable(np.ones((3, 1), "f4") * n) for n in (1, 2, 3))]
+        return variables, keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def gradients(variables: Any, step: int, rank: int) -> list[Any]:
+        x = np.random.RandomState(step * 10 + rank).randn(5, 3).astype("f4")
+        chosen = (step + rank) % 2 if step % 3 else 0  # every third step, both train the same
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ variables[0] @ variables[1 + chosen] - 1) ** 2)
+        return list(tape.gradient(loss, variables))
+
+    def mean(found: Any) -> Any:
+        there = [each for each in found if each is not None]
+        return sum(there) / np.float32(2) if there else None
+
+    variables, inner = made()
+    optimizer = twt.StoreOptimizer(inner, on_servers=on_servers)
+    optimizer.build(variables)
+    wanted, alone = made()
+    alone.build(wanted)
+    for step in range(5):
+
+        def own(step: int = step) -> None:
+            optimizer.apply(gradients(variables, step, job.rank), variables)
+
+        (tf.function(own) if traced else own)()
+        means = [mean(each) for each in zip(*(gradients(wanted, step, rank) for rank in range(2)), strict=True)]
+        there = [n for n, each in enumerate(means) if each is not None]
+        alone.apply([means[n] for n in there], [wanted[n] for n in there])
+    return [[v.numpy() for v in each] for each in (variables, wanted)]
+
+
+@pytest.mark.parametrize(("traced", "on_servers"), [(False, False), (True, False), (True, True)])
+def test_a_gradient_that_one_worker_lacks_counts_as_zero(traced: bool, on_servers: bool) -> None:
+    for found, wanted in run_job(heads, traced, on_servers).ok():
+        for mine, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5)
+        np.testing.assert_array_equal(found[3], wanted[3])
 
 
 # ---- mixed precision

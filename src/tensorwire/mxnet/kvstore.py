@@ -51,7 +51,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._store: KeyValue | None = None
         self._requests = KeyRequests()
         self._worker.at_close(self._leave)  # before that of the keys, which are made later
-        self._worker.leave_earlier()  # before MXNet's engine stops, also where MXNet was imported later
+        self._worker.leave_earlier()  # or MXNet's engine would have stopped, if it was imported after `init`
 
     def __del__(self) -> None:
         """Nothing: there is no object of MXNet's to free."""

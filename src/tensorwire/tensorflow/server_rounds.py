@@ -23,7 +23,8 @@ from tensorwire.tensorflow.tensor_exchange import Bytes, Values, fingerprint_of
 class ServerRounds(Rounds):
     """One worker's rounds of a store whose servers run the optimizer. Every variable is a key.
 
-    ``exchange`` gets the learning rate as one more tensor behind the variables, a float64.
+    Behind the variables, ``exchange`` gets of which this worker has a gradient, 1 or 0 each, and the learning rate, all
+    as float64.
 
     Raises `Unsupported` for an optimizer that servers cannot run, or a mode in which they run none; and as `KeyValue`.
     """
@@ -55,19 +56,32 @@ class ServerRounds(Rounds):
             **settings_of(optimizer),
         )
         self._store.init(self._keys, [np.zeros(each.shape, each.dtype) for each in tensors])
+        # In Sync, workers that have no gradient of a variable learn by it whether another one has.
+        self._here = KeyValue(mode, "mean") if isinstance(mode, Sync) else None
+        if self._here is not None:
+            self._here.init(0, np.zeros(len(tensors)))
         self._saved: Bytes | None = None  # a file of the servers', to be loaded
 
     def exchange(self, values: Values) -> None:
         """One step's round: a mean or a sum of gradients in `Sync`, else this worker's own."""
         self._check(values)
-        rate = values.arrays.pop(len(self._keys))
-        self._store.set_options(**{RATE: float(rate.view(np.float64)[0])})
-        gradients = {self._keys[n]: self._shaped(n, array) for n, array in values.arrays.items()}
-        answers = self._store.pushpull(list(gradients), list(gradients.values()), copy=False).wait()
-        for number, answer in zip(values.arrays, answers, strict=True):
+        rate, here = (values.arrays.pop(len(self._keys) + n).view(np.float64) for n in (1, 0))
+        self._store.set_options(**{RATE: float(rate[0])})
+        gradients = {n: self._shaped(n, values.arrays[n]) for n in self._keys if here[n]}
+        begun = self._store.pushpull(list(gradients), list(gradients.values()), copy=False)
+        others = {n: np.zeros(self._tensors[n].shape, self._tensors[n].dtype) for n in self._of_others(here)}
+        late = self._store.pushpull(list(others), list(others.values()), copy=False)
+        for number, answer in zip([*gradients, *others], [*(begun.wait() or ()), *(late.wait() or ())], strict=True):
             np.copyto(self._shaped(number, values.result(number)), answer)
             counters.add(copies=1, copied_bytes=answer.nbytes)
         self._remember()
+
+    def _of_others(self, here: Any) -> list[int]:
+        """The variables of which other workers alone have a gradient in this round."""
+        if self._here is None:
+            return []
+        begun = self._here.pushpull(0, here, copy=False)
+        return [] if here.all() else np.flatnonzero((begun.wait() > 0) & (here == 0)).tolist()
 
     def assign(self, values: Sequence[Bytes]) -> None:
         """Worker 0's values, which all workers have by now, become the servers'; and with them what was loaded."""

@@ -126,7 +126,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         another worker is gone, ``FailedPreconditionError`` for others.
 
         Args:
-            grads: A gradient a variable. Where it is None, the variable stays as it is. Sparse ones are made dense.
+            grads: A gradient a variable. Sparse ones are made dense. None, and a variable that is left out, counts as
+                zero where another worker has a gradient in `Sync`; else the variable stays as it is.
             trainable_variables: The variables, if not those that the optimizer was built with. In other modes than
                 `Sync` they must be all of these.
         """
@@ -217,6 +218,7 @@ class _Share:
 
     def __init__(self, optimizer: StoreOptimizer, variables: list[Any]) -> None:
         self._optimizer, self._variables = optimizer, variables
+        self._updates: dict[tuple[int, ...], Any] = {}  # by the variables that some worker has gradients of
         self._worker: Worker = current_worker()
         tensors = [_spec(number, variable) for number, variable in enumerate(variables)]
         options = optimizer._mode, tensors, optimizer._reduce, optimizer._bucket_bytes, optimizer._compression
@@ -246,18 +248,21 @@ class _Share:
         found = fingerprint([_value(v) for v in self._all()])
         inner = self._optimizer.inner_optimizer
         if self.rounds.takes_gradients:
-            there = [n for n, g in enumerate(gradients) if g is not None]
-            dense = [tf.cast(tf.convert_to_tensor(gradients[n]), variables[n].dtype) for n in there]
-            places = [numbers[n] for n in there]
+            own = {n: g for n, g in zip(numbers, gradients, strict=True) if g is not None}
+            every = range(len(self._variables))
+            dense = [
+                tf.cast(tf.convert_to_tensor(own.get(n, _value(v))), v.dtype) for n, v in enumerate(self._variables)
+            ]
+            here = tf.constant([float(n in own) for n in every], tf.float64)
             if self.rounds.brings_values:
                 rate = tf.cast(inner.learning_rate, tf.float64)
-                results = self._exchange(found, [*dense, rate], [*places, len(self._variables)])
-                for n, result in zip(there, results[:-1], strict=True):
-                    variables[n].assign(result)
+                results = self._exchange(found, [*dense, here, rate], range(len(every) + 2))
+                for variable, result in zip(self._variables, results, strict=False):
+                    variable.assign(result)
                 inner.iterations.assign_add(1)
                 return
-            means = dict(zip(there, self._exchange(found, dense, places), strict=True))
-            inner.apply([means.get(n) for n in range(len(gradients))], variables)
+            *means, anywhere = self._exchange(found, [*dense, here], range(len(every) + 1))
+            self._apply(means, sorted(own), anywhere)
             return
         if len(variables) != len(self._variables):
             raise Unsupported(f"{self._optimizer._mode!r} needs all variables in every step")
@@ -265,6 +270,33 @@ class _Share:
         results = self._exchange(found, [_value(v) for v in self._variables], range(len(self._variables)))
         for variable, result in zip(self._variables, results, strict=True):
             variable.assign(result)
+
+    def _apply(self, means: list[Any], own: list[int], anywhere: Any) -> None:
+        """The worker's optimizer gets the means of the gradients that some worker has. ``own``: that this one has."""
+
+        def update(numbers: Sequence[int], means: Sequence[Any]) -> None:
+            if numbers:
+                inner = self._optimizer.inner_optimizer
+                inner.apply([means[n] for n in numbers], [self._variables[n] for n in numbers])
+
+        def of_others(anywhere: Any, *means: Any) -> None:
+            numbers = tuple(np.flatnonzero(anywhere.numpy()).tolist())
+            if numbers not in self._updates:  # functions, or the bits might be others than those of other workers
+                self._updates[numbers] = tf.function(lambda *means: update(numbers, means))
+            (update(numbers, means) if eager else self._updates[numbers](*means))
+
+        eager = tf.executing_eagerly()
+        lacking = [n for n in range(len(means)) if n not in own]
+        if not lacking:
+            update(own, means)
+        elif eager:
+            of_others(anywhere, *means)
+        else:
+            tf.cond(
+                tf.reduce_any(tf.gather(anywhere, lacking) > 0),
+                lambda: _empty(tf.py_function(of_others, [anywhere, *means], [])),
+                lambda: _empty(update(own, means)),
+            )
 
     def _all(self) -> list[Any]:
         """What must be the same on all workers, or else what only steps may change."""

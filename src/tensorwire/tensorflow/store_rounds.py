@@ -35,6 +35,7 @@ from tensorwire.tensorflow.tensor_exchange import Bytes, Values, fingerprint_of
 
 Array = np.ndarray[Any, Any]
 _FINGERPRINT = "fingerprint"
+_HERE = "of which variables there are gradients"  # float64 is not coded
 _HALF = ("bfloat16", "float16")
 
 
@@ -50,7 +51,7 @@ def make_rounds(
     alike = isinstance(mode, Sync)
     spec = StoreSpec(
         versions(),
-        list(tensors),
+        [*tensors, *([ParameterSpec(_HERE, (len(tensors),), "float64")] if alike else [])],
         MEAN if alike else SUM,
         [{_FINGERPRINT: 0.0} if alike else {}],
         [(0, _FINGERPRINT, -1)] if alike else [],
@@ -170,23 +171,27 @@ class _BucketRounds(Rounds):
 
 
 class GradientRounds(_BucketRounds):
-    """Gradients are pushed, and their mean comes back: all workers update their own variables alike."""
+    """Gradients are pushed, and their mean comes back: all workers update their own variables alike.
+
+    Behind the variables, ``exchange`` gets of which this worker has a gradient, 1 or 0 each, as float64; their mean
+    says which have one on some worker. What comes back for the others means nothing.
+    """
 
     takes_gradients = True
 
     def exchange(self, values: Values) -> None:
         """As `Rounds`."""
         client = self.client
+        here = [*values.arrays[len(client.plan.tensors) - 1].view(np.float64), 1.0]
         with self._step():
             client.begin(StepOperation.UPDATE, [values.fingerprint])
             for bucket in client.order:
                 client.slot(bucket)
                 present = bytearray(len(bucket.pieces))
                 for number, piece in enumerate(bucket.pieces):
-                    array = values.arrays.get(piece.tensor)
-                    if array is not None:
+                    if here[piece.tensor]:
                         present[number] = 1
-                        client.copy(bucket, number, self._part(array, piece))
+                        client.copy(bucket, number, self._part(values.arrays[piece.tensor], piece))
                 client.push(bucket, bytes(present))
             for bucket in client.order:
                 client.wait_for(bucket, client.step)
