@@ -37,8 +37,9 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     parameters have a place, 1 or 2; round ``n`` writes buffer ``n % buffers``. With 2 an update may go on while workers
     still read the version before it. ``mode_settings``: `mode`, as it travels. ``keys``: every tensor is a key, whose
     rounds are its own. ``compression``: the name of what pushes are coded by; empty: they are not. ``table``: the only
-    tensor is a table, of whose rows some travel. ``alike``: all workers' options must be the same in a
-    round, because they stand for the parameters that each computes on.
+    tensor is a table, of whose rows some travel. ``alike``: all workers' options must be the same in a round, because
+    they stand for the parameters that each computes on; the last tensor, of float64, says of which others a worker has
+    a gradient, and is not coded.
     """
 
     versions: str
@@ -68,7 +69,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     def plan(self, servers: int) -> StorePlan:
         """The layout; raises `ArgumentError` or `Unsupported` for tensors that have none, or cannot be coded."""
         if self.compression:
-            check_dtypes(self.tensors)
+            check_dtypes(self.tensors[:-1] if self.alike else self.tensors)
         return make_plan(
             self.tensors,
             servers,

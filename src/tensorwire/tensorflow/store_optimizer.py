@@ -274,16 +274,17 @@ class _Share:
     def _apply(self, means: list[Any], own: list[int], anywhere: Any) -> None:
         """The worker's optimizer gets the means of the gradients that some worker has. ``own``: that this one has."""
 
-        def update(numbers: Sequence[int], means: Sequence[Any]) -> None:
+        def update(numbers: Sequence[int], means: Sequence[Any]) -> Any:
             if numbers:
                 inner = self._optimizer.inner_optimizer
                 inner.apply([means[n] for n in numbers], [self._variables[n] for n in numbers])
+            return _empty(None)
 
         def of_others(anywhere: Any, *means: Any) -> None:
             numbers = tuple(np.flatnonzero(anywhere.numpy()).tolist())
             if numbers not in self._updates:  # functions, or the bits might be others than those of other workers
                 self._updates[numbers] = tf.function(lambda *means: update(numbers, means))
-            (update(numbers, means) if eager else self._updates[numbers](*means))
+            update(numbers, means) if eager else self._updates[numbers](*means)
 
         eager = tf.executing_eagerly()
         lacking = [n for n in range(len(means)) if n not in own]
@@ -295,7 +296,7 @@ class _Share:
             tf.cond(
                 tf.reduce_any(tf.gather(anywhere, lacking) > 0),
                 lambda: _empty(tf.py_function(of_others, [anywhere, *means], [])),
-                lambda: _empty(update(own, means)),
+                lambda: update(own, means),
             )
 
     def _all(self) -> list[Any]:

@@ -35,7 +35,7 @@ from tensorwire.tensorflow.tensor_exchange import Bytes, Values, fingerprint_of
 
 Array = np.ndarray[Any, Any]
 _FINGERPRINT = "fingerprint"
-_HERE = "of which variables there are gradients"  # float64 is not coded
+_HERE = "of which variables there are gradients"
 _HALF = ("bfloat16", "float16")
 
 
