@@ -15,7 +15,7 @@ from tensorwire.graph.passes.causality import sends_before
 from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
 from tensorwire.tensorflow.grpc_nodes import GrpcNodes, add_constant
-from tensorwire.tensorflow.operator_edges import Carried, OperatorEdges, edge_name
+from tensorwire.tensorflow.operator_edges import Carried, OperatorEdges, edge_name, operator_edges
 
 _STEP = "tensorwire/step"  # a constant: the operators count
 _ANCHOR = "tensorwire/anchor"
@@ -165,7 +165,7 @@ class PartBuilder:
             node.input.append("^" + self._sends[self._before[value]])
         node.attr["T"].type = carried.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
-        node.attr["key"].s = edge.encode()
+        node.attr["key"].s = self._key(edge).encode()
 
     def _add_send_of(self, value: str, target: str) -> None:
         source = value
@@ -185,7 +185,11 @@ class PartBuilder:
         node.attr["T"].type = carried.dtype.as_datatype_enum
         if carried.varies:
             node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
-        node.attr["key"].s = edge.encode()
+        node.attr["key"].s = self._key(edge).encode()
+
+    def _key(self, edge: str) -> str:
+        edges = operator_edges()
+        return edges.operator_key(edge) if self._me == edges.member.name else edge  # a server is in one job
 
     def _add_operator(self, op: Any) -> None:
         node = self._graph.node.add()

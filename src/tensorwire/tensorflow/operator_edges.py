@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from tensorwire.tensorflow.error_texts import failure_text, register
 CHUNK_BYTES = 256 << 10  # of a slot of a varying edge
 _DEPTH, _CHUNKS = 2, 4  # slots of an edge, and of a varying one
 _ENCODED = (tf.string, tf.variant)  # by TensorFlow
+_JOB = " of job "
+_jobs = itertools.count(1)  # of this process
 
 
 class Carried(NamedTuple):
@@ -55,8 +58,15 @@ class Carried(NamedTuple):
 
 
 def edge_name(key: str, source: str, target: str) -> str:
-    """What the operators of both ends call an edge from one member of the job to another."""
+    """What both ends call an edge from one member of the job to another."""
     return f"{key} from {source} to {target}"
+
+
+def edge_ends(key: str) -> tuple[str, str, str]:
+    """Key, source and target of an edge by the key of its operators."""
+    key, _, rest = key.rpartition(" from ")
+    source, _, target = rest.partition(_JOB)[0].partition(" to ")
+    return key, source, target
 
 
 class OperatorEdges:
@@ -64,6 +74,8 @@ class OperatorEdges:
 
     def __init__(self, member: Member, library: ctypes.CDLL) -> None:
         self.member, self._library = member, library
+        number = next(_jobs)
+        self._job = f"{_JOB}{number}" if number > 1 else ""
         welcome = member.client.welcome
         self._workers = [member_name("worker", rank) for rank in range(welcome.workers)]
         self._servers = [member_name("server", index) for index in range(welcome.servers)]
@@ -133,8 +145,12 @@ class OperatorEdges:
                 self._devices[device.name] = AsyncEdges(device, seconds, lends=tensor_memory())
             return self._devices[device.name]
 
+    def operator_key(self, edge: str) -> str:
+        """What operators of this process call an edge: in each of its jobs otherwise, for operators keep their ends."""
+        return edge + self._job
+
     def _know(self, key: str, address: int | None, failure: str) -> None:
-        self._library.tensorwire_know(key.encode(), address, failure.encode())
+        self._library.tensorwire_know(self.operator_key(key).encode(), address, failure.encode())
 
     def leave(self) -> None:
         """Returns when no worker uses an operator any more, and closes what has become useless by that."""
@@ -152,6 +168,7 @@ class OperatorEdges:
 
 
 _current: OperatorEdges | None = None
+_past: list[OperatorEdges] = []  # of earlier jobs: functions that were traced in them refer to their ends
 _memory: Memory | None = None
 
 
@@ -181,6 +198,8 @@ def operator_edges() -> OperatorEdges:
 def begin_edges(member: Member) -> OperatorEdges:
     """Makes the edges of this process, which is that member of its job. Raises as `load_operators`."""
     global _current
+    if _current is not None:
+        _past.append(_current)
     _current = OperatorEdges(member, load_operators().library)
     return _current
 

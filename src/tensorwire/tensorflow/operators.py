@@ -11,7 +11,7 @@ from tensorwire.control.names import member_name
 from tensorwire.edge.async_edge import Side
 from tensorwire.errors import ArgumentError
 from tensorwire.tensorflow.escapes import when_traced
-from tensorwire.tensorflow.operator_edges import Carried, edge_name, load_operators, operator_edges
+from tensorwire.tensorflow.operator_edges import Carried, edge_ends, edge_name, load_operators, operator_edges
 
 
 def send(tensor: Any, key: str, *, to: int, step: Any = None, shape: Any = None) -> Any:
@@ -83,24 +83,24 @@ def _checked(key: str) -> str:
 def send_to(tensor: Any, name: str, to: str, step: Any, shape: Any) -> Any:
     """`send`, by the name of an edge to a member of the job."""
     carried = _connected(name, "producer", to, shape, tensor.dtype)
-    ops = load_operators().ops
+    ops, key = load_operators().ops, operator_edges().operator_key(name)
     if carried.varies:
-        return ops.tensorwire_send_varying(tensor, _number(step), shape=shape, key=name)
+        return ops.tensorwire_send_varying(tensor, _number(step), shape=shape, key=key)
     if not tensor.shape.is_fully_defined():  # of another size it would not fit into its slot
         tensor = tf.ensure_shape(tensor, shape)
-    return ops.tensorwire_send(tensor, _number(step), key=name)
+    return ops.tensorwire_send(tensor, _number(step), key=key)
 
 
 def receive_from(name: str, shape: Any, dtype: Any, source: str, step: Any, copy: bool | None) -> Any:
     """`recv`, by the name of an edge from a member of the job."""
     carried, ops = _connected(name, "consumer", source, shape, dtype), load_operators().ops
-    anchor, number = _anchor().read_value(), _number(step)
+    anchor, number, key = _anchor().read_value(), _number(step), operator_edges().operator_key(name)
     if carried.varies:
-        return ops.tensorwire_receive_varying(anchor, number, T=dtype, shape=shape, key=name)
+        return ops.tensorwire_receive_varying(anchor, number, T=dtype, shape=shape, key=key)
     if copy is None and not tf.executing_eagerly():
         when_traced(tf.compat.v1.get_default_graph())
     copied = tf.executing_eagerly() if copy is None else copy
-    return ops.tensorwire_receive(anchor, number, T=dtype, shape=shape, key=name, copy=copied)
+    return ops.tensorwire_receive(anchor, number, T=dtype, shape=shape, key=key, copy=copied)
 
 
 def _connected(name: str, side: Side, peer: str, shape: Any, dtype: Any) -> Carried:
@@ -122,13 +122,6 @@ def _anchor() -> Any:
         return tf.Variable(0.0, trainable=True, name="tensorwire_anchor")
 
 
-def _peers(name: str) -> tuple[str, str, str]:
-    """Key, source and target of an edge by its name."""
-    key, _, rest = name.rpartition(" from ")
-    source, _, target = rest.partition(" to ")
-    return key, source, target
-
-
 @tf.RegisterGradient("TensorwireSend")  # type: ignore[untyped-decorator]
 def _gradient_of_send(op: Any, _: Any) -> list[Any]:
     return _receive_gradient(op, op.inputs[0].shape)
@@ -143,7 +136,7 @@ def _gradient_of_varying_send(op: Any, _: Any) -> list[Any]:
 @tf.RegisterGradient("TensorwireReceiveVarying")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
     if _has_gradient(gradient.dtype):
-        key, source, target = _peers(op.get_attr("key").decode())
+        key, source, target = edge_ends(op.get_attr("key").decode())
         send_to(gradient, edge_name(f"gradient of {key}", target, source), source, op.inputs[1], _shape_of(op))
     return [None, None]
 
@@ -156,7 +149,7 @@ def _receive_gradient(op: Any, shape: Any) -> list[Any]:
     tensor, step = op.inputs
     if not _has_gradient(tensor.dtype):
         return [None, None]
-    key, source, target = _peers(op.get_attr("key").decode())
+    key, source, target = edge_ends(op.get_attr("key").decode())
     back = edge_name(f"gradient of {key}", target, source)
     return [receive_from(back, shape, tensor.dtype, target, step, None), None]
 

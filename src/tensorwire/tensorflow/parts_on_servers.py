@@ -126,7 +126,8 @@ _serving: _Serving | None = None
 
 
 def _send_call(calls: str, number: int) -> None:
-    load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=calls)
+    key = operator_edges().operator_key(calls)
+    load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=key)
 
 
 def _described(number: int, variable: Any, value: Any) -> _NewVariable:
