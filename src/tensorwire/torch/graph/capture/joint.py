@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
@@ -24,13 +25,28 @@ def compiled(
 ) -> Callable[..., Any]:
     """``module`` by AOTAutograd: ``forward`` compiles its graph, with gradients or without, ``backward`` theirs.
 
-    Nothing is decomposed, which would change bits; what changes buffers stays a node of the graph.
+    Nothing is decomposed, which would change bits; what changes buffers stays a node of the graph. Tokens that keep
+    operators with an effect in order are made in the graph: they are neither among its arguments nor its results.
     """
+
+    def inference(graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        if any(node.target is torch.ops.prims._make_token.default for node in graph.graph.nodes):
+            metadata: Any = torch._guards.TracingContext.get().fw_metadata
+            metadata.static_input_indices = _static(module, graph)  # torch 2.13 still counts the tokens here
+        return forward(graph, inputs)
+
     compiler = aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=forward, keep_inference_input_mutations=True
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, keep_inference_input_mutations=True
     )
-    result: Callable[..., Any] = compiler(module, examples)
+    with torch._functorch.config.patch(unlift_effect_tokens=True):
+        result: Callable[..., Any] = compiler(module, examples)
     return result
+
+
+def _static(module: fx.GraphModule, graph: fx.GraphModule) -> list[int]:
+    """The arguments of ``graph`` that stay from call to call: those of ``module``, of which dynamo says so."""
+    stays = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", ()) for node in given(module)]
+    return [place for place, node in enumerate(given(graph)) if stays[node.meta["desc"].idx]]
 
 
 def own_errors(backend: Callable[_P, _R]) -> Callable[_P, _R]:
