@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ import msgspec
 from tensorwire.control import frames
 from tensorwire.control.diff import differing_lines
 from tensorwire.control.frames import Answer, Cause
+from tensorwire.control.names import member_name
 from tensorwire.control.waits import Waits, awaited
 
 # A worker that left while others wait for it may have failed, and how its process ended says more.
@@ -61,6 +63,7 @@ class Book:
         self._fail = fail
         self._entries: dict[str, _Entry] = {}
         self._meetings: dict[str, _Meeting] = {}
+        self._forgotten: dict[str, set[str]] = {}  # by key: the servers that need it no more
         self._left: set[str] = set()
         self._changed = asyncio.Condition()
         self._ended = False
@@ -105,10 +108,15 @@ class Book:
             entry = self._entries.get(message.key)
             return entry if entry is not None and entry.whole else None
 
+        def forgotten() -> bool:
+            return any(member in self._forgotten.get(top, ()) for top in _tops(message.key))
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or found())
+            await self._changed.wait_for(lambda: self._ended or found() or forgotten())
         entry = found()
         if entry is None:
+            if not self._ended:
+                return Answer(message.id, error=f"{message.key!r} is over", type="RemoteAccessError")
             return Answer(message.id, error="the job ended", type="JobEnded")
         if entry.to is not None and member not in entry.to:
             return Answer(message.id, error=f"{message.key!r} is not for {member}", type="RemoteAccessError")
@@ -118,6 +126,14 @@ class Book:
         if message.part >= entry.total:
             return Answer(message.id, error=f"{message.key!r} has {entry.total} parts", type="ProtocolError")
         return Answer(message.id, entry.parts[message.part], entry.total)
+
+    async def forget(self, member: str, key: str) -> None:
+        """A server needs ``key``, and what is below it, no more. When all say so, it is gone."""
+        servers = {member_name("server", i) for i in range(self._sizes.get("server", 0))}
+        self._forgotten.setdefault(key, set()).update({member} & servers)
+        await self._notify()
+        if self._forgotten[key] == servers:
+            self._entries = {k: entry for k, entry in self._entries.items() if key not in _tops(k)}
 
     # ---- meetings
 
@@ -224,6 +240,11 @@ async def _bounded(
         return await asyncio.wait_for(work, message.timeout)
     except asyncio.TimeoutError:
         return Answer(message.id, error=f"{missed()} (waited {message.timeout:g} s)", type="WaitTimeout")
+
+
+def _tops(key: str) -> list[str]:
+    """``a``, ``a/b`` and ``a/b/c`` for a key ``a/b/c``."""
+    return list(itertools.accumulate(key.split("/"), "{}/{}".format))
 
 
 def _gathered(meeting: _Meeting, id: int) -> Answer:

@@ -25,7 +25,7 @@ from tensorwire.control.clock import distance
 from tensorwire.control.frames import Cause
 from tensorwire.control.names import PURPOSE, member_name
 from tensorwire.device import handshake
-from tensorwire.errors import JobEnded, PeerLost, ProtocolError, WorkerFinished
+from tensorwire.errors import JobEnded, PeerLost, ProtocolError, TensorwireError, WorkerFinished
 from tensorwire.observe import counters, spans
 from tensorwire.observe.scalars import scalars
 from tensorwire.observe.spans import Clock
@@ -113,6 +113,23 @@ class Client:
             values.append(self._request(frames.Lookup(next(self._ids), key, 60.0, part, owner), 60.0).value)
         return b"".join(values)
 
+    def lookup_later(self, key: str, timeout: float, then: Callable[[bytes | TensorwireError], object]) -> None:
+        """Calls ``then`` from the control thread, with a short value that was published under ``key``, or an error.
+
+        `WaitTimeout` after ``timeout`` seconds, or `JobEnded`.
+        """
+
+        def done(future: Future[frames.Answer]) -> None:
+            error = future.exception()
+            then(error if isinstance(error, TensorwireError) else future.result().value)
+
+        request = frames.Lookup(next(self._ids), key, _seconds(timeout))
+        self._begin(request).add_done_callback(done)
+
+    def forget(self, key: str) -> None:
+        """Servers: this one needs ``key``, and the entries below it, no more."""
+        self._send(frames.encode(frames.Forget(key)))
+
     def barrier(self, name: str, parties: int, timeout: float = 600.0) -> None:
         """Returns when ``parties`` members of this one's role have come here. Raises `WaitTimeout`, naming who came."""
         self._request(frames.Barrier(next(self._ids), name, parties, _seconds(timeout)), timeout)
@@ -147,7 +164,7 @@ class Client:
         """How far this process's clock is from the coordinator's."""
         return distance(lambda: self._request(frames.ClockReading(next(self._ids)), 60.0).value)
 
-    def _request(self, message: frames.Request, timeout: float) -> frames.Answer:
+    def _begin(self, message: frames.Request) -> Future[frames.Answer]:
         data = frames.encode(message)
         counters.add(rpcs=1)
         future: Future[frames.Answer] = Future()
@@ -156,6 +173,10 @@ class Client:
                 raise self.error()
             self._pending[message.id] = future
         self._send(data)
+        return future
+
+    def _request(self, message: frames.Request, timeout: float) -> frames.Answer:
+        future = self._begin(message)
         timeout = _seconds(timeout) + _SLACK
         try:
             return future.result(timeout)

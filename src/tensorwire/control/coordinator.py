@@ -270,6 +270,8 @@ class Coordinator:
             self._stats[member.name] = Report(message, member.seen)
         elif isinstance(message, frames.ClockReading):  # at once: how long it takes is what the member measures
             self._send(member.writer, frames.Answer(message.id, pack_time()))
+        elif isinstance(message, frames.Forget):
+            self._loop.create_task(self._book.forget(member.name, message.key))
         elif isinstance(message, frames.Fail):
             member.failed = True
             self._fail(self._stall.blame(message.cause) if message.cause.settle else message.cause)

@@ -78,6 +78,12 @@ class Lookup(Message, tag="lookup", frozen=True):
     owner: Name | None = None
 
 
+class Forget(Message, tag="forget", frozen=True):
+    """A server needs ``key`` and what is below no more, which goes when no server does. Ends its lookups there."""
+
+    key: Name
+
+
 class Barrier(Message, tag="barrier", frozen=True):
     """Answered when ``parties`` members of the sender's role have come to the barrier of that name."""
 
@@ -222,7 +228,7 @@ class End(Message, tag="end", frozen=True):
 
 Question = Publish | Lookup | Barrier | Compare | Gather  # what the book answers, perhaps after a while
 Request = Question | ClockReading
-Any = Join | Welcome | Request | Answer | Fail | Left | Stopped | Bye | Waiting | Note | Beat | Stats | End
+Any = Join | Welcome | Request | Answer | Forget | Fail | Left | Stopped | Bye | Waiting | Note | Beat | Stats | End
 
 _decoder = msgspec.msgpack.Decoder(Any)
 

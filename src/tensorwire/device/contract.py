@@ -18,7 +18,7 @@ from typing import Any
 from tensorwire._native import Liveness, Memory
 from tensorwire.device.callbacks import Callbacks
 from tensorwire.device.copy_choice import choose_copy
-from tensorwire.device.region import Access, Region, RemoteView, View
+from tensorwire.device.region import Access, Region, RemoteView, View, in_words
 from tensorwire.errors import ArgumentError, OutOfMemory, PeerLost, RemoteAccessError
 from tensorwire.observe import counters
 
@@ -424,7 +424,7 @@ class Device(ABC):
         try:
             memory = self._find_memory(nbytes, reserve)
         except OSError as error:
-            raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: {error.args[1]}") from None
+            raise OutOfMemory(f"cannot allocate a region of {nbytes} bytes: {in_words(error)}") from None
         return self._adopt(memory)
 
     def _find_memory(self, nbytes: int, reserve: bool) -> Memory:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import re
+import resource
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +52,17 @@ def check_range(what: str, offset: int, nbytes: int, length: int) -> None:
     """Refuses a span that does not lie within ``length`` bytes."""
     if offset < 0 or nbytes < 0 or offset + nbytes > length:
         raise ArgumentError(f"{what}: bytes {offset}..{offset + nbytes} are outside its {length} bytes")
+
+
+def in_words(error: OSError) -> str:
+    """Why the kernel gave no memory. Each region is a file in memory."""
+    if error.errno != errno.EMFILE:
+        return str(error.args[1])
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"this process may open no more files: raise ulimit -n (now {most}), make keys in one call of init(), or "
+        "close() optimizers and keys that are no longer needed"
+    )
 
 
 class Region(Memory):

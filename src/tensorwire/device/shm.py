@@ -20,7 +20,7 @@ from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.contract import Capabilities, Channel, Device
 from tensorwire.device.mapped import MappedChannel
 from tensorwire.device.peer_monitor import PeerMonitor, ProcessHandle, Watchers
-from tensorwire.device.region import Access, Region, RemoteRegion
+from tensorwire.device.region import Access, Region, RemoteRegion, in_words
 from tensorwire.errors import (
     ArgumentError,
     OutOfMemory,
@@ -213,7 +213,7 @@ class ShmChannel(MappedChannel):
                 memory = Memory.map(fd, write)
             except OSError as error:
                 if error.errno in _SCARCE:
-                    raise _scarce(error.args[1]) from None
+                    raise _scarce(error) from None
                 raise ProtocolError(f"shm: the peer's region cannot be mapped: {error.args[1]}") from None
             finally:
                 os.close(fd)
@@ -231,7 +231,7 @@ class ShmChannel(MappedChannel):
         if not status:
             raise ConnectionError("it closed the connection")
         if not fds and flags & socket.MSG_CTRUNC:  # the kernel throws away a descriptor that has no room here
-            raise _scarce(os.strerror(errno.EMFILE))
+            raise _scarce(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         raise self._refused(
             "the region is read-only for this key" if status == b"\x03" else "no open region has that key"
         )
@@ -264,10 +264,12 @@ class ShmChannel(MappedChannel):
             self._process.close()
 
 
-def _scarce(why: str) -> OutOfMemory:
+def _scarce(error: OSError) -> OutOfMemory:
+    if error.errno == errno.EMFILE:
+        return OutOfMemory(f"shm: the peer's region cannot be mapped: {in_words(error)}")
     return OutOfMemory(
-        f"shm: the peer's region cannot be mapped: {why}. Each mapped region takes a descriptor and address space: "
-        "see ulimit -n and ulimit -v"
+        f"shm: the peer's region cannot be mapped: {error.args[1]}. Each mapped region takes a descriptor and address "
+        "space: see ulimit -n and ulimit -v"
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -40,16 +43,37 @@ _FUNCTIONS = {"tensorflow": "tensorwire.tensorflow.parts_on_servers"}
 
 def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
     """Serves a store, or whatever the workers want instead, until its end or the job's."""
+    with contextlib.ExitStack() as asks:  # closed when all has been said about an error
+        _serve_until_end(member, name, spec, asks)
+    if isinstance(spec, StoreSpec) and not member.client.ended.is_set():
+        member.client.forget(name)
+        _collect()
+
+
+_waits_to_collect, _collecting = threading.Lock(), threading.Lock()
+
+
+def _collect() -> None:
+    """Parts of a store refer to each other, and its memory is not to wait until Python looks for such.
+
+    One that waits for its turn does it for all that come meanwhile.
+    """
+    if _waits_to_collect.acquire(blocking=False):
+        with _collecting:
+            _waits_to_collect.release()
+            gc.collect()
+
+
+def _serve_until_end(member: Member, name: str, spec: StoreSpec | FunctionsSpec, asks: contextlib.ExitStack) -> None:
     from tensorwire.store.consensus import Disagreement, Finished
 
-    threads: list[threading.Thread] = []
     try:
         if isinstance(spec, FunctionsSpec):
             module = _FUNCTIONS[spec.framework]
             check_versions(spec.versions, module, member.name)
             importlib.import_module(module).serve(member, name)
         else:
-            _serve_store(member, name, spec, threads)
+            _serve_store(member, name, spec, asks)
     except (JobEnded, PeerLost) as error:
         if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
             member.fail(f"stopped: {error}")
@@ -66,12 +90,10 @@ def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
         else:
             lines = str(error).splitlines()
             member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", traceback.format_exc())
-    for thread in threads:
-        thread.join()  # with the job: it must not be the last to hold memory when the interpreter ends
 
 
-def _serve_store(member: Member, name: str, spec: StoreSpec, threads: list[threading.Thread]) -> None:
-    from tensorwire.store.server_state import answer_asks
+def _serve_store(member: Member, name: str, spec: StoreSpec, asks: contextlib.ExitStack) -> None:
+    from tensorwire.store.server_state import Asks
 
     welcome = member.client.welcome
     server = _kind_of(spec)(member, name, spec, welcome.workers, welcome.servers)
@@ -79,7 +101,7 @@ def _serve_store(member: Member, name: str, spec: StoreSpec, threads: list[threa
     if torch is not None:
         torch.set_num_threads(server_threads(os.environ))
     try:
-        threads.append(_started(f"{name} asks", answer_asks, member, name, server.rule, server.at_rest))
+        asks.callback(Asks(member, name, server.rule, server.at_rest).close)
         server.run()
     finally:
         server.close()
@@ -126,7 +148,7 @@ def _spec(member: Member, name: str) -> StoreSpec | FunctionsSpec:
 
 def serve(member: Member) -> None:
     """Serves store after store until the job ends."""
-    threads = []
+    threads: list[threading.Thread] = []
     try:
         _load_framework(member)
         for number in itertools.count():
@@ -140,6 +162,7 @@ def serve(member: Member) -> None:
                 except msgspec.MsgspecError as error:
                     member.fail(f"cannot read what worker 0 wants in {name}: {error}")
                     member.client.ended.wait(_CAUSE_SECONDS)
+            threads = [thread for thread in threads if thread.is_alive()]
             try:
                 threads.append(_started(name, _serve, member, name, spec))
             except RuntimeError as error:
@@ -160,6 +183,8 @@ def _leave() -> None:
 def main() -> int:
     """Joins the job that the environment names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the workers say what it means
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each call that makes keys takes some
     address, secret = os.environ["TENSORWIRE_COORDINATOR"], os.environ["TENSORWIRE_SECRET"].encode()
     index = int(os.environ["TENSORWIRE_INDEX"])
     on_parent_death(_leave)

@@ -31,10 +31,11 @@ from tensorwire.store.key_layout import (
     PUSHES,
     REQUEST_BYTES,
     KeyOperation,
-    answer_bytes,
     answer_word,
     key_inbox,
     pack_request,
+    values_at,
+    words_at,
 )
 from tensorwire.store.modes import Sync
 from tensorwire.store.send_window import SendWindow
@@ -57,7 +58,7 @@ class KeyClient:
         self.step = 0  # times that state was loaded; -1: this worker has left
         self.asks = 0  # for the rule's state, that are known to have been published
         self._sources: dict[str, Region] = {}  # by device: what is pushed leaves from, laid out as the space
-        self._copies: dict[str, Region] = {}  # by device: where values come to
+        self._copies: dict[str, Region] = {}  # by device: where answers and values come to
         self._links = [_Link(self, s) for s in range(plan.servers)]
         self.buckets: list[list[Bucket]] = [[] for _ in plan.tensors]  # of each tensor, in the order of its elements
         for bucket in plan.in_order():
@@ -77,16 +78,19 @@ class KeyClient:
         self._produced = [0] * plan.servers
         self._log = FateLog(member.client.welcome, name, member.name)
         for link in self._links:
-            link.open(self._copies[link.channel.device.name])
+            link.open()
 
     def source_on(self, device: Device) -> Region:
         """That device's memory that pushes leave from, where servers' memory cannot be mapped."""
-        return self._on(device, self._sources)
+        if device.name not in self._sources:
+            self._sources[device.name] = device.allocate(self.plan.space_bytes)
+        return self._sources[device.name]
 
-    def _on(self, device: Device, found: dict[str, Region]) -> Region:
-        if device.name not in found:
-            found[device.name] = device.allocate(self.plan.space_bytes)
-        return found[device.name]
+    def copies_on(self, device: Device) -> Region:
+        """That device's memory that answers and values come to: one file, not one for each server."""
+        if device.name not in self._copies:
+            self._copies[device.name] = device.allocate(values_at(self.plan) + self.plan.space_bytes)
+        return self._copies[device.name]
 
     def _place_slots(self) -> Window:
         window = Window(self.plan.space_bytes, shared=True)
@@ -99,11 +103,9 @@ class KeyClient:
         return window
 
     def _place_values(self) -> Window:
-        for link in self._links:
-            self._on(link.channel.device, self._copies)
         window = Window(self.plan.space_bytes, shared=True)
         for index, at, _, nbytes in self.plan.runs():
-            window.place(at, self._copies[self._links[index].channel.device.name], at, nbytes)
+            window.place(at, self._copies[self._links[index].channel.device.name], values_at(self.plan) + at, nbytes)
         return window
 
     @property
@@ -286,12 +288,13 @@ class _Link:
         if self._inbox.device != device.name:
             raise ProtocolError(f"{self.name} answers over {self._inbox.device}, we over {device.name}")
         self.layout = key_inbox(plan, index, len(client.spec.numeric))
-        self._answers = device.allocate(answer_bytes(len(plan.buckets[index])))
-        self._words = [Word(self._answers, answer_word(b.index), self.channel) for b in plan.buckets[index]]
+        self._copies = client.copies_on(device)
+        places = [answer_word(plan, index, b.index) for b in plan.buckets[index]]
+        self._words = [Word(self._copies, at, self.channel) for at in places]
         self.mapped = self.channel.map(self._inbox.view())
         entry = self.layout.entry
         self._ring = None if self.mapped else device.allocate(DEPTH * entry)
-        self._looked = Word(self._answers, 0, self.channel)
+        self._looked = Word(self._copies, words_at(plan, index), self.channel)
         self._requests = Producer(
             self.channel,
             self._inbox.view(0, 8),
@@ -307,10 +310,10 @@ class _Link:
         self._places: dict[int, tuple[int, int]] = {}  # by bucket: urgency and number of the last request that waits
         self._turn = threading.Lock()  # a thread of the device sends what had to wait
 
-    def open(self, copies: Region) -> None:
+    def open(self) -> None:
         """Tells the server where this worker's memory is."""
-        client = self._client
-        endpoint = WorkerEndpoint(self._answers.remote("write").pack(), copies.remote("write").pack())
+        client, copies = self._client, self._copies.remote("write").pack()
+        endpoint = WorkerEndpoint(copies, copies)
         key = f"{client.name}/{client.member.name}/{self.name}"
         client.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[self.name])
 

@@ -101,11 +101,16 @@ def key_inbox(plan: StorePlan, server: int, options: int) -> KeyInbox:
     return KeyInbox(entry, slots, slots + plan.shard_bytes[server])
 
 
-def answer_word(bucket: int) -> int:
-    """Where, in a worker's memory, the word of a server's bucket is. Word 0 is for requests."""
-    return WORD * (1 + bucket)
+def words_at(plan: StorePlan, server: int) -> int:
+    """Where, in a worker's memory, a server's words begin: one for requests, and then one for each of its buckets."""
+    return sum(WORD * (1 + len(buckets)) for buckets in plan.buckets[:server])
 
 
-def answer_bytes(buckets: int) -> int:
-    """What the words of so many buckets take."""
-    return WORD * (1 + buckets)
+def answer_word(plan: StorePlan, server: int, bucket: int) -> int:
+    """Where the word of a server's bucket is."""
+    return words_at(plan, server) + WORD * (1 + bucket)
+
+
+def values_at(plan: StorePlan) -> int:
+    """Where, behind the words of all servers, the values begin, laid out as the space."""
+    return round_up(words_at(plan, len(plan.buckets)), PAGE)

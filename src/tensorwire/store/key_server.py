@@ -36,11 +36,14 @@ from tensorwire.store.key_layout import (
     answer_word,
     key_inbox,
     unpack_request,
+    values_at,
+    words_at,
 )
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.server_state import take_state
+from tensorwire.store.sharding import PAGE
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
 from tensorwire.store.worker_threads import attend
 
@@ -77,9 +80,9 @@ class KeyServer:
         self._mode = spec.mode
         self._together = isinstance(self._mode, Sync)
         self._bound = self._mode.staleness if isinstance(self._mode, SSP) else None
-        device = member.channel("worker 0").device
-        self._parameters = device.allocate(self.plan.shard_bytes[self.index])
-        memory = memoryview(self._parameters)
+        # Nobody else looks at the values, so that they need no memory file; they begin at a page as elsewhere.
+        room = np.zeros(self.plan.shard_bytes[self.index] + PAGE, np.uint8)
+        memory = room[-room.ctypes.data % PAGE :][: self.plan.shard_bytes[self.index]].data
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
@@ -253,7 +256,6 @@ class KeyServer:
         self._fates.close()
         for link in self._links:
             link.close()
-        self._parameters.close()
 
 
 class _Link:
@@ -297,15 +299,15 @@ class _Link:
         server = self._server
         key = f"{server.name}/{self.name}/{server.member.name}"
         found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
-        words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
-        self._requests.credit_to(self._channel, words.view(0, 8))
+        target, plan = RemoteRegion.unpack(found.versions), server.plan
+        self._requests.credit_to(self._channel, target.view(words_at(plan, server.index), 8))
         for b in self._plan_buckets:
-            word = words.view(answer_word(b.index), 8)
+            word = target.view(answer_word(plan, server.index, b.index), 8)
             source = [] if self._source is None else [self._source.view(b.shard, b.nbytes)]
             pull = Producer(
                 self._channel,
                 word,
-                slots=[target.view(b.space, b.nbytes)],
+                slots=[target.view(values_at(plan) + b.space, b.nbytes)],
                 source=source,
                 label=f"{self.name}, bucket {b.index}",
             )

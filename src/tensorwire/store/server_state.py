@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +15,7 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, WaitTimeout
+from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, TensorwireError, WaitTimeout
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.state_transfer import VALUE, Ask, Entry, Item, StateReceiver, StateSender, ask_key, load_key
 
@@ -70,32 +72,55 @@ def moments(rule: Stateful, at_rest: AtRest | None) -> Iterator[Item]:
         yield from copies
 
 
-def answer_asks(member: Member, store: str, rule: Stateful, at_rest: AtRest | None) -> None:
-    """Gives every worker that asks this server's part of the state of ``store``, until the job ends.
+class Asks:
+    """Gives every worker that asks this server's part of the state of ``store``, until `close` or the job's end.
 
-    ``at_rest`` is as for `moments`.
+    No thread waits for an ask: one begins with it, and ends when it is answered. ``at_rest`` is as for `moments`.
     """
-    try:
-        for number in itertools.count():
-            ask = _next_ask(member, ask_key(store, number))
-            try:
-                channel = member.channel(member_name("worker", ask.worker))
-                with StateSender(channel, ask.endpoints[member.index]) as sender:
-                    sender.send(moments(rule, at_rest))
-            except (RemoteAccessError, WaitTimeout):
-                continue  # that worker has given up, and knows why
-    except (JobEnded, PeerLost):
-        return  # the job's end has a cause of its own
-    except Exception as error:
-        member.fail(f"cannot give its state: {type(error).__name__}: {error}", traceback.format_exc())
 
+    def __init__(self, member: Member, store: str, rule: Stateful, at_rest: AtRest | None) -> None:
+        self._member, self._store, self._rule, self._at_rest = member, store, rule, at_rest
+        self._number, self._closed = 0, False
+        self._answering: threading.Thread | None = None
+        self._wait()
 
-def _next_ask(member: Member, key: str) -> Ask:
-    while True:
+    def _wait(self) -> None:
+        with contextlib.suppress(JobEnded):
+            self._member.client.lookup_later(ask_key(self._store, self._number), _LOOKUP_SECONDS, self._come)
+
+    def _come(self, found: bytes | TensorwireError) -> None:
+        if self._closed or isinstance(found, JobEnded):
+            return
+        if isinstance(found, WaitTimeout):
+            self._wait()
+        elif isinstance(found, TensorwireError):
+            self._member.fail(f"cannot give its state: {found}")
+        else:
+            name = f"{self._store} answer"
+            self._answering = threading.Thread(target=self._answer, args=(found,), name=name, daemon=True)
+            self._answering.start()
+
+    def _answer(self, found: bytes) -> None:
+        member = self._member
         try:
-            return msgspec.msgpack.decode(member.client.lookup(key, _LOOKUP_SECONDS), type=Ask)
-        except WaitTimeout:
-            continue
+            ask = msgspec.msgpack.decode(found, type=Ask)
+            channel = member.channel(member_name("worker", ask.worker))
+            endpoint = ask.endpoints[member.index]
+            # An error: that worker has given up, and knows why.
+            with contextlib.suppress(RemoteAccessError, WaitTimeout), StateSender(channel, endpoint) as sender:
+                sender.send(moments(self._rule, self._at_rest))
+            self._number += 1
+            self._wait()
+        except (JobEnded, PeerLost):
+            return  # the job's end has a cause of its own
+        except Exception as error:
+            member.fail(f"cannot give its state: {type(error).__name__}: {error}", traceback.format_exc())
+
+    def close(self) -> None:
+        """Nobody asks any more. Returns when the last has its answer, or has given up."""
+        self._closed = True
+        if self._answering is not None:
+            self._answering.join()
 
 
 def take_state(member: Member, store: str, step: int, rule: Stateful) -> None:
