@@ -75,9 +75,8 @@ def train(job: tw.Job, names: list[str], thread: bool = False, **options: Any) -
 
 
 def together(name: str, workers: int = 2) -> dict[str, torch.Tensor]:
-    """The same in one process, a model a worker, so that buffers stay local. Returns worker 0's."""
-    models = [zoo.build(name, seed=rank) for rank in range(workers)]
-    _share(models)
+    """The same in one process, a model a worker, all of them with worker 0's first values. Returns worker 0's."""
+    models = [zoo.build(name) for _ in range(workers)]
     stock = torch.optim.SGD(models[0].parameters(), **with_implementation(torch.optim.SGD, OPTIONS))
     for step in range(STEPS):
         for rank, model in enumerate(models):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.store.modes import SSP, Async, Mode, Sync, check_mode
 
 Named = tuple[str, torch.nn.Parameter]
 Params = Iterable[Named] | Iterable[dict[str, Any]]
@@ -149,3 +150,25 @@ def largest_norm(value: Any) -> float:
     if not found > 0:
         raise ArgumentError(f"max_grad_norm must be a number above 0, or None, not {value!r:.100}")
     return found
+
+
+def check_mode_fits(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` or `Unsupported` for what a mode does not go with."""
+    check_mode(mode)
+    if isinstance(mode, Sync):
+        return
+    if overlap:
+        raise Unsupported(f"overlap=True works with mode=Sync() alone so far, not with {mode!r}")
+    if isinstance(mode, (Async, SSP)) and mode.damping and "lr" not in defaults:
+        raise ArgumentError(f"damping={mode.damping!r} lowers the option 'lr', which this optimizer does not have")
+
+
+def refuse_overlapped(closure: object, scaled: bool) -> None:
+    """Raises `Unsupported` for what `step()` cannot do where gradients were pushed in backward."""
+    if closure is not None:
+        raise Unsupported("with overlap=True step() takes no closure: its gradients would be pushed while it runs")
+    if scaled:
+        raise Unsupported(
+            "with overlap=True a GradScaler comes too late: scaled gradients are pushed before it can unscale them or "
+            "find an inf: use overlap=False, or bfloat16, which needs no scaling"
+        )

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,22 @@ from tensorwire.store.compression import parse_compression
 from tensorwire.store.course import Course
 from tensorwire.store.foreign import folders_of, sources_of
 from tensorwire.store.function_rules import FunctionOptimizer
-from tensorwire.store.modes import SSP, Async, DiLoCo, Local, Mode, Sync, check_mode, check_reduce
+from tensorwire.store.modes import DiLoCo, Local, Mode, Sync, check_reduce
 from tensorwire.store.rule_names import MEAN, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES
 from tensorwire.torch import nonfinite
 from tensorwire.torch.alone import Alone
-from tensorwire.torch.arguments import Params, check_parameters, largest_norm, named_group
+from tensorwire.torch.arguments import (
+    Params,
+    check_mode_fits,
+    check_parameters,
+    largest_norm,
+    named_group,
+    refuse_overlapped,
+)
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
+from tensorwire.torch.equal_start import make_equal
 from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
@@ -46,10 +54,11 @@ _SYNC = Sync()
 class StoreOptimizer(torch.optim.Optimizer):
     """Applies an optimizer on the job's servers to the mean of all workers' gradients.
 
-    After construction, the parameters of every worker have worker 0's values and live in the store: their memory shows
-    the version that the last ``step()`` ended with, and changes at no other time. Changing them in place or moving them
-    (``.to()``, ``.half()``) makes the next ``step()`` raise `ParameterModified`. ``model.load_state_dict()`` works if
-    every worker calls it; worker 0's values reach the store with the next ``step()``.
+    After construction, every worker's parameters, those of the model that were left out, and its buffers have worker
+    0's values. The given ones live in the store: their memory shows the version that the last ``step()`` ended with,
+    and changes at no other time. Changing them in place or moving them (``.to()``, ``.half()``) makes the next
+    ``step()`` raise `ParameterModified`. ``model.load_state_dict()`` works if every worker calls it; worker 0's values
+    reach the store with the next ``step()``.
 
     Call every method on every worker, in the same order, and from one thread, unless the method says otherwise.
 
@@ -125,7 +134,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         given = named_parameters if self._model is None else self._model.named_parameters()
         origin = find_origin(given, optimizer, options)
         self._class = origin.optimizer_class
-        _check_mode(mode, overlap, origin.defaults)
+        check_mode_fits(mode, overlap, origin.defaults)
         self._settings = replace(
             _settings(origin, bucket_bytes, reduce, overlap, mode),
             compression=str(parse_compression(compression) or ""),
@@ -152,6 +161,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._train_locally(origin, mode, bucket_bytes, modules)
         else:
             self._add_part(self.param_groups, modules)
+        make_equal(self._worker, self, modules)
         self._left = clock()
         if origin.state is not None:
             self.load_state_dict(origin.state)
@@ -286,7 +296,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         """What comes before anything is pushed: the closure's loss, and cautions."""
         loss = None
         if self._overlap is not None:
-            _refuse(closure, hasattr(self, "found_inf"))
+            refuse_overlapped(closure, hasattr(self, "found_inf"))
         elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -512,24 +522,3 @@ def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mod
         return StoreSettings(rule, bucket_bytes, reduce, overlap, mode=mode)
     sources, folders = sources_of(rule), folders_of(rule)
     return StoreSettings(rule, bucket_bytes, reduce, overlap, origin.arguments, sources, folders, mode)
-
-
-def _check_mode(mode: Mode, overlap: bool, defaults: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` or `Unsupported` for what a mode does not go with."""
-    check_mode(mode)
-    if isinstance(mode, Sync):
-        return
-    if overlap:
-        raise Unsupported(f"overlap=True works with mode=Sync() alone so far, not with {mode!r}")
-    if isinstance(mode, (Async, SSP)) and mode.damping and "lr" not in defaults:
-        raise ArgumentError(f"damping={mode.damping!r} lowers the option 'lr', which this optimizer does not have")
-
-
-def _refuse(closure: object, scaled: bool) -> None:
-    if closure is not None:
-        raise Unsupported("with overlap=True step() takes no closure: its gradients would be pushed while it runs")
-    if scaled:
-        raise Unsupported(
-            "with overlap=True a GradScaler comes too late: scaled gradients are pushed before it can unscale them or "
-            "find an inf: use overlap=False, or bfloat16, which needs no scaling"
-        )
