@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.keyvalue.row_sums import RowSums
 from tensorwire.store import Async, Sync
 from tests.harness.jobs import run_job
 
@@ -30,7 +34,7 @@ def head() -> torch.nn.Linear:
     return torch.nn.Linear(WIDTH, 10)
 
 
-def losses(embedding: Any, first: int, last: int, rank: int, workers: int, after: Any) -> list[float]:
+def losses(embedding: Any, first: int, last: int, rank: int, workers: int) -> list[float]:
     """The head does not learn, so that all workers have the same one."""
     layer, found = head().requires_grad_(False), []
     for step in range(first, last):
@@ -38,7 +42,7 @@ def losses(embedding: Any, first: int, last: int, rank: int, workers: int, after
         loss = torch.nn.functional.cross_entropy(layer(embedding(words).sum(1)), targets)
         found.append(float(loss.detach()))
         loss.backward()
-        after()
+        embedding.step()
     return found
 
 
@@ -49,13 +53,13 @@ def train(job: tw.Job, name: str, options: dict[str, Any], mode: Sync | Async, f
     assert not list(embedding.parameters())
     with torch.no_grad():
         before = embedding(torch.arange(PIXELS * GRAYS))
-    first = losses(embedding, 0, 5, job.rank, job.num_workers, lambda: None)
+    first = losses(embedding, 0, 5, job.rank, job.num_workers)
     embedding.wait()
     job.barrier()
     if folder is not None and job.rank == 0:
         embedding.save(folder)
     job.barrier()
-    second = losses(embedding, 5, 8, job.rank, job.num_workers, lambda: None)
+    second = losses(embedding, 5, 8, job.rank, job.num_workers)
     embedding.wait()
     job.barrier()
     with torch.no_grad():
@@ -66,10 +70,10 @@ def go_on(job: tw.Job, name: str, options: dict[str, Any], folder: str) -> Any:
     embedding = tw.torch.StoreEmbedding(
         PIXELS * GRAYS, WIDTH, getattr(torch.optim, name), initial="zeros", seed=0, **options
     )
-    with pytest.raises(errors.ArgumentError, match="cannot read"):
+    with pytest.raises(errors.ArgumentError, match="is no folder of a table"):
         embedding.load(folder + "-missing")
     embedding.load(folder)
-    losses(embedding, 5, 8, job.rank, job.num_workers, lambda: None)
+    losses(embedding, 5, 8, job.rank, job.num_workers)
     with torch.no_grad():
         return embedding(torch.arange(PIXELS * GRAYS))
 
@@ -117,16 +121,127 @@ def test_each_workers_gradients_are_applied_by_themselves() -> None:
     torch.testing.assert_close(after, stock("SGD", options, before, 1, sparse=True)[0], rtol=1e-5, atol=1e-6)
 
 
+ROWS, TARGET = 20, torch.ones(4)
+
+
+def backward(embedding: Any, how: str, step: int, rank: int, share: float = 1.0) -> None:
+    """What one worker does before its optimizer's step; ``share``: what its loss counts."""
+
+    def square(part: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank + part)
+        rows = embedding(torch.randint(0, ROWS, (6,), generator=generator))
+        return share * (rows - TARGET * (part + 1)).square().sum()
+
+    if how == "two lookups":
+        (square(0) * square(1)).backward()
+    elif how == "accumulation":
+        square(0).backward()
+        square(1).backward()
+    else:
+        loss = square(0)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+
+WAYS = ["two lookups", "accumulation", "kept graph"]
+
+
+def in_many_ways(job: tw.Job, name: str, options: dict[str, Any]) -> list[Any]:
+    found = []
+    for how in WAYS:
+        embedding = tw.torch.StoreEmbedding(ROWS, 4, getattr(torch.optim, name), seed=3, **options)
+        dense = torch.nn.Linear(4, 1)
+        store = tw.torch.StoreOptimizer(dense, torch.optim.SGD, lr=0.1)
+        with torch.no_grad():
+            first = embedding(torch.arange(ROWS))
+        for step in range(4):
+            if step == 0:
+                backward(embedding, how, step, job.rank)
+                store.step()
+            elif step == 1:  # as Lightning does
+                store.step(partial(backward, embedding, how, step, job.rank))
+            elif step == 2:  # also where a step was left out before
+                backward(embedding, how, 77, job.rank)
+                embedding.zero_grad()
+                backward(embedding, how, step, job.rank)
+                torch.optim.SGD(dense.parameters(), lr=0.0).step()
+            else:
+                backward(embedding, how, step, job.rank)
+                embedding.step()
+                store.step()
+        with torch.no_grad():
+            found.append((first, embedding(torch.arange(ROWS))))
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_gradients_are_summed_until_a_step(name: str, options: dict[str, Any]) -> None:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # or it warns
+    if name == "SGD":
+        options = {"lr": 0.0001}
+    for how, (first, last) in zip(WAYS, run_job(in_many_ways, name, options).ok()[0], strict=True):
+        stock = torch.nn.Embedding.from_pretrained(first.clone(), freeze=False, sparse=True)
+        optimizer = getattr(torch.optim, name)(stock.parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            for rank in range(2):
+                share = 0.5**0.5 if how == "two lookups" else 0.5  # of a product
+                backward(stock, how, step, rank, share)
+            optimizer.step()
+        torch.testing.assert_close(last, stock.weight.detach(), rtol=1e-4, atol=1e-5, msg=how)
+
+
+def not_right(job: tw.Job) -> None:
+    embedding = tw.torch.StoreEmbedding(ROWS, 4, torch.optim.SGD, lr=1.0, initial="zeros")
+    dense = torch.nn.Linear(4, 1)
+    store = tw.torch.StoreOptimizer(dense, torch.optim.SGD, lr=0.1)
+    for optimizer in (store, torch.optim.SGD(dense.parameters(), lr=0.1)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(embedding(torch.arange(3)).sum() + dense(torch.ones(4)).sum()).backward()
+        with pytest.raises(errors.Unsupported, match=r"StoreEmbedding\(20, 4.*GradScaler"):
+            scaler.step(optimizer)
+        embedding.zero_grad()
+        dense.zero_grad()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(embedding(torch.arange(3)).sum() + dense(torch.ones(4)).sum()).backward()
+    off.step(store)
+    store.max_grad_norm = 1.0
+    with torch.no_grad():
+        assert torch.equal(embedding(torch.arange(3)), torch.full((3, 4), -1.0))
+    embedding(torch.arange(3)).sum().backward()
+    with pytest.raises(errors.Unsupported, match="no max_grad_norm"):
+        store.step()
+    embedding.zero_grad()
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    run_job(not_right, workers=1).ok()
+
+
+def test_gradients_that_no_step_pushes_are_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+    sums = RowSums(cast(Any, SimpleNamespace(at_close=calls.append)), cast(Any, None), "the table")
+    calls[0]()
+    assert capsys.readouterr().err == ""
+    sums.add(np.arange(2), np.ones((2, 4)))
+    calls[0]()
+    assert "gradients of the table from 1 backward passes were not pushed" in capsys.readouterr().err
+
+
 def misuse(job: tw.Job) -> None:
     make, adam = tw.torch.StoreEmbedding, torch.optim.Adam
     for text, call in [
         ("torch.optim.SGD, torch.optim.SparseAdam; not by", lambda: make(3, 2, adam)),
         ("num_embeddings must be", lambda: make(0, 2, torch.optim.SGD, lr=1)),
         ("changes all rows", lambda: make(3, 2, torch.optim.SGD, lr=1, momentum=0.5)),
+        ("seed must be", lambda: make(3, 2, torch.optim.SGD, lr=1, seed=-1)),
+        ("seed must be", lambda: make(3, 2, torch.optim.SGD, lr=1, seed=2**63)),
         ("initial must be", lambda: make(3, 2, torch.optim.SGD, lr=1, initial="ones")),
     ]:
         with pytest.raises(errors.ArgumentError, match=text):
             call()
+    with pytest.raises(errors.Unsupported, match=r"float64, not torch.bfloat16"):
+        make(3, 2, torch.optim.SGD, lr=1, dtype=torch.bfloat16)
     embedding = make(3, 2, torch.optim.SGD, lr=1.0)
     with pytest.raises(errors.ArgumentError, match="no row 3"):
         embedding(torch.tensor([3]))

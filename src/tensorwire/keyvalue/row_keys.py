@@ -10,7 +10,7 @@ from typing import Any
 from tensorwire.errors import ArgumentError
 from tensorwire.keyvalue.handle import Calls, Handle
 from tensorwire.keyvalue.key_arguments import Key, as_array, as_key, plan_name
-from tensorwire.keyvalue.row_table import Table, check_scale, check_shape, most_rows, table_dtype
+from tensorwire.keyvalue.row_table import Table, check_scale, check_seed, check_shape, most_rows, table_dtype
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import Worker
 from tensorwire.store.modes import SSP, Async, Sync
@@ -74,8 +74,7 @@ class RowKeys:
             raise ArgumentError(
                 f"the values for key {key!r} must be {dtype}{list(shape)}, not {first.dtype}{list(first.shape)}"
             )
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ArgumentError(f"seed must be a whole number of at least 0, not {seed!r:.100}")
+        check_seed(seed)
         check_scale(scale)
         with self._calls:
             self._tables[key] = Table(

@@ -302,6 +302,12 @@ def check_scale(scale: Any) -> None:
         raise ArgumentError(f"scale must be a number, not {scale!r:.100}")
 
 
+def check_seed(seed: Any) -> None:
+    """Refuses what first values cannot be drawn from. Raises `ArgumentError`."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError(f"seed must be a whole number from 0 to 2**63 - 1, not {seed!r:.100}")
+
+
 def embedding_table(
     worker: Worker,
     shape: tuple[int, int],
@@ -316,6 +322,7 @@ def embedding_table(
     """The table of an embedding. ``drawn``: worker 0's is the seed, if there is none. The rest is as for `Table`."""
     if seed is None:
         seed = worker.collectives.broadcast(drawn, 0, _BARRIER_SECONDS)
+    check_seed(seed)
     settings = TableSpec(most_rows(shape, dtype), initial, float(scale), seed)
     return Table(worker, "embedding", shape, dtype, settings=settings, **options)
 

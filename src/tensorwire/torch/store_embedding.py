@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import sys
+import weakref
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tensorwire.errors import ArgumentError
-from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.keyvalue.row_sums import RowSums
+from tensorwire.keyvalue.row_table import check_embedding, embedding_table
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch import current_worker
 from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 
+# By their numbers, because all workers push in the same order.
+_embeddings: weakref.WeakValueDictionary[int, StoreEmbedding] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
 
 class StoreEmbedding(torch.nn.Module):
-    """An embedding whose table no worker has to hold: rows are pulled in forward and pushed in backward.
+    """An embedding whose table no worker has to hold: rows are pulled in forward, their gradients pushed by a step.
 
     ::
 
         embedding = tw.torch.StoreEmbedding(10**8, 64, torch.optim.Adagrad, lr=0.1)
         loss = model(embedding(indices)).sum()
         loss.backward()
+        optimizer.step()
 
-    It has no parameters: servers apply the optimizer as soon as gradients come. Each row travels once per pass, however
-    often it is named. Every worker makes the module, in the same place of its program. With ``Sync()``, all workers
-    have to run backward through it equally often.
+    Gradients of several lookups and backward passes are summed, as those of a parameter are. The next ``step()`` of
+    any optimizer in this process, a `StoreOptimizer` or one of torch's, pushes the sum, or that of the module itself,
+    and servers apply it as one update. Each row travels once, however often it is named.
+
+    It has no parameters, so ``optimizer.zero_grad()`` does not drop its gradients, and ``clip_grad_norm_`` neither sees
+    nor clips them. Every worker makes the module, in the same place of its program. With ``Sync()``, all workers have
+    to take equally many steps that have a gradient of it.
 
     Args:
         num_embeddings: The number of rows.
         embedding_dim: Elements of a row.
         optimizer: ``torch.optim.SGD`` without momentum, ``Adagrad`` or ``SparseAdam``, whose options are ``options``.
         mode: ``tw.store.Sync()``: an update has the gradients of all workers, and a pull waits for that of the worker's
-            last backward. ``Async()``: each worker's gradients are applied by themselves. ``SSP()``: the same, and a
+            last push. ``Async()``: each worker's gradients are applied by themselves. ``SSP()``: the same, and a
             pull waits while this worker is more than ``staleness`` updates ahead of the slowest.
         reduce: ``"mean"`` or ``"sum"`` of the workers' gradients, with ``Sync()``.
         initial: How servers draw the first values: ``"normal"``, ``"uniform"`` or ``"zeros"``.
@@ -44,7 +59,8 @@ class StoreEmbedding(torch.nn.Module):
 
     Raises:
         ArgumentError: ``init()`` has not been called, or an argument is wrong.
-        Unsupported: The dtype is another one.
+        Unsupported: The dtype is another one. Or, in an optimizer's ``step()``: its gradients are scaled by a
+            ``GradScaler``; or that optimizer has ``max_grad_norm`` or ``error_if_nonfinite``.
         PlanMismatch: The workers' tables differ.
         WaitTimeout: Another worker did not come in time.
         JobEnded: The job ended; the message says why.
@@ -71,6 +87,8 @@ class StoreEmbedding(torch.nn.Module):
         if rule not in ROW_OPTIMIZERS or getattr(torch.optim, rule) is not optimizer:
             names = ", ".join(f"torch.optim.{name}" for name in ROW_OPTIMIZERS)
             raise ArgumentError(f"servers update rows by {names}; not by {optimizer!r:.100}")
+        if dtype not in (torch.float32, torch.float64):
+            raise Unsupported(f"servers hold rows of torch.float32 or torch.float64, not {dtype!r:.100}")
         self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
         self._table = embedding_table(
             worker,
@@ -85,6 +103,9 @@ class StoreEmbedding(torch.nn.Module):
             options=options,
             reduce=reduce,
         )
+        self._sums = RowSums(worker, self._table, repr(self))
+        _embeddings[next(_numbers)] = self
+        _watch_steps()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Looks rows up.
@@ -97,14 +118,14 @@ class StoreEmbedding(torch.nn.Module):
 
         Raises:
             ArgumentError: An index is out of range.
-            WaitTimeout: The servers did not answer in time, because another worker did not run backward.
+            WaitTimeout: The servers did not answer in time, because another worker did not push its gradients.
             JobEnded: The job ended; the message says why.
         """
         unique, inverse = torch.unique(indices.detach(), return_inverse=True)
         rows = self._rows(unique)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_hook(_Pusher(self._table, unique))  # type: ignore[no-untyped-call]
+            rows.register_post_accumulate_grad_hook(_Adder(self._sums, unique))  # type: ignore[no-untyped-call]
         return torch.nn.functional.embedding(inverse, rows)
 
     def _rows(self, unique: torch.Tensor) -> torch.Tensor:
@@ -112,8 +133,26 @@ class StoreEmbedding(torch.nn.Module):
         pull.finish(None)
         return torch.from_numpy(pull.result)
 
+    def step(self) -> None:
+        """Pushes the sum of the gradients since the last push, if there is one. Optimizers' ``step()`` calls it.
+
+        Raises:
+            WaitTimeout: The servers did not take it in time, because another worker did not push.
+            JobEnded: The job ended; the message says why.
+        """
+        self._sums.push()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients since the last push, for a step that is to be left out.
+
+        Args:
+            set_to_none: As for every module.
+        """
+        self._sums.drop()
+        super().zero_grad(set_to_none)
+
     def set_options(self, **options: float) -> None:
-        """Changes numeric options of the optimizer, such as ``lr``, for the gradients that follow.
+        """Changes numeric options of the optimizer, such as ``lr``, from the next push on.
 
         In a round of `Sync`, those of the first rank count.
 
@@ -126,10 +165,10 @@ class StoreEmbedding(torch.nn.Module):
         self._table.set_options(**options)
 
     def wait(self) -> None:
-        """Returns when the servers have applied this worker's gradients.
+        """Returns when the servers have applied what this worker has pushed.
 
         Raises:
-            WaitTimeout: They did not in time, because another worker did not run backward.
+            WaitTimeout: They did not in time, because another worker did not push its gradients.
             JobEnded: The job ended; the message says why.
         """
         self._table.wait()
@@ -166,12 +205,45 @@ class StoreEmbedding(torch.nn.Module):
         return f"StoreEmbedding({self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype})"
 
 
-class _Pusher:
-    """Pushes the gradient of pulled rows. Without effect in copies, which belong to no graph."""
+class _Adder:
+    """Takes the gradient of pulled rows away. Without effect in copies, which belong to no graph."""
 
-    def __init__(self, table: Table, unique: torch.Tensor) -> None:
-        self._table, self._unique = table, unique
+    def __init__(self, sums: RowSums, unique: torch.Tensor) -> None:
+        self._sums, self._unique = sums, unique
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        rows = gradient.detach().contiguous().numpy()
-        self._table.push(*self._table.given(self._unique.numpy(), rows))
+    def __call__(self, rows: torch.Tensor) -> None:
+        gradient, rows.grad = rows.grad, None  # nothing is added to it afterwards
+        assert gradient is not None
+        self._sums.add(self._unique.numpy(), gradient.detach().contiguous().numpy())
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse(optimizer))
+    register_optimizer_step_post_hook(_step_all)  # after the step, because its closure may run backward
+
+
+def _step_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _refuse(optimizer)
+    for embedding in list(_embeddings.values()):
+        embedding.step()
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `Unsupported` for a step whose gradients of rows would not be right."""
+    waiting = next((e for e in list(_embeddings.values()) if e._sums.waiting), None)
+    if waiting is None:
+        return
+    if _is_scaled():
+        raise Unsupported(f"{waiting} goes without a GradScaler: use bfloat16, which needs no scaling")
+    if getattr(optimizer, "max_grad_norm", None) is not None or getattr(optimizer, "error_if_nonfinite", False):
+        raise Unsupported(f"the norm has no gradients of {waiting}: use no max_grad_norm, error_if_nonfinite")
+
+
+def _is_scaled() -> bool:
+    """Whether a GradScaler calls this ``step()``, which of torch's own optimizers none is told."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+    return False
