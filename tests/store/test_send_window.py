@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tensorwire.device import Completion
-from tensorwire.errors import PeerLost, WaitTimeout
+from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
 from tensorwire.store.send_window import SendWindow
+from tensorwire.testing.patience import patient
 
 
 class Transfer(Completion):
@@ -107,7 +108,45 @@ def test_an_error_comes_out_of_the_next_call_and_nothing_more_is_sent() -> None:
     link.submit(2)
     link.broken = True
     link.transfers[0].arrive()
+    assert isinstance(link.send_window.error, PeerLost)
     for call in (lambda: link.submit(3), lambda: link.send_window.flush(0)):
         with pytest.raises(PeerLost, match="gone"):
             call()
     assert link.sent == [1]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), PeerLost("gone")])
+def test_whatever_ends_a_send_in_a_thread_of_the_device_is_kept(error: Exception) -> None:
+    window, first = SendWindow(10), Transfer()
+
+    def fail() -> Completion:
+        raise error
+
+    window.submit((1, 0), 10, lambda: first)
+    window.submit((2, 0), 10, fail)
+    first.arrive()
+    with pytest.raises(type(error)):
+        window.flush(patient(0.5))
+
+
+def test_a_transfer_that_fails_is_kept() -> None:
+    class Refused(Transfer):
+        def wait(self, timeout: float = 60.0) -> None:
+            raise RemoteAccessError("refused")
+
+    window, first = SendWindow(10), Refused()
+    window.submit((1, 0), 10, lambda: first)
+    first.arrive()
+    with pytest.raises(RemoteAccessError):
+        window.flush(patient(0.5))
+
+
+def test_an_interrupt_of_the_thread_that_submits_comes_out_of_it() -> None:
+    def interrupted() -> Completion:
+        raise KeyboardInterrupt
+
+    window = SendWindow(10)
+    with pytest.raises(KeyboardInterrupt):
+        window.submit((1, 0), 10, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        window.flush(patient(0.5))

@@ -443,8 +443,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason(how: str, says: st
         assert says in told
 
 
-def breaks(job: tw.Job) -> tuple[str, list[str]]:
-    """The first bucket cannot be pushed: what ``backward`` or ``step`` says, and which threads are left."""
+def breaks(job: tw.Job) -> tuple[str, str, list[str]]:
+    """The first bucket cannot be pushed: what ``step`` and ``close`` say, and which threads are left."""
     by_thread()
     model = zoo.build("mlp")
     optimizer = tw.torch.StoreOptimizer(
@@ -462,14 +462,14 @@ def breaks(job: tw.Job) -> tuple[str, list[str]]:
     except errors.TensorwireError as error:
         told = f"{type(error).__name__}: {error}"
     optimizer._parts[0].client.slot = slot  # type: ignore[method-assign]
-    job.close()
-    return told, [t.name for t in threading.enumerate() if t.name == "tensorwire-push"]
+    with pytest.raises(errors.StepInterrupted) as left:
+        job.close()
+    return told, left.typename, [t.name for t in threading.enumerate() if t.name == "tensorwire-push"]
 
 
 def test_an_error_of_the_thread_comes_out_of_the_step_and_the_job_can_end() -> None:
-    for told, threads in run_job(breaks).ok():
-        assert told == "WaitTimeout: the channel stayed full"
-        assert threads == []
+    (ended,) = run_job(breaks, workers=1).results
+    assert ended == ("WaitTimeout: the channel stayed full", "StepInterrupted", [])
 
 
 def loaded(job: tw.Job) -> dict[str, torch.Tensor]:

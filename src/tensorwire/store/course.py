@@ -60,10 +60,3 @@ class Course:
                 f"{broken} when a part of it had left for the servers: its gradients must not be mixed with others, so "
                 "end the job, and start it again from a checkpoint that was written before"
             )
-
-    def left_early(self) -> bool:
-        """Whether this worker leaves where a unit was left; then the job ends, as the others can only wait for it."""
-        broken = self.broken
-        if broken and not self._member.client.ended.is_set():
-            self._member.fail(f"left the job after {broken}: start it again from a checkpoint")
-        return bool(broken)

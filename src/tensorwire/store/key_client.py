@@ -256,9 +256,9 @@ class KeyClient:
         """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
         if self.step < 0:
             return
-        if self.course.left_early():
+        if self.course.broken:
             self.step = -1
-            return
+            self.course.check()  # the servers wait for the rest: the others are not to go on with what there is
         try:
             numbers = self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
             for link, number in zip(self._links, numbers, strict=True):

@@ -270,7 +270,7 @@ class StoreClient:
     def slot(self, bucket: Bucket) -> memoryview:
         """The memory that this round's gradients of a bucket are to be put into; it is the same in every round."""
         if self.own_clock:
-            self.wait_for(bucket, self._pushed[bucket.number])
+            self._wait_for(bucket, self._pushed[bucket.number])
         self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 
@@ -368,9 +368,12 @@ class StoreClient:
 
     def wait_for(self, bucket: Bucket, step: int) -> None:
         """Waits until ``bucket`` has the version of round ``step``. Raises as ``wait``."""
+        self._wait_for(bucket, step)
+        self._reach("answered_some")
+
+    def _wait_for(self, bucket: Bucket, step: int) -> None:
         server = self._servers[bucket.server]
         self._wait(server, partial(server.version(bucket.index).wait, step))
-        self._reach("answered_some")
 
     def _wait(self, server: _Server, wait: Callable[[float], object]) -> None:
         """``wait(seconds)``, unless a push has failed: its round does not end."""
@@ -465,9 +468,9 @@ class StoreClient:
         """Tells every server that this worker is done. Idempotent. Raises as ``wait``."""
         if self.step < 0:
             return
-        if self.course.left_early():
+        if self.course.broken:
             self.step = -1
-            return
+            self.course.check()  # the servers wait for the rest: the others are not to go on with what there is
         try:
             self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
             for server in self._servers:

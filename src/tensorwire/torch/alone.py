@@ -52,6 +52,14 @@ class Alone:
         finally:
             self._lock.release()
 
+    def go_on_if_free(self) -> None:
+        """`go_on`, unless another thread is inside: then nothing was interrupted."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.go_on()
+            finally:
+                self._lock.release()
+
     def go_on(self) -> None:
         """Before a call or a hook does anything. Raises `StepInterrupted`, or what comes of the waiting."""
         self._course.check()

@@ -149,6 +149,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if origin.state is not None:
             self._saved.check(origin.state)
         self._overlap = self._steps.overlap = Overlap(self._steps.open, self._alone) if overlap else None
+        self._worker.at_close(self._steps.leave)
         if self._overlap is not None:
             self._worker.at_close(self._overlap.close)  # before its parts finish
         self._pid = os.getpid()

@@ -226,7 +226,7 @@ class _Watched:
         if torch.compiler.is_compiling():
             self._compile()
             return
-        self._overlap.alone.go_on()
+        self._overlap.alone.go_on_if_free()
         self._ran.update(indices)
         self.part.arrive(indices)
 

@@ -264,8 +264,9 @@ class Part:
             for i in changed:
                 if self._shown[i] != buffer:
                     self.params[i].data = self._views[buffer][i]
-                    self._shown[i] = buffer
             self._mark(changed)
+            for i in changed:  # last, so that one who was interrupted here shows them again
+                self._shown[i] = buffer
 
     def _mark(self, changed: Sequence[int]) -> None:
         torch.autograd.graph.increment_version([self.params[i] for i in changed])
@@ -297,9 +298,9 @@ class Part:
         """Lets parameters show ``nowhere`` until ``show``, so that nobody takes the version before for this one."""
         hidden = list(indices)
         with self._showing:
-            for i in hidden:
-                self.params[i].data = nowhere[i]
+            for i in hidden:  # first, so that one who was interrupted here shows them again
                 self._shown[i] = -1
+                self.params[i].data = nowhere[i]
             self._mark(hidden)
 
     # ---- values that come from users
@@ -405,10 +406,11 @@ class Part:
     # ---- the end
 
     def finish(self) -> None:
-        """This worker is done. Gradients that were pushed without a step are left without effect here."""
-        if self.is_open and not self.client.course.broken:
-            self.push(self.unsent(), [None] * len(self.params))
-            self.clip(0.0)
+        """This worker is done. Raises `StepInterrupted` where others would take a step with a part of its gradients."""
+        course = self.client.course
+        if self.is_open and not course.broken and (self.unsent() or self.asks_norm):
+            course.begin(f"step {self.client.updates}")
+            course.note(ArgumentError("the script ended between backward() and step()"))
         self.client.finish()
 
 

@@ -141,6 +141,11 @@ class Stepping:
                 part.clip(LEFT_OUT if left_out else total)
             self._left_out = left_out
 
+    def leave(self) -> None:
+        """Before the stores finish: no worker waits for this one's norm."""
+        if not self._course.broken:
+            self.complete()
+
     def complete(self) -> None:
         """Waits for what a step has pushed that was interrupted since. Raises as ``pull``, or `JobEnded`."""
         if self._waiting:
