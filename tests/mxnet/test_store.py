@@ -461,14 +461,21 @@ def refused(job: tw.Job) -> list[str]:
     attempt(lambda: kv.set_optimizer(mx.optimizer.create("nadam")))
     attempt(lambda: kv.set_optimizer(mx.optimizer.create("dcasgd")))
     attempt(lambda: kv.set_gradient_compression({"type": "1bit"}))
+    attempt(lambda: kv.set_gradient_compression("2bit"))
     attempt(lambda: kv.set_updater(print))
     attempt(lambda: KVStore(mode="sync"))
     kv.init("a", mx.nd.zeros((2,)))
     attempt(lambda: kv.init("a", mx.nd.zeros((2,))))
+    attempt(lambda: kv.init(["b", None], [mx.nd.zeros((2,))] * 2))  # and "a" stays
+    attempt(lambda: kv.init(["b", 1.5], [mx.nd.zeros((2,))] * 2))
+    attempt(lambda: kv.init(["b", "c"], [mx.nd.zeros((2,)), mx.nd.zeros((2,), dtype="int8")]))
     attempt(lambda: kv.push("a", mx.nd.zeros((3,))))
     attempt(lambda: kv.push(["a", "b"], [mx.nd.zeros((2,))]))
     attempt(lambda: kv.set_optimizer(mx.optimizer.create("sgd")))
     attempt(lambda: kv.row_sparse_pull("a", mx.nd.zeros((2,)), row_ids=mx.nd.zeros((1,))))
+    for name in ("tensorwire_sync", "device_tensorwire", "dist_tensorwire_synch"):
+        with pytest.raises(errors.ArgumentError, match=f"there is no store '{name}'; there are dist_tensorwire_async"):
+            mx.kv.create(name)
     with pytest.raises(errors.ArgumentError, match="there is no store"):
         mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="tensorwire").step(1)
     with warnings.catch_warnings(record=True) as warned:
@@ -486,9 +493,13 @@ def test_what_is_refused() -> None:
         "keeps one schedule",
         "DCASGD has a dict as 'weight_previous'",
         "no compression of type '1bit'",
+        "compression is a dictionary",
         "use set_optimizer()",
         "mode must be",
         "exists already",
+        "a string or an integer, not None",
+        "a string or an integer, not 1.5",
+        "key 'c' cannot be int8",
         "must be float32[2]",
         "2 keys need a list",
         "before keys are pushed",
@@ -527,10 +538,13 @@ def order_of(job: tw.Job, priorities: list[int]) -> list[int]:
         begun.append(priority)
         return Answered()
 
-    requests.submit(held_up, done.release, 0)
+    def ended(_: object) -> None:
+        done.release()
+
+    requests.submit(held_up, ended, 0)
     held.wait()
     for priority in priorities:
-        requests.submit(partial(begin, priority), done.release, priority)
+        requests.submit(partial(begin, priority), ended, priority)
     all_there.set()
     for _ in range(1 + len(priorities)):
         done.acquire()
@@ -553,6 +567,37 @@ def die_on_the_way(job: tw.Job) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         kv.pushpull(0, mx.nd.ones((100,)), out=out)
         out.wait_to_read()
+
+
+def gone(job: tw.Job) -> None:
+    """A pull that is under way when the servers are gone."""
+    mx, kv = store_of()
+    from tensorwire.mxnet import engine
+
+    out = mx.nd.zeros((100,))
+    kv.init(0, mx.nd.zeros((100,)))
+    kv.pull(0, out)
+    out.wait_to_read()
+    kv._store.pull = lambda *_, **__: Gone()
+    kv.pull(0, out)
+    with pytest.raises(mx.MXNetError, match="JobEnded: server 0 is gone"):
+        out.asnumpy()
+    with pytest.raises(errors.JobEnded, match="server 0 is gone"):
+        kv.pull(0, out)
+    engine.forget_errors()
+    kv._requests.error = None
+
+
+class Gone:
+    """A request that has no answer."""
+
+    def wait(self) -> None:
+        """The job ends."""
+        raise errors.JobEnded("server 0 is gone")
+
+
+def test_a_pull_that_fails_gives_no_old_values() -> None:
+    run_job(gone, workers=1).ok()
 
 
 def test_a_killed_worker_ends_the_job_with_its_name() -> None:

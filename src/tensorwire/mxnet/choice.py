@@ -19,19 +19,35 @@ _OURS = "tensorwire"
 
 
 def watch() -> None:
-    """Trainer and Module check what they are given. Private to MXNet 1.9.1: their `_create_kvstore`."""
+    """`mx.kv.create`, Trainer and Module check what they are given. Private to MXNet 1.9.1: `_create_kvstore`."""
+    mx.kv.create = _named(mx.kv.create)
     for module in (mx.model, mx.gluon.trainer, mx.module.module):
         module._create_kvstore = _checked(module._create_kvstore)
     trainer = mx.gluon.Trainer
     trainer._check_and_rescale_grad = _rescaled(trainer._check_and_rescale_grad)
 
 
+def _check_name(kvstore: Any) -> None:
+    known = sorted(name for name in mx.kvstore.KVStoreBase.kv_registry if _OURS in name)
+    if isinstance(kvstore, str) and _OURS in kvstore.lower() and kvstore.lower() not in known:
+        raise ArgumentError(f"there is no store {kvstore!r:.100}; there are {', '.join(known)}")
+
+
+def _named(create: Callable[..., Any]) -> Callable[..., Any]:
+    """MXNet takes a name that it does not know for one of its own local stores."""
+
+    @functools.wraps(create)
+    def named(name: Any = "local") -> Any:
+        _check_name(name)
+        return create(name)
+
+    return named
+
+
 def _checked(create: Callable[..., tuple[Any, bool]]) -> Callable[..., tuple[Any, bool]]:
     @functools.wraps(create)
     def checked(kvstore: Any, *arguments: Any) -> tuple[Any, bool]:
-        known = sorted(name for name in mx.kvstore.KVStoreBase.kv_registry if _OURS in name)
-        if isinstance(kvstore, str) and _OURS in kvstore.lower() and kvstore.lower() not in known:
-            raise ArgumentError(f"there is no store {kvstore!r:.100}; there are {', '.join(known)}")
+        _check_name(kvstore)
         store, update_on_kvstore = create(kvstore, *arguments)
         if _OURS not in getattr(store, "type", ""):
             _warn(kvstore)

@@ -7,6 +7,7 @@ line behind copies and layers. The layouts are those of MXNet 1.9.1.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import threading
@@ -31,7 +32,8 @@ class _OnComplete(ctypes.Structure):
     _fields_ = [("callback", ctypes.c_void_p), ("engine", ctypes.c_void_p), ("param", ctypes.c_void_p)]
 
 
-Ended = Callable[[], None]
+Ended = Callable[[BaseException | None], None]  # an error: whoever reads what the operation writes raises it
+_cxx = ctypes.CDLL("libstdc++.so.6")  # what MXNet throws is a std::runtime_error, of two words
 _numbers = itertools.count(1)
 _begun: dict[int, Callable[[Ended], None]] = {}  # by number: operations that the engine has not started
 _lock = threading.Lock()
@@ -43,7 +45,17 @@ def _start(_: int, on_complete: int, number: int) -> None:
     callback, engine, param = end.callback, end.engine, end.param
     with _lock:
         begin = _begun.pop(number)
-    begin(lambda: _END(callback)(engine, param, None))
+    begin(lambda error: _end(callback, engine, param, error))
+
+
+def _end(callback: int, engine: int, param: int, error: BaseException | None) -> None:
+    if error is None:
+        _END(callback)(engine, param, None)
+        return
+    thrown = (ctypes.c_void_p * 2)()
+    _cxx._ZNSt13runtime_errorC1EPKc(thrown, f"{type(error).__name__}: {error}".encode())
+    _END(callback)(engine, param, ctypes.addressof(thrown))
+    _cxx._ZNSt13runtime_errorD1Ev(thrown)
 
 
 _start_function = _START(_start)
@@ -51,7 +63,7 @@ _context, _property = _Context(_CPU, 0), ctypes.c_int(_PRIORITIZED)
 
 
 def push(begin: Callable[[Ended], None], reads: Sequence[Any], writes: Sequence[Any], name: str) -> None:
-    """Calls ``begin(ended)`` once the arrays are there; ``begin`` returns at once, and ``ended()`` is called later.
+    """Calls ``begin(ended)`` once the arrays are there; ``begin`` returns at once, and `Ended` is called later.
 
     ``reads``, ``writes``: NDArrays, none of them in both.
     """
@@ -74,6 +86,12 @@ def push(begin: Callable[[Ended], None], reads: Sequence[Any], writes: Sequence[
             False,
         )
     )
+
+
+def forget_errors() -> None:
+    """Waits until the engine is idle. What was raised is not raised once more when it stops."""
+    with contextlib.suppress(Exception):
+        mx.nd.waitall()
 
 
 def _handles(arrays: Sequence[Any]) -> Any:

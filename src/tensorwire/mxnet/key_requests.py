@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import PriorityQueue, SimpleQueue
 from typing import NamedTuple, Protocol
 
+from tensorwire.mxnet.engine import Ended
+
 
 class BegunRequest(Protocol):
     """A request that has begun."""
@@ -24,22 +26,22 @@ class _Request(NamedTuple):
     number: int
     begin: Callable[[], BegunRequest]
     begun: Callable[[BegunRequest], None]
-    failed: Callable[[], None]
+    failed: Callable[[BaseException], None]
 
 
 class KeyRequests:
-    """Requests to the servers. The first error of one is kept, and ends all that follow at once."""
+    """Requests to the servers. The first error of one is kept, and ends it and all that follow at once."""
 
     def __init__(self) -> None:
         self._waiting: PriorityQueue[_Request] = PriorityQueue()
-        self._begun: SimpleQueue[tuple[BegunRequest, Callable[[], None]]] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[BegunRequest, Ended]] = SimpleQueue()
         self._numbers = itertools.count()
         self.error: BaseException | None = None
         self.turn = threading.Lock()  # for what must not come between options and a push
         for name, loop in (("requests", self._begin), ("answers", self._finish)):
             threading.Thread(target=loop, name=f"tensorwire mxnet {name}", daemon=True).start()
 
-    def submit(self, begin: Callable[[], BegunRequest], ended: Callable[[], None], priority: int) -> None:
+    def submit(self, begin: Callable[[], BegunRequest], ended: Ended, priority: int) -> None:
         """Calls ``begin`` in its turn, those of higher priority first, and ``ended`` when its answer has come."""
         self._submit(begin, lambda request: self._begun.put((request, ended)), ended, priority)
 
@@ -51,7 +53,7 @@ class KeyRequests:
         self,
         begin: Callable[[], BegunRequest],
         begun: Callable[[BegunRequest], None],
-        failed: Callable[[], None],
+        failed: Callable[[BaseException], None],
         priority: int,
     ) -> None:
         self._waiting.put(_Request(-priority, next(self._numbers), begin, begun, failed))
@@ -69,7 +71,7 @@ class KeyRequests:
                 request.begun(request.begin())
             except BaseException as error:  # a reader of the array must not wait for ever
                 self.error = self.error or error
-                request.failed()
+                request.failed(self.error)
 
     def _finish(self) -> None:
         while True:
@@ -78,7 +80,9 @@ class KeyRequests:
                 answer.wait()
             except BaseException as error:
                 self.error = self.error or error
-            ended()
+                ended(self.error)
+            else:
+                ended(None)
 
 
 class SentRequest:
@@ -88,18 +92,18 @@ class SentRequest:
         self._requests, self._begin, self._priority = requests, begin, priority
         self._request: BegunRequest | None = None
 
-    def leave(self, ended: Callable[[], None]) -> None:
+    def leave(self, ended: Ended) -> None:
         """Ends when the request has left."""
 
         def begun(request: BegunRequest) -> None:
             self._request = request
-            ended()
+            ended(None)
 
         self._requests._submit(self._begin, begun, ended, self._priority)
 
-    def finish(self, ended: Callable[[], None]) -> None:
+    def finish(self, ended: Ended) -> None:
         """Ends when its answer has come; it begins after the request has left."""
-        if self._request is None:  # it failed, and the next call says why
-            ended()
+        if self._request is None:  # it failed
+            ended(self._requests.error)
         else:
             self._requests._begun.put((self._request, ended))

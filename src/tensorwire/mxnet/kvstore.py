@@ -6,19 +6,24 @@ because oneDNN changes the layout of their memory in place when a network is eva
 
 from __future__ import annotations
 
+import atexit
+from collections.abc import Mapping
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 import tensorwire
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue import KeyValue
 from tensorwire.launch.worker import Worker, current_worker
-from tensorwire.mxnet import gradients
+from tensorwire.mxnet import engine, gradients
 from tensorwire.mxnet.key_requests import KeyRequests
-from tensorwire.mxnet.server_rule import RULE, UPDATES, is_elementwise, numbers_of, settings_of
+from tensorwire.mxnet.server_rule import RULE, UPDATES, is_elementwise, numbers_of, over, settings_of
 from tensorwire.mxnet.worker_keys import DenseKey, Key, KeyParts, RowKey, parts_of
+from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import SSP, Async, Sync
+from tensorwire.store.sharding import ParameterSpec
 
 _COLLECTIVE_SECONDS = 600.0
 _BUCKET_BYTES = 2 << 20  # smaller: transfers and updates overlap more; larger: fewer messages
@@ -50,6 +55,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._early: set[Key] = set()  # keys that were made before their `broadcast`
         self._store: KeyValue | None = None
         self._requests = KeyRequests()
+        atexit.register(engine.forget_errors)  # after this worker has left
         self._worker.at_close(self._leave)  # before that of the keys, which are made later
         self._worker.leave_earlier()  # or MXNet's engine would have stopped, if it was imported after `init`
 
@@ -114,6 +120,10 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         if self._keys:
             raise ArgumentError("set the compression before keys are pushed or pulled")
         known = {"2bit": ("threshold", 0.5), "topk": ("fraction", 0.01), "int8": ("block", 256)}
+        if not isinstance(compression_params, Mapping):
+            raise ArgumentError(
+                f"compression is a dictionary, such as {{'type': '2bit'}}, not {compression_params!r:.100}"
+            )
         settings = dict(compression_params)
         kind = settings.pop("type", None)
         if kind in known:
@@ -141,13 +151,17 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             value: An NDArray, dense or row_sparse, or a list of them.
 
         Raises:
-            ArgumentError: A key exists already.
+            ArgumentError: A key exists already, or is neither a string nor an integer. No key was made.
+            Unsupported: The store does not hold this dtype, or compression does not code it. No key was made.
         """
         self._requests.check()
+        made: dict[Key, Any] = {}
         for each, values in _pairs(key, value):
-            if each in self._keys or each in self._pending:
+            if each in self._keys or each in self._pending or each in made:
                 raise ArgumentError(f"key {each!r} exists already")
-            self._pending[each] = values[0].copy()
+            _check_new(each, values[0], self._compression)
+            made[each] = values[0].copy()
+        self._pending.update(made)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """`init`, and then `pull`. Raises as these.
@@ -394,6 +408,18 @@ class _Updater:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+
+
+def _check_new(key: Any, value: Any, compression: str | None) -> None:
+    """Refuses what no key can be, before it is placed together with others. Raises `ArgumentError` or `Unsupported`."""
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
+    dtype = np.dtype(value.dtype)
+    try:
+        over(np.zeros(1, dtype))
+    except ValueError as error:
+        raise Unsupported(f"key {key!r} cannot be {dtype.name}: {error}") from None
+    check_dtypes([ParameterSpec(str(key), value.shape, dtype.name)] if compression else [])
 
 
 def _pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
