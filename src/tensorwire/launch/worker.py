@@ -136,8 +136,8 @@ class Worker:
 
     def leave_earlier(self) -> None:
         """At the end of a script, this worker leaves before exit calls that were registered until now."""
-        atexit.unregister(self.close)
-        atexit.register(self.close)
+        atexit.unregister(self._close_at_exit)
+        atexit.register(self._close_at_exit)
 
     # ---- failure
 

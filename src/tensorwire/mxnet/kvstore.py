@@ -16,6 +16,7 @@ import numpy as np
 import tensorwire
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue import KeyValue
+from tensorwire.keyvalue.key_arguments import as_key
 from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.mxnet import engine, gradients
 from tensorwire.mxnet.key_requests import KeyRequests
@@ -412,8 +413,7 @@ class _Updater:
 
 def _check_new(key: Any, value: Any, compression: str | None) -> None:
     """Refuses what no key can be, before it is placed together with others. Raises `ArgumentError` or `Unsupported`."""
-    if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise ArgumentError(f"a key is a string or an integer, not {key!r:.100}")
+    as_key(key)
     dtype = np.dtype(value.dtype)
     try:
         over(np.zeros(1, dtype))
