@@ -72,7 +72,15 @@ PUBLIC = {
         *("AlreadyPublished", "ArgumentError", "AuthenticationError", "ControlError", "DeviceError"),
         *("GradientModified", "JobEnded", "NotOnThisWorker", "MissingPackage", "NonFiniteGradient", "OutOfMemory"),
         *("ParameterModified", "PeerLost", "PlanMismatch", "ProtocolError", "RegionClosed"),
-        *("RemoteAccessError", "TensorwireError", "Unsupported", "VerbsUnavailable", "WaitTimeout", "WorkerFinished"),
+        *(
+            "RemoteAccessError",
+            "StepInterrupted",
+            "TensorwireError",
+            "Unsupported",
+            "VerbsUnavailable",
+            "WaitTimeout",
+            "WorkerFinished",
+        ),
     },
 }
 

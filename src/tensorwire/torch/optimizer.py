@@ -141,6 +141,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         )
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
+        self.grad_norm: float | None = None
         _ = self._clip
         self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
         self._steps = Stepping(self._worker, self._course, self._saved, lambda: self._clip)
@@ -253,7 +254,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: With ``error_if_nonfinite``, the gradients' norm is NaN or inf; nothing was changed.
             Unsupported: A gradient is sparse and not an embedding's; or ``overlap`` met a closure or a GradScaler.
             ArgumentError: A gradient or an option does not fit; or another thread is in a method of this optimizer.
-            StepInterrupted: An earlier call was interrupted while it pushed; see "Interrupted steps" in the docs.
+            StepInterrupted: An earlier call was interrupted when a part of the gradients had left.
             WaitTimeout: Another worker did not take its step in time.
             JobEnded: The job ended; the message says why.
         """
@@ -274,6 +275,7 @@ class StoreOptimizer(torch.optim.Optimizer):
                 spans.add("compute", step, self._left, start)
                 spans.add("push", step, start, clock())
                 left_out = self._steps.pull()
+                self.grad_norm = self._steps.grad_norm
             except TensorwireError as error:
                 raise self._worker.member.explain(error) from None
             self._left = clock()
@@ -287,11 +289,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._local.go_on()
         else:
             self._steps.complete()
-
-    @property
-    def grad_norm(self) -> float | None:
-        """As the class says."""
-        return self._steps.grad_norm
+            self.grad_norm = self._steps.grad_norm
 
     def _before(self, closure: Callable[[], Any] | None) -> Any:
         """What comes before anything is pushed: the closure's loss, and cautions."""
