@@ -68,6 +68,7 @@ def train(job: tw.Job, model: torch.nn.Module, images: data.Data, args: argparse
         bucket_bytes=bucket_bytes(mode),
         lr=LEARNING_RATE,
         momentum=MOMENTUM,
+        fused=True,
     )
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     if job.rank == 0:

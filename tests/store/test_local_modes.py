@@ -218,7 +218,7 @@ class Simulation:
         """Yields False while it waits for an answer."""
         params = named(first_values())
         last = {k: p.detach().clone() for k, p in params.items()}
-        inner = torch.optim.AdamW(list(params.values()), lr=0.05, fused=True)
+        inner = torch.optim.AdamW(list(params.values()), lr=0.05)
         every, number = self.mode.every, 1
         delay = 0 if isinstance(self.mode, LocalSGD) else self.mode.delay
         on_the_way: list[tuple[int, int, int]] = []
@@ -634,3 +634,25 @@ def test_settings_out_of_range_are_refused(kind: Any, options: dict[str, Any], m
     with pytest.raises(errors.ArgumentError) as refused:
         kind(**options)
     assert str(refused.value) == message
+
+
+def late(job: tw.Job, mode: Local) -> list[torch.Tensor]:
+    """The second layer takes part from the second step on."""
+    found = []
+    for make in (torch.optim.SGD, partial(tw.torch.StoreOptimizer, mode=mode)):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        given: Any = (net.named_parameters(), torch.optim.SGD) if make is not torch.optim.SGD else (net.parameters(),)
+        optimizer = make(*given, lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            net[: 1 + (step > 0)](torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("mode", [EASGD(every=99), LocalSGD(every=99), DiLoCo(every=99)], ids=repr)
+def test_the_workers_optimizer_is_the_one_that_was_given(mode: Local) -> None:
+    ((stock, ours),) = run_job(late, mode, workers=1).ok()
+    assert torch.equal(ours, stock)

@@ -132,7 +132,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         largest_norm(max_grad_norm)
         self._model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
         given = named_parameters if self._model is None else self._model.named_parameters()
-        origin = find_origin(given, optimizer, options)
+        origin = find_origin(given, optimizer, options, here=isinstance(mode, Local))
         self._class = origin.optimizer_class
         check_mode_fits(mode, overlap, origin.defaults)
         self._settings = replace(

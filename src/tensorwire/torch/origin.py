@@ -35,19 +35,20 @@ class Origin:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origin:
+def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any], *, here: bool = False) -> Origin:
     """Reads the arguments of `StoreOptimizer`: (parameters, rule), (parameters, optimizer) or (optimizer).
 
-    A rule is a class, a function, or the name of one.
+    A rule is a class, a function, or the name of one. ``here``: it runs in this worker, as the user gives it; servers
+    choose the fastest implementation, and look after what that lacks.
 
     Raises `ArgumentError` or `Unsupported`.
     """
     if isinstance(given, torch.optim.Optimizer):
         if optimizer is not None:
             raise ArgumentError("pass an optimizer alone, or second, after model.named_parameters()")
-        return _of_instance(given, None, options)
+        return _of_instance(given, None, options, here)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _of_instance(optimizer, given, options)
+        return _of_instance(optimizer, given, options, here)
     if isinstance(optimizer, str) and optimizer not in NAMED:
         optimizer = _named(optimizer)
     if isinstance(optimizer, (str, FunctionType)):
@@ -55,7 +56,8 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any]) -> Origi
     rule, groups = rule_name(optimizer), named_groups(given)
     if is_foreign(rule):
         return _of_foreign(rule, optimizer, groups, dict(options))
-    return Origin(rule, optimizer, groups, options_.defaults(optimizer, with_implementation(optimizer, dict(options))))
+    chosen = dict(options) if here else with_implementation(optimizer, dict(options))
+    return Origin(rule, optimizer, groups, options_.defaults(optimizer, chosen))
 
 
 def _named(name: str) -> Imported:
@@ -83,7 +85,7 @@ def _of_function(function: str | FunctionType, groups: list[dict[str, Any]], opt
     return found if is_foreign(rule) else replace(found, rule=MEAN if rule == ASSIGN else rule)
 
 
-def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[str, Any]) -> Origin:
+def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[str, Any], here: bool) -> Origin:
     kind = type(instance).__name__
     rule = rule_name(type(instance))
     if options:
@@ -95,7 +97,7 @@ def _of_instance(instance: torch.optim.Optimizer, given: Any, options: Mapping[s
     names = None if given is None else _names(given)
     foreign = is_foreign(rule)
     arguments = arguments_of(instance) if foreign else {}
-    chosen = {} if foreign else _implementation(instance)
+    chosen = {} if foreign or here else _implementation(instance)
     groups = [
         {**{k: v for k, v in g.items() if k != "param_names"}, **chosen, "params": _pairs(kind, g, names)}
         for g in instance.param_groups

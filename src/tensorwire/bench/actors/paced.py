@@ -54,6 +54,7 @@ class PacedWorker:
             [(t.name, p) for t, p in zip(model.tensors, self._params, strict=True)],
             torch.optim.SGD,
             lr=_LEARNING_RATE,
+            fused=True,
             mode=chosen,
             bucket_bytes=bucket_bytes,
         )
