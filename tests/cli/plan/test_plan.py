@@ -97,6 +97,17 @@ def script(folder: Path, layers: int = 4, text: str = SCRIPT) -> str:
     return str(path)
 
 
+def test_a_model_whose_constructor_reads_tensors(plan: Any, tmp_path: Path) -> None:
+    """As those of timm do for the rates of stochastic depth: it is planned like any other."""
+    reads = SCRIPT.replace(
+        "        self.stem", "        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]\n        self.stem"
+    )
+    outputs = [plan(script(tmp_path, 4, text), "--workers", "2") for text in (SCRIPT, reads)]
+    (status, one, _), (_, other, _) = outputs
+    assert status == 0
+    assert [re.sub(r"traced in .*", "", text) for text in (one, other)] == [re.sub(r"traced in .*", "", one)] * 2
+
+
 def crossing(file: Path) -> list[tuple[Any, ...]]:
     return [
         (edge["source"], edge["targets"], edge["kind"], edge["nbytes"], edge["copied"] or "born")

@@ -36,7 +36,8 @@ class Graph:
 
 
 class Recorder:
-    """A backend. With ``dummies`` its graphs compute nothing and return zeros, or what ``stand_in`` makes of them."""
+    """A backend. With ``dummies``, or with options, which place the model, its graphs compute nothing and return zeros,
+    or what ``stand_in`` makes of them."""
 
     def __init__(self, *, dummies: bool = False, stand_in: Callable[[str, torch.Tensor], Any] | None = None) -> None:
         self.graphs: list[Graph] = []
@@ -44,7 +45,8 @@ class Recorder:
         self._dummies, self._stand_in = dummies, stand_in
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Any, *, options: Any = None) -> Any:
-        scope = Scope.of_frame((options or {}).get("workers"))
+        scope = Scope.of_frame((options or {}).get("workers"), worker=0)
+        self._dummies = self._dummies or options is not None
         self.dynamo.append(plain(gm))
 
         def compiler(kind: str) -> Callable[[torch.fx.GraphModule, Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -67,6 +68,89 @@ def test_a_model_that_has_its_workers_from_options_is_not_placed() -> None:
     expected = "this model already has its workers, from place() or from the options of torch.compile: place it once, "
     for said in run_job(placed_twice, workers=2, servers=0).ok():
         assert all(one.startswith(expected) for one in said)
+
+
+def reading(job: tw.Job) -> list[Any]:
+    """What each way to place a model leaves to read here: names, and what reading the others raises."""
+    found: list[Any] = []
+    for how in ("place", "options"):
+        torch._dynamo.reset()
+        mine, alone, x = model(), model(), torch.ones(4, 8)
+        options = {"workers": WORKERS} if how == "options" else {}
+        if how == "place":
+            tw.torch.place(mine, WORKERS)
+        compiled = torch.compile(mine, backend="tensorwire", options=options)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.1) for each in (mine, alone)]
+        for _ in range(3):
+            for each in (compiled, alone):
+                each(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        right, said = alone.state_dict(), set[str]()
+        for name, value in mine.state_dict().items():
+            try:
+                found.append((name, torch.equal(value, right[name])))
+            except tw.errors.NotOnThisWorker as error:
+                said.add(str(error).partition(" is on ")[2].partition(":")[0])
+        for read in (
+            lambda mine=mine: sum(p.square().sum() for p in mine.parameters()),
+            lambda mine=mine: torch.save(mine.state_dict(), io.BytesIO()),
+            lambda mine=mine: copy.deepcopy(mine),
+        ):
+            with pytest.raises(tw.errors.NotOnThisWorker):
+                read()
+        tw.torch.unplace(mine, right)
+        found.append((said, torch.equal(mine(x), alone(x))))
+    return found
+
+
+def test_what_lives_on_another_worker_is_not_read_here_however_it_was_placed() -> None:
+    for rank, found in enumerate(run_job(reading, workers=2, servers=0).ok()):
+        here = [(f"{2 - 2 * rank}.{what}", True) for what in ("weight", "bias")]
+        assert found == [*here, ({f"worker {1 - rank}"}, True)] * 2
+
+
+def renormed(job: tw.Job) -> list[str]:
+    """Embeddings that change their weight in forward, of weights that reach every worker or stay where they are."""
+    wrong = []
+    for rows, place in ((9, True), (9, False), (20_000, True), (20_000, False)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        mine = nn.Sequential(nn.Embedding(rows, 6, max_norm=0.7), nn.Linear(6, 3))
+        alone, workers = copy.deepcopy(mine), {"": 0, "1": 1}
+        if place:
+            tw.torch.place(mine, workers)
+        compiled = torch.compile(mine, backend="tensorwire", options={} if place else {"workers": workers})
+        for step in range(3):
+            ids, losses = torch.arange(step, step + 4), []
+            for each in (compiled, alone):
+                losses.append(each(ids).square().mean())
+                losses[-1].backward()
+            wrong += [f"{rows}, {place}, {step}: loss"] * (not torch.equal(*losses))
+            for (name, p), its in zip(mine.named_parameters(), alone.named_parameters(), strict=True):
+                if name.startswith(str(job.rank)) and not (torch.equal(p, its[1]) and torch.equal(p.grad, its[1].grad)):  # type: ignore[arg-type]
+                    wrong.append(f"{rows}, {place}, {step}: {name}")
+            mine.zero_grad()
+            alone.zero_grad()
+    return wrong
+
+
+def test_a_weight_that_changes_in_forward_changes_where_it_lives() -> None:
+    assert run_job(renormed, workers=2, servers=0).ok() == [[], []]
+
+
+def nested(job: tw.Job) -> None:
+    mine = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    tw.torch.place(mine, {"": 0, "0": 1})
+    given = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    torch.compile(mine, backend="tensorwire")(given)
+
+
+def test_a_result_that_is_a_nested_tensor_is_refused() -> None:
+    ended = run_job(nested, workers=2, servers=0)
+    said = "Unsupported: the model returns a NestedTensor, and a model that is cut over workers returns strided tensors"
+    assert any(said in error for error in ended.errors)
 
 
 def hooked(job: tw.Job) -> list[Any]:

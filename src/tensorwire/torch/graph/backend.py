@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tensorwire.errors import ArgumentError
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch import current_worker
 from tensorwire.torch.graph import check_torch
 from tensorwire.torch.graph.capture.joint import Boxed, boxed, compiled, own_errors
@@ -96,6 +97,12 @@ def _marked(results: Any, part: Forward) -> Any:
     """Marks results that not every worker has, for code that reads them there and for the next graph."""
     if part.analysis is None:  # nothing was placed: all have everything
         return results
+    made = next((value for value in results if is_traceable_wrapper_subclass(value)), None)
+    if made is not None:
+        raise Unsupported(
+            f"the model returns a {type(made).__name__}, and a model that is cut over workers returns strided tensors: "
+            "return what it consists of, such as values() and offsets() of a nested tensor"
+        )
     crossing, workers, me = part.analysis.crossing, part.group.workers, part.group.me
     skip = part.metadata.num_mutated_inp_runtime_indices
     for value, node in zip(results, part.returned[skip:], strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,9 +107,15 @@ class CompiledGraph:
             if edge.lent and edge.source == self.group.me:
                 transfers.adopt(index, args[places[edge.name]])
         shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
-        replays = self.options.replay_random
         return partition(
-            self.module, self.analysis, self.group.me, transfers, shown=shown, keeps=self.keeps, replays=replays
+            self.module,
+            self.analysis,
+            self.group.me,
+            transfers,
+            shown=shown,
+            changed=self.changed(),
+            keeps=self.keeps,
+            replays=self.options.replay_random,
         )
 
     def _import(self, args: list[Any]) -> Graph:
@@ -127,6 +134,10 @@ class CompiledGraph:
     def outputs(self) -> list[Output]:
         """Who wants which result."""
         raise NotImplementedError
+
+    def changed(self) -> dict[str, str]:
+        """By result, the argument that it is copied to after the run, by name."""
+        return {}
 
     def borrowed(self) -> frozenset[tuple[str, str]]:
         """By lender and borrower, what is read here of what an earlier graph has lent."""
@@ -188,12 +199,20 @@ class Forward(CompiledGraph):
         return self.planned_origins
 
     def outputs(self) -> list[Output]:
-        seen = self.metadata.num_forward_returns
-        return [
+        seen, changed = self.metadata.num_forward_returns, self.metadata.mutated_inp_runtime_indices
+        outputs = [
             output(value, self.group.workers, caller=place < seen, everything=self.options.outputs == "all")
             for place, value in enumerate(self.returned)
             if isinstance(value, fx.Node)
         ]
+        for place, argument in enumerate(changed):  # they are the first results
+            owners = self.planned_origins[argument].present
+            outputs[place] = replace(outputs[place], to=owners or outputs[place].to, if_small=False)
+        return outputs
+
+    def changed(self) -> dict[str, str]:
+        pairs = zip(self.returned, self.metadata.mutated_inp_runtime_indices, strict=False)
+        return {value.name: self.given[argument].name for value, argument in pairs}
 
 
 class Backward(CompiledGraph):

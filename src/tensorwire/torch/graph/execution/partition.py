@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,16 +25,18 @@ def partition(
     transfers: Transfers,
     *,
     shown: Collection[str] = (),
+    changed: Mapping[str, str] = MappingProxyType({}),
     keeps: bool = False,
     replays: bool = False,
 ) -> Boxed:
     """The function of ``me``: takes the list of all arguments, which it empties, and returns all outputs.
 
     What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
-    without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. With ``replays`` random
-    numbers are drawn for the operators of other workers, too.
+    without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. ``changed``: by output,
+    the argument that it is copied to afterwards, which stands for it where ``me`` does not hold it. With ``replays``
+    random numbers are drawn for the operators of other workers, too.
     """
-    return _Builder(module, analysis, me, transfers, set(shown), keeps, replays).build()
+    return _Builder(module, analysis, me, transfers, set(shown), changed, keeps, replays).build()
 
 
 class _Builder:
@@ -44,11 +47,12 @@ class _Builder:
         me: str,
         transfers: Transfers,
         shown: set[str],
+        changed: Mapping[str, str],
         keeps: bool,
         replays: bool,
     ) -> None:
         self.module, self.analysis, self.me, self.transfers = module, analysis, me, transfers
-        self.shown, self.keeps, self.replays = shown, keeps, replays
+        self.shown, self.changed, self.keeps, self.replays = shown, changed, keeps, replays
         self.gets = {name for name, workers in analysis.plan.gets if me in workers}
         self.inputs = {name for name, _ in analysis.plan.reads}  # which every worker passes
         self.graph = fx.Graph()
@@ -149,6 +153,8 @@ class _Builder:
             return value
         if value.name in self.gets:
             return self._value(value)
+        if value.name in self.changed:
+            return self.made[self.changed[value.name]]
         traced = value.meta["val"]
         if value.name in self.shown:
             return self._call(shown_placeholder(traced), *self._lengths(traced))

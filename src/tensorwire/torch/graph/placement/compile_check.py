@@ -92,12 +92,23 @@ def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
         torch.compiler.disable(_refuse)(module)  # type: ignore[no-untyped-call]  # no frame for dynamo to compile
 
 
+def left_out() -> Unsupported | None:
+    """The error of a recurrent module of torch that runs now and is placed: dynamo leaves all of them out."""
+    module = running_module()
+    return _outside(module) if isinstance(module, torch.nn.RNNBase) else None
+
+
 def _refuse(module: torch.nn.Module) -> None:
+    if (error := _outside(module)) is not None:
+        raise error
+
+
+def _outside(module: torch.nn.Module) -> Unsupported | None:
     placement = placement_of(module)
     if placement is None:  # a copy: it took the hooks along, but is not placed
-        return
+        return None
     what = f"{placement.path or 'the model'} ({type(module).__name__}, placed on {placement.worker})"
-    raise Unsupported(
+    return Unsupported(
         f"{called_at()}: {what} ran outside a compiled graph, so it would run on every worker. Compile the model with "
         "torch.compile(model, backend='tensorwire'); if it is, dynamo left this out: TORCH_LOGS=graph_breaks says why, "
         "and torch.nn.LSTM and GRU must be written as cells. To run it uncompiled, in one process, call "

@@ -67,7 +67,7 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
             "before the first compiled call, and without options={'workers': ...}; unplace(model) takes them back"
         )
     register(inner, workers)
-    if was_alone(inner):  # what was compiled then would run on every worker
+    if was_alone(inner) and torch._guards.TracingContext.try_get() is None:  # it would run on every worker
         torch.compiler.reset()
     watch(inner)
     for tensor in (*inner.parameters(), *inner.buffers()):

@@ -25,8 +25,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tensorwire.errors import NotOnThisWorker
+from tensorwire.errors import NotOnThisWorker, TensorwireError
 from tensorwire.torch.graph.memory.allocator import allocator
+from tensorwire.torch.graph.placement import compile_check
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -193,6 +194,8 @@ def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
             return func(*args, **kwargs)
     assert found._tensorwire is not None
     name = getattr(func, "__name__", "")
+    if name == "copy_" and _same_elements(args[0], args[1]):  # what a graph changed where it lives
+        return args[0]
     if name in _BYPASSES and not _dynamo_looks(name):
         raise _refusal(found._tensorwire, name)
     if func == torch.Tensor.data.__set__ and not isinstance(args[1], _Stand):  # type: ignore[attr-defined]
@@ -209,6 +212,12 @@ def _unread(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> A
     return result
 
 
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        where = [(one.storage_offset(), one.shape, one.stride(), one.dtype) for one in (a, b)]
+    return where[0] == where[1] and _same_memory(a, b)
+
+
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
@@ -219,7 +228,9 @@ def _dynamo_looks(name: str) -> bool:
     return name == "untyped_storage" and torch._guards.TracingContext.try_get() is not None
 
 
-def _refusal(location: Location, what: str) -> NotOnThisWorker:
+def _refusal(location: Location, what: str) -> TensorwireError:
+    if (left_out := compile_check.left_out()) is not None:  # it reads its parameters, and the user reads nothing
+        return left_out
     said = f"{location.name} is on {location.worker}: it cannot be read here (by {what})"
     return NotOnThisWorker(f"{said}; {location.advice}" if location.advice else said)
 

@@ -13,6 +13,7 @@ from torch.fx import Node, traceback
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.graph.ir import worker_name
 from tensorwire.torch.graph.placement import compile_check
+from tensorwire.torch.graph.placement.place_model import place
 from tensorwire.torch.graph.placement.placed_models import (
     ModulePlacement,
     Ranks,
@@ -66,16 +67,17 @@ class Scope:
     placement: ModulePlacement | None
 
     @classmethod
-    def of_frame(cls, workers: Ranks | None = None) -> Scope:
-        """For a backend, while dynamo calls it. ``workers``: of its options, relative to the compiled model.
+    def of_frame(cls, workers: Ranks | None = None, *, worker: int | str | None = None) -> Scope:
+        """For a backend, while dynamo calls it. ``workers``: of its options, relative to the compiled model, which is
+        placed now unless it was; ``worker``: as for `place`.
 
-        Such workers are known from the first graph on only: what ran uncompiled before is not noticed, and a model of
-        which dynamo captures nothing never comes here. ``place`` notices both.
+        So such a model is placed from its first graph on only: what ran uncompiled before is not noticed, and a model
+        of which dynamo captures nothing never comes here. Whoever calls ``place`` notices both.
 
-        Raises `ArgumentError` for workers that do not fit the model, or differ from what `place` was given.
+        Raises what `place` raises, and `ArgumentError` for workers that differ from what it was given.
         """
         if workers:
-            _adopt(workers)
+            _adopt(workers, worker)
         module = compile_check.running_module()
         return cls(placement_of(module) if module is not None else None)
 
@@ -109,11 +111,12 @@ class Scope:
             raise Unsupported(
                 f"torch.compile runs for {placement.path!r} on {placement.worker} what it compiled for "
                 f"{self.placement.path!r} on {self.placement.worker}, as both look alike to it. Compile the model as a "
-                "whole, without graph breaks in these modules"
+                "whole, without graph breaks in these modules, such as those of torch.where() and nonzero() without "
+                "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
             )
 
 
-def _adopt(workers: Ranks) -> None:
+def _adopt(workers: Ranks, worker: int | str | None) -> None:
     """The options' workers, for the model that is being compiled: it is placed now, unless it was."""
     model = compile_check.compiled_model()
     if model is None:
@@ -123,8 +126,7 @@ def _adopt(workers: Ranks) -> None:
         )
     before = known(model)
     if before is None:
-        register(model, workers)
-        compile_check.watch(model)
+        place(model, workers, worker=worker)
         for module in model.modules():
             compile_check.check_momentum(module)
     elif before != (asked := checked(model, workers)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tensorwire.errors import ArgumentError, TensorwireError
@@ -56,12 +56,13 @@ def trace_model(
 ) -> ModelTrace:
     """Traces what ``model()`` does with ``inputs()``, and its gradients unless ``inference``. Neither gets memory.
 
+    A model that reads tensors while it is made is made with its weights, which are dropped then.
+
     Raises `ArgumentError` if it cannot be traced.
     """
     start = time.perf_counter()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        module = model()
+    module = _made(model, mode)
     examples = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(inputs()))
     tracer = _Tracer()
     torch.compiler.reset()
@@ -80,6 +81,22 @@ def trace_model(
         raise ArgumentError(f"{type(module).__name__} has no operators to trace")
     parameters = {name: (p.nbytes, p.numel()) for name, p in module.named_parameters()}
     return ModelTrace(module, parameters, tracer.traced(), time.perf_counter() - start)
+
+
+def _made(model: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """The model, whose parameters and buffers have no memory."""
+    try:
+        with mode:
+            return model()
+    except Exception as error:
+        if not isinstance(error.__cause__ or error, DataDependentOutputException):
+            raise
+    module = model()  # its constructor calls item(), such as of rates of stochastic depth
+    for one in module.modules():
+        for own in (one._parameters, one._buffers):
+            found: Any = own
+            found.update({name: mode.from_tensor(value) for name, value in own.items() if value is not None})
+    return module
 
 
 def _why(error: Exception) -> str:
