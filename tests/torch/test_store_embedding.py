@@ -70,7 +70,7 @@ def go_on(job: tw.Job, name: str, options: dict[str, Any], folder: str) -> Any:
     embedding = tw.torch.StoreEmbedding(
         PIXELS * GRAYS, WIDTH, getattr(torch.optim, name), initial="zeros", seed=0, **options
     )
-    with pytest.raises(errors.ArgumentError, match="is no folder of a table"):
+    with pytest.raises(errors.ArgumentError, match="cannot read"):
         embedding.load(folder + "-missing")
     embedding.load(folder)
     losses(embedding, 5, 8, job.rank, job.num_workers)

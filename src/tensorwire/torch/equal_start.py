@@ -20,7 +20,7 @@ from tensorwire.launch.values import tensor_bytes
 
 _SECONDS = 600.0  # for the other workers, which construct the same optimizer
 _NAMED = 3
-Home = tuple[str, torch.nn.Module]  # what comes before the names in it, and the module
+Root = tuple[str, torch.nn.Module]  # what comes before the names in it, and the module
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -32,7 +32,7 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     _optimizers.add(optimizer)
     if worker.num_workers == 1:
         return
-    found = _others(find_homes(_named(optimizer), modules))
+    found = _others(find_roots(_named(optimizer), modules))
     mine: dict[str, list[object]] = {}
     refused: dict[str, str] = {}
     for name, tensor in found.items():
@@ -58,14 +58,14 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     _warn([n for n in theirs if n in mine and n not in alike], "have another shape or dtype than worker 0's, and stay")
 
 
-def find_homes(named: Iterable[tuple[str, torch.nn.Parameter]], modules: Iterable[torch.nn.Module]) -> list[Home]:
+def find_roots(named: Iterable[tuple[str, torch.nn.Parameter]], modules: Iterable[torch.nn.Module]) -> list[Root]:
     """The outermost of ``modules`` in which the parameters have the names that were given, after a common prefix.
 
     And for parameters with other names than in any module: the outermost that has them.
     """
     names = {id(p): name for name, p in named}
-    homes: list[Home] = []
-    others: list[Home] = []
+    roots: list[Root] = []
+    others: list[Root] = []
     for module in modules:
         local = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) in names]
         if not local:
@@ -75,12 +75,12 @@ def find_homes(named: Iterable[tuple[str, torch.nn.Parameter]], modules: Iterabl
             before, _, after = names[id(p)].rpartition(name)
             fitting.setdefault(id(p), set()).update([before] if not after and before[-1:] in ("", ".") else [])
         if common := set.intersection(*fitting.values()):
-            homes.append((min(common), module))
+            roots.append((min(common), module))
         else:
             others.append((f"(with {names[id(local[0][1])]}) ", module))
-    homes = _outermost(homes)
-    inside = {id(p) for _, module in homes for p in module.parameters()}
-    return homes + _outermost([h for h in others if any(id(p) in names.keys() - inside for p in h[1].parameters())])
+    roots = _outermost(roots)
+    inside = {id(p) for _, module in roots for p in module.parameters()}
+    return roots + _outermost([r for r in others if any(id(p) in names.keys() - inside for p in r[1].parameters())])
 
 
 def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
@@ -88,16 +88,16 @@ def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Paramet
     return [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
 
 
-def _outermost(homes: list[Home]) -> list[Home]:
-    inner = {id(m) for _, module in homes for m in module.modules() if m is not module}
-    return [(prefix, module) for prefix, module in homes if id(module) not in inner]
+def _outermost(roots: list[Root]) -> list[Root]:
+    inner = {id(m) for _, module in roots for m in module.modules() if m is not module}
+    return [(prefix, module) for prefix, module in roots if id(module) not in inner]
 
 
-def _others(homes: Iterable[Home]) -> dict[str, torch.Tensor]:
+def _others(roots: Iterable[Root]) -> dict[str, torch.Tensor]:
     """By name: what no optimizer of the store's has, and is here."""
     trained = {id(p) for o in _optimizers for group in o.param_groups for p in group["params"]}
     found: dict[str, torch.Tensor] = {}
-    for prefix, module in homes:
+    for prefix, module in roots:
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in trained and not hasattr(tensor, "_tensorwire"):  # a stand-in for one elsewhere
                 found.setdefault(prefix + name, tensor)
