@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.errors import Unsupported
+from tensorwire.torch.awaited import Awaited
 
 
 class Hook:
@@ -27,6 +29,26 @@ class Hook:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def leave_hooks_behind(modules: Iterable[torch.nn.Module]) -> None:
+    """Copies and pickles of ``modules``, and of others of their classes, have no `Hook`: they are plain PyTorch."""
+    for cls in {type(m) for m in modules} - copyreg.dispatch_table.keys():
+        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]
+
+
+def _reduced(module: torch.nn.Module) -> Any:
+    """What the module itself says, without our hooks."""
+    found = module.__reduce_ex__(2)
+    if not isinstance(found, tuple) or len(found) < 3 or not isinstance(found[2], dict):
+        return found
+    state = found[2].copy()
+    for name, value in state.items():
+        if isinstance(value, Awaited):
+            state[name] = value.copy()
+        elif name.endswith("_hooks") and isinstance(value, dict):
+            state[name] = type(value)((key, hook) for key, hook in value.items() if not isinstance(hook, Hook))
+    return *found[:2], state, *found[3:]
 
 
 def find_modules(params: Iterable[torch.nn.Parameter], model: torch.nn.Module | None) -> list[torch.nn.Module]:
@@ -68,7 +90,8 @@ def watch_loading(
             )
         loaded(p for p in mine if id(p) in ours)
 
-    handles = []
+    handles, modules = [], list(modules)
+    leave_hooks_behind(modules)
     for module in modules:
         others = {id(p) for p in module._parameters.values() if p is not None and id(p) not in ours}
         handles.append(module.register_load_state_dict_post_hook(Hook(hook, others)))  # type: ignore[no-untyped-call]
