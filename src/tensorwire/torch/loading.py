@@ -34,7 +34,7 @@ def _nothing(*_: Any) -> None:
 def leave_hooks_behind(modules: Iterable[torch.nn.Module]) -> None:
     """Copies and pickles of ``modules``, and of others of their classes, have no `Hook`: they are plain PyTorch."""
     for cls in {type(m) for m in modules} - copyreg.dispatch_table.keys():
-        copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]
+        copyreg.pickle(cls, _reduced)
 
 
 def _reduced(module: torch.nn.Module) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, GradientModified
+from tensorwire.errors import ArgumentError, GradientModified, TensorwireError
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.sharding import Bucket
@@ -142,7 +142,10 @@ class _Watched:
     def _ready(self, i: int, p: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient."""
         with self._overlap.alone.hook():
-            self._take(i, p)
+            try:
+                self._take(i, p)
+            except TensorwireError as error:
+                raise self.part.client.member.explain(error) from None
 
     def _take(self, i: int, p: torch.Tensor) -> None:
         part = self.part

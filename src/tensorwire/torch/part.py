@@ -24,7 +24,7 @@ from tensorwire.store.modes import Mode, Sync, settings_of
 from tensorwire.store.rules import is_whole, looks_at_all, tensor_over
 from tensorwire.store.sharding import PAGE, Bucket, ParameterSpec, StorePlan
 from tensorwire.store.state_transfer import Item
-from tensorwire.store.step_header import StepOperation
+from tensorwire.store.step_header import LEFT_OUT, StepOperation
 from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
@@ -406,11 +406,16 @@ class Part:
     # ---- the end
 
     def finish(self) -> None:
-        """This worker is done. Raises `StepInterrupted` where others would take a step with a part of its gradients."""
+        """This worker is done. Raises `StepInterrupted` where others would take a step with a part of its gradients.
+
+        All of its gradients may have been pushed without a step.
+        """
         course = self.client.course
-        if self.is_open and not course.broken and (self.unsent() or self.asks_norm):
+        if self.is_open and not course.broken and self.unsent():
             course.begin(f"step {self.client.updates}")
             course.note(ArgumentError("the script ended between backward() and step()"))
+        elif not course.broken:
+            self.clip(LEFT_OUT)
         self.client.finish()
 
 
