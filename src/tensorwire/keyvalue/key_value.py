@@ -555,7 +555,7 @@ class KeyValue(RowKeys):
                 entry.pulling = pull
         return Handle(self._calls, pulls, (), as_keys(keys)[1])
 
-    def count_unsent(self, key: Key, pushes: int) -> None:
+    def _count_unsent(self, key: Key, pushes: int) -> None:
         """Records pushes of a key that a layer above was asked for, and that will not leave any more."""
         entry = self._entries[key]
         entry.store.count_unsent(entry.tensor, pushes)

@@ -99,7 +99,7 @@ class DenseKey(_Keyed):
 
     def count_unsent(self) -> None:
         """As of every key."""
-        self._store.count_unsent(self._key, self._asked - self._begun)
+        self._store._count_unsent(self._key, self._asked - self._begun)
         self._begun = self._asked
 
     def _counted(self, call: Callable[[], BegunRequest], numbers: dict[str, float]) -> Callable[[], BegunRequest]:
