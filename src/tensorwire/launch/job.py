@@ -218,7 +218,6 @@ class Job:
             TensorwireError: What was still on its way did not come: such as `WaitTimeout` for the last exchange of
                 `DiLoCo`, without which this worker's parameters are. It ends the job. At the end of the script it is
                 printed, and the exit status is 1.
-            JobEnded: The job had failed before.
         """
         self._worker.close()
 

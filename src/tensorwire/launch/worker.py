@@ -211,8 +211,7 @@ class Worker:
     def close(self) -> None:
         """Leaves the job. Idempotent; without effect in a forked child, which is not a member.
 
-        Raises, when all is closed, the first error of what `at_close` was given, which ends the job; or `JobEnded`,
-        where the job failed before.
+        Raises, when all is closed, the first error of what `at_close` was given, which ends the job.
         """
         if self.closed or os.getpid() != self._pid:
             return
@@ -232,8 +231,6 @@ class Worker:
             if well:
                 error = self._leave()
                 well = error is None
-            elif self._error is None:
-                error = self.member.client.error()
             if well and self._children:
                 self.member.client.bye()
                 self.member.client.ended.wait()
