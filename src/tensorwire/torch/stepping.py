@@ -62,6 +62,7 @@ class Stepping:
             part.check_options()
             if not part.is_open:
                 part.client.ready()
+        norm = self._clip()  # refused before anything leaves
         with self._course.unit(self._name):
             if self.overlap is not None:
                 self.overlap.forget()
@@ -70,7 +71,7 @@ class Stepping:
                     part.skip_round()
                     continue
                 if not part.is_open:
-                    part.open_round(self._clip())
+                    part.open_round(norm)
                 part.push(part.unsent(), mine)
             for each, found in zip(self.rows, rows, strict=True):
                 each.push(found)
@@ -99,9 +100,10 @@ class Stepping:
         self._check()
         for part in self.parts:
             part.client.ready()
+        norm = self._clip()
         with self._course.unit(self._name):
             for part in self.parts:
-                part.open_round(self._clip())
+                part.open_round(norm)
         return True
 
     def _check(self) -> None:
