@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tensorwire.control import Member
-from tensorwire.errors import StepInterrupted
+from tensorwire.errors import StepInterrupted, WaitTimeout
 
 
 class Course:
@@ -60,3 +60,11 @@ class Course:
                 f"{broken} when a part of it had left for the servers: its gradients must not be mixed with others, so "
                 "end the job, and start it again from a checkpoint that was written before"
             )
+
+
+def last_request_waited(store: str, timeout: float) -> WaitTimeout:
+    """The error where servers did not come to a worker's last request."""
+    return WaitTimeout(
+        f"the servers of {store} did not come to this worker's last request within {timeout:g} s "
+        "(TENSORWIRE_TIMEOUT sets the limit)"
+    )

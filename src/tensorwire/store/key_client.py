@@ -23,7 +23,7 @@ from tensorwire.edge.words import wait_unless
 from tensorwire.errors import JobEnded, ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.bucket_code import encoders
-from tensorwire.store.course import Course
+from tensorwire.store.course import Course, last_request_waited
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.key_layout import (
     DEPTH,
@@ -264,10 +264,7 @@ class KeyClient:
             for link, number in zip(self._links, numbers, strict=True):
                 link.wait_until_looked(number, self.timeout)
         except WaitTimeout:
-            raise WaitTimeout(
-                f"the servers of {self.name} did not come to this worker's last request within {self.timeout:g} s "
-                "(TENSORWIRE_TIMEOUT sets the limit)"
-            ) from None
+            raise last_request_waited(self.name, self.timeout) from None
         finally:
             self.step = -1
         self._log.add(*(Produced(self.name, s, self.member.index, pushes) for s, pushes in enumerate(self._produced)))

@@ -16,7 +16,7 @@ from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
-from tensorwire.store.course import Course
+from tensorwire.store.course import Course, last_request_waited
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.row_layout import DEPTH, WORD, Array, RowOperation, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
@@ -143,10 +143,7 @@ class RowClient:
         try:
             self.wait_applied(self.announce(RowOperation.FINISH, bytes(8 * len(self.spec.numeric))))
         except WaitTimeout:
-            raise WaitTimeout(
-                f"the servers of {self.name} did not come to this worker's last request within {self.timeout:g} s "
-                "(TENSORWIRE_TIMEOUT sets the limit)"
-            ) from None
+            raise last_request_waited(self.name, self.timeout) from None
         finally:
             self.step = -1
         self._log.add(*(Produced(self.name, s, self.member.index, self._pushes) for s in range(len(self._links))))
