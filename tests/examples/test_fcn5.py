@@ -19,8 +19,8 @@ import pytest
 
 from tensorwire.errors import ArgumentError
 from tensorwire.testing.patience import patient
-from tests.harness.sandbox import NAMES, PROGRESS
 from tensorwire.trace.parts import parts_of_trace, read_trace, typical
+from tests.harness.sandbox import NAMES, PROGRESS
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
