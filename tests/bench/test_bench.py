@@ -25,7 +25,9 @@ def test_device(sandbox: Sandbox) -> None:
     assert costs(records, device="shm", peer="tensorwire", mode="ping-pong") == {(2, 0, 0)}
     assert costs(records, device="shm", peer="tensorwire", mode="passive-target") == {(1, 0, 0)}
     assert costs(records, device="tcp", peer="tensorwire") == {(0, 0, 0)}
-    assert {r["limit"].partition(",")[0] for r in records} == {"C memcpy", "C sockets"}
+    # Which copy is the fastest depends on the processor.
+    assert all(r["limit"].startswith("C ") for r in records if r["device"] == "shm")
+    assert {r["limit"].partition(",")[0] for r in records if r["device"] == "tcp"} == {"C sockets"}
     divided = [r["details"] for r in records if r["details"]]
     assert len(divided) == 3  # ours on tcp: with 64 bytes two modes, with 1 MiB one
     for details in divided:

@@ -137,7 +137,8 @@ def test_torchrun_whose_agent_has_a_store_of_its_own(sandbox: Sandbox) -> None:
 def test_ranks_by_hand_and_slurm(sandbox: Sandbox) -> None:
     programs = by_hand(sandbox, TOLD + REDUCES)
     script = sandbox.script(TOLD + REDUCES)
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port()), "OMP_NUM_THREADS": "1"}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0"}
+    slurm["OMP_NUM_THREADS"] = "1"
     programs += [sandbox.python(script, SLURM_PROCID=str(rank), **slurm) for rank in range(2)]
     for rank, result in enumerate(finish(programs)):
         assert (result.status, result.err) == (0, "")

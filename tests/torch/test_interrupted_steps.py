@@ -240,7 +240,7 @@ def leaves(job: tw.Job, how: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("step", "KeyboardInterrupt"), ("backward", "ArgumentError: the script ended between backward() and step()")],
+    [("step", "KeyboardInterrupt"), ("backward", "ArgumentError: the optimizer ended between backward() and step()")],
 )
 def test_who_leaves_in_the_middle_is_named_to_the_others(how: str, why: str) -> None:
     ended = run_job(leaves, how)

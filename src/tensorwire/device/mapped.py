@@ -35,6 +35,9 @@ class MappedChannel(Channel):
     def _find(self, region: RemoteRegion) -> Memory:
         raise NotImplementedError
 
+    def forget(self, region: RemoteRegion) -> None:
+        """Nothing of this process goes to that region any more: it need not stay mapped."""
+
     def _resolve(self, view: RemoteView, *, write: bool, word: bool = False) -> Memory:
         memory = self._find(view.region)
         if memory.closed:
@@ -150,6 +153,13 @@ class MappedChannel(Channel):
             return self._resolve(target, write=target.region.access == "write")
         except (TypeError, AttributeError) as error:
             raise explain(error, "map", remote=target) from None
+
+
+def unmap(channel: Channel, *regions: RemoteRegion) -> None:
+    """Lets go of regions that this process is done with, wherever they are mapped; views of them stay as they are."""
+    if isinstance(channel, MappedChannel):
+        for region in regions:
+            channel.forget(region)
 
 
 def _count(nbytes: int) -> None:

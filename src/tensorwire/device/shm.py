@@ -221,6 +221,10 @@ class ShmChannel(MappedChannel):
             self._mapped[region.key, region.access] = memory
             return memory
 
+    def forget(self, region: RemoteRegion) -> None:
+        with self._lock:
+            self._mapped.pop((region.key, region.access), None)
+
     def _ask(self, key: int, write: bool) -> int:
         self._sock.sendall(_ASK.pack(key, write))
         status, fds, flags, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)

@@ -11,6 +11,8 @@ from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.keyvalue.key_arguments import number
 from tensorwire.launch.worker import Worker
 from tensorwire.store.course import Course
+from tensorwire.store.key_client import KeyClient
+from tensorwire.store.row_client import RowClient
 
 
 class BegunPush(Protocol):
@@ -43,15 +45,22 @@ class BegunPull(Protocol):
 class Calls:
     """Inside it, one thread at a time, and errors say why the job ended. ``waiting()``: only the latter.
 
-    Nobody gets in after a call that was interrupted when a part of it had left: ``course`` knows.
+    Nobody gets in where they are ``closed``, or after a call that was interrupted when a part of it had left:
+    ``course`` knows.
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self._worker, self.closed = worker, False
         self.course = Course(worker.member)
         self.lock = threading.RLock()
 
+    def check(self) -> None:
+        """Raises `ArgumentError` where they are closed."""
+        if self.closed:
+            raise ArgumentError("these keys were closed: the servers have them no more")
+
     def __enter__(self) -> None:
+        self.check()
         self.lock.acquire()
         try:
             self.course.check()
@@ -67,6 +76,7 @@ class Calls:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """While a thread waits inside it, others may call."""
+        self.check()
         if self.lock.acquire(blocking=False):  # otherwise a call is on its way, which is none that was interrupted
             try:
                 self.course.check()  # what an interrupted call has not sent has no answer
@@ -80,6 +90,15 @@ class Calls:
     def _explain(self, error: BaseException | None) -> None:
         if isinstance(error, TensorwireError):
             raise self._worker.member.explain(error) from None
+
+
+def finish_all(lock: contextlib.AbstractContextManager[object], clients: Sequence[KeyClient | RowClient]) -> None:
+    """This worker is done with these stores. ``lock``: another thread may be in the middle of a call."""
+    with lock:
+        for client in clients:
+            client.course.check()
+        for client in clients:
+            client.finish()
 
 
 class Handle:

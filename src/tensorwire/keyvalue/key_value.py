@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tensorwire.edge.tensor import Spec
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.keyvalue.handle import Handle
+from tensorwire.keyvalue.handle import Handle, finish_all
 from tensorwire.keyvalue.key_arguments import (
     Key,
     as_array,
@@ -122,7 +123,8 @@ class KeyValue(RowKeys):
         self._entries: dict[Key, KeyEntry] = {}
         self._stores: list[KeyClient] = []
         self.rank, self.num_workers = self._worker.rank, self._worker.num_workers
-        self._worker.at_close(self._finish)
+        self._finish = partial(finish_all, self._calls.lock, self._stores)  # handles have the calls, too
+        self._worker.at_close(self._finish, owner=self._calls)
         self.set_optimizer(rule, **options)
 
     # ---- rules and keys
@@ -137,6 +139,7 @@ class KeyValue(RowKeys):
         Raises:
             ArgumentError: There are keys already, whose rule stays; or an argument is wrong.
         """
+        self._calls.check()
         if self._entries or self._tables:
             raise ArgumentError("set the optimizer before init(): keys keep the rule that they were made with")
         if not isinstance(rule, str) or not rule:
@@ -164,6 +167,7 @@ class KeyValue(RowKeys):
         Raises:
             ArgumentError: The optimizer was not given this option, or the value is not a number.
         """
+        self._calls.check()
         known = [name for _, name, _ in self._numeric]
         for name, value in options.items():
             if name not in known:
@@ -209,6 +213,7 @@ class KeyValue(RowKeys):
                 self._entries.update(made)
 
     def _check_new(self, key: Key, made: Collection[Key] = ()) -> None:
+        self._calls.check()
         if key in self._entries or key in self._tables or key in made:
             raise ArgumentError(f"key {key!r} exists already")
 
@@ -459,6 +464,32 @@ class KeyValue(RowKeys):
         self._fill(entries, arrays)
         self._request(KeyOperation.ASSIGN, entries, 0)
 
+    def close(self) -> None:
+        """Gives up all keys. Every worker calls it, in any order; when all have, the servers free what they have.
+
+        What was pushed before is applied. Any other call then raises `ArgumentError`. Idempotent. An object that
+        nothing refers to any more, nor to its handles, is closed with this worker's next call that makes a store or
+        waits for all workers.
+
+        Raises:
+            StepInterrupted: An earlier call was interrupted when a part of it had left for the servers.
+            WaitTimeout: Servers did not come to the last request in time. It is closed all the same.
+            JobEnded: The job ended; the message says why.
+        """
+        if self._calls.closed:
+            return
+        with self._calls:
+            try:
+                for table in self._tables.values():
+                    table.close()
+                self._finish()
+            finally:
+                self._calls.closed = True
+                self._worker.not_at_close(self._finish)
+                self._entries.clear()
+                self._tables.clear()
+                self._stores.clear()
+
     # ---- the rest
 
     def _place(self, entries: Sequence[KeyEntry], values: Sequence[Any]) -> None:
@@ -491,6 +522,7 @@ class KeyValue(RowKeys):
                 store.announce(KeyOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
+        self._calls.check()
         listed, _ = as_keys(keys)
         missing = [key for key in listed if key not in self._entries]
         if missing:
@@ -559,8 +591,3 @@ class KeyValue(RowKeys):
         """Records pushes of a key that a layer above was asked for, and that will not leave any more."""
         entry = self._entries[key]
         entry.store.count_unsent(entry.tensor, pushes)
-
-    def _finish(self) -> None:
-        with self._calls:  # another thread may be in the middle of one
-            for store in self._stores:
-                store.finish()

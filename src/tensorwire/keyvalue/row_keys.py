@@ -165,6 +165,7 @@ class RowKeys:
         load_on_all(self._table(key), folder)
 
     def _table(self, key: Key) -> Table:
+        self._calls.check()
         key = as_key(key)
         if key not in self._tables:
             raise ArgumentError(f"there is no key {key!r:.100} with rows: call init_rows() first")

@@ -6,6 +6,8 @@ Servers update rows by what one push has, and a step of training has one update,
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -18,9 +20,9 @@ class RowSums:
     """What was added since the last push. ``what``: the table, for a warning at the end of the job."""
 
     def __init__(self, worker: Worker, table: Table, what: str) -> None:
-        self._table, self._what = table, what
+        self._table = table
         self._waiting: list[tuple[Array, Array]] = []
-        worker.at_close(self._warn)
+        worker.at_close(partial(_warn, what, self._waiting), owner=self)
 
     @property
     def waiting(self) -> bool:
@@ -43,10 +45,11 @@ class RowSums:
         self._waiting.clear()
         self._table.push(*self._table.given(np.concatenate(indices), np.concatenate(rows)))
 
-    def _warn(self) -> None:
-        if self._waiting:
-            sys.stderr.write(
-                f"tensorwire: warning: gradients of {self._what} from {len(self._waiting)} backward passes were not "
-                "pushed, because no step() came after them\n"
-            )
-            sys.stderr.flush()
+
+def _warn(what: str, waiting: Sequence[object]) -> None:
+    if waiting:
+        sys.stderr.write(
+            f"tensorwire: warning: gradients of {what} from {len(waiting)} backward passes were not pushed, because no "
+            "step() came after them\n"
+        )
+        sys.stderr.flush()

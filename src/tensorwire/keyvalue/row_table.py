@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.keyvalue.handle import Calls
+from tensorwire.keyvalue.handle import Calls, finish_all
 from tensorwire.keyvalue.key_arguments import Key, as_array, number
 from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import Worker
@@ -80,7 +81,8 @@ class Table:
         self.client.course = self.calls.course
         self._pulling: TablePull | None = None
         self._last: list[int] = []  # requests that the last push took
-        worker.at_close(self._finish)
+        self._finish = partial(finish_all, self.calls.lock, [self.client])
+        worker.at_close(self._finish, owner=self)
         if worker.rank == 0:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
@@ -178,9 +180,10 @@ class Table:
         with self.calls:
             yield from self.client.changes(self._options)
 
-    def _finish(self) -> None:
-        with self.calls:  # another thread may be in the middle of one
-            self.client.finish()
+    def close(self) -> None:
+        """This worker is done with it: when all are, servers have it no more. Idempotent."""
+        self._finish()
+        self._worker.not_at_close(self._finish)
 
     def idle(self) -> None:
         """This worker takes no part in rounds until all workers are idle. Raises `WaitTimeout` or `JobEnded`."""

@@ -176,6 +176,7 @@ class Job:
             JobEnded: The job ended; the message says why.
         """
         yield
+        self._worker.finish_dropped()
         stores = self._worker.uneven_stores
         try:
             for store in stores:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import faulthandler
 import functools
@@ -11,13 +12,14 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tensorwire.control import Cause, Member
 from tensorwire.control.locality import apart
 from tensorwire.control.names import member_name
-from tensorwire.errors import ArgumentError, JobEnded, PeerLost, TensorwireError
+from tensorwire.errors import ArgumentError, JobEnded, PeerLost, StepInterrupted, TensorwireError
 from tensorwire.launch.children import Child
 from tensorwire.launch.excepthook import ExceptHook, print_end
 from tensorwire.launch.place import Place, grace_seconds
@@ -82,6 +84,7 @@ class Worker:
         self.closed = False
         self._children = children
         self._closers: list[Callable[[], None]] = []
+        self._dropped: collections.deque[Callable[[], None]] = collections.deque()  # of those, whose owners are gone
         self._stores = 0
         self._threads_checked = False
         self._error: BaseException | None = None  # what ends this worker
@@ -103,6 +106,7 @@ class Worker:
     @property
     def collectives(self) -> Collectives:
         """Barrier, broadcast and all-reduce among the workers."""
+        self.finish_dropped()
         with self._lock:
             if self._collectives is None:
                 from tensorwire.launch.collectives import Collectives  # not every script needs numpy
@@ -118,6 +122,7 @@ class Worker:
 
     def next_store(self) -> str:
         """Returns the name of this worker's next store: all workers create theirs in the same order."""
+        self.finish_dropped()
         self.check_threads()  # by now the framework has been imported
         self._stores += 1
         return f"store/{self._stores - 1}"
@@ -130,9 +135,33 @@ class Worker:
         """Warns, once, where the workers of this machine compute with more threads than it has cores."""
         self._threads_checked = self._threads_checked or warn_if_crowded(self.place, os.environ)
 
-    def at_close(self, call: Callable[[], None]) -> None:
-        """Calls ``call()`` before this worker leaves in good order."""
+    def at_close(self, call: Callable[[], None], owner: object | None = None) -> None:
+        """Calls ``call()`` before this worker leaves in good order.
+
+        Where ``owner``, which ``call`` must not refer to, is gone earlier, it is called by `finish_dropped`.
+        """
         self._closers.append(call)
+        if owner is not None:
+            weakref.finalize(owner, self._dropped.append, call).atexit = False
+
+    def not_at_close(self, call: Callable[[], None]) -> None:
+        """Takes `at_close` back: it has been done."""
+        if not self.closed and call in self._closers:
+            self._closers.remove(call)
+
+    def finish_dropped(self) -> None:
+        """Calls what is due because its owner is gone: here, since a finalizer may run in any thread, anywhere.
+
+        What was interrupted is no hindrance to a new beginning. It stays until this worker leaves, and then says so.
+        """
+        while self._dropped and os.getpid() == self._pid:
+            call = self._dropped.popleft()
+            if call in self._closers:
+                self.not_at_close(call)
+                try:
+                    call()
+                except StepInterrupted:
+                    self._closers.append(call)
 
     def leave_earlier(self) -> None:
         """At the end of a script, this worker leaves before exit calls that were registered until now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Producer, Word
 from tensorwire.edge.words import wait_unless
 from tensorwire.errors import JobEnded, ProtocolError, WaitTimeout
@@ -253,7 +255,10 @@ class KeyClient:
             self._produced[bucket.server] += pushes
 
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
+        """Tells every server that this worker is done, and gives its memory back; views of that stay as they are.
+
+        Idempotent. Raises `WaitTimeout` or `PeerLost`, and then keeps what servers may still write to.
+        """
         if self.step < 0:
             return
         if self.course.broken:
@@ -263,6 +268,10 @@ class KeyClient:
             numbers = self.announce(KeyOperation.FINISH, bytes(8 * len(self.spec.numeric)))
             for link, number in zip(self._links, numbers, strict=True):
                 link.wait_until_looked(number, self.timeout)
+            for link in self._links:
+                link.close()
+            for region in (*self._sources.values(), *self._copies.values()):
+                region.close()
         except WaitTimeout:
             raise last_request_waited(self.name, self.timeout) from None
         finally:
@@ -276,7 +285,8 @@ class _Link:
 
     def __init__(self, client: KeyClient, index: int) -> None:
         plan, member = client.plan, client.member
-        self._client, self.name = client, member_name("server", index)
+        self._client: KeyClient = weakref.proxy(client)  # which has this
+        self.name = member_name("server", index)
         self.channel: Channel = member.channel(self.name)
         key = f"{client.name}/{self.name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
@@ -318,6 +328,12 @@ class _Link:
     def failure(self) -> BaseException | None:
         """What became of a request that failed, if one did."""
         return self._requests.failure if self._window is None else self._window.error
+
+    def close(self) -> None:
+        """Gives back what is not the client's."""
+        if self._ring is not None:
+            self._ring.close()
+        unmap(self.channel, self._inbox)
 
     def word(self, bucket: int) -> Word:
         """How many answers about a bucket there have been."""

@@ -22,6 +22,7 @@ from tensorwire._native import gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
@@ -299,7 +300,8 @@ class _Link:
         server = self._server
         key = f"{server.name}/{self.name}/{server.member.name}"
         found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
-        target, plan = RemoteRegion.unpack(found.versions), server.plan
+        self._theirs = target = RemoteRegion.unpack(found.versions)
+        plan = server.plan
         self._requests.credit_to(self._channel, target.view(words_at(plan, server.index), 8))
         for b in self._plan_buckets:
             word = target.view(answer_word(plan, server.index, b.index), 8)
@@ -357,5 +359,6 @@ class _Link:
     def close(self) -> None:
         """Frees its memory."""
         self._inbox.close()
+        unmap(self._channel, self._theirs)
         if self._source is not None:
             self._source.close()

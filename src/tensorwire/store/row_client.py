@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -13,6 +14,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
@@ -134,7 +136,10 @@ class RowClient:
             return [link.send(operation, np.empty(0, np.int64), None, options) for link in self._links]
 
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent. Raises `WaitTimeout` or `PeerLost`."""
+        """Tells every server that this worker is done, and gives its memory back.
+
+        Idempotent. Raises `WaitTimeout` or `PeerLost`, and then keeps what servers may still write to.
+        """
         if self.step < 0:
             return
         if self.course.broken:
@@ -142,6 +147,8 @@ class RowClient:
             self.course.check()  # the servers wait for the rest: the others are not to go on with what there is
         try:
             self.wait_applied(self.announce(RowOperation.FINISH, bytes(8 * len(self.spec.numeric))))
+            for link in self._links:
+                link.close()
         except WaitTimeout:
             raise last_request_waited(self.name, self.timeout) from None
         finally:
@@ -156,12 +163,13 @@ class _Link:
     def __init__(self, client: RowClient, index: int) -> None:
         spec, member = client.spec, client.member
         assert spec.table is not None
-        self._client, self._first = client, client.starts[index]
+        self._client: RowClient = weakref.proxy(client)  # which has this
+        self._first = client.starts[index]
         name = member_name("server", index)
         self.channel: Channel = member.channel(name)
         key = f"{client.name}/{name}/{member.name}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
-        inbox = RemoteRegion.unpack(endpoint.inbox)
+        self._inbox = inbox = RemoteRegion.unpack(endpoint.inbox)
         device = self.channel.device
         if inbox.device != device.name:
             raise ProtocolError(f"{name} answers over {inbox.device}, we over {device.name}")
@@ -193,6 +201,12 @@ class _Link:
     def wait_for_room(self) -> None:
         """Returns when the server takes a request. Raises `PeerLost` or `WaitTimeout`."""
         self._requests.slot(self._number + 1, self._client.timeout)
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        for region in (self._words, self._memory, *([] if self._ring is None else [self._ring])):
+            region.close()
+        unmap(self.channel, self._inbox)
 
     def send(self, operation: RowOperation, indices: Array, rows: Array | None, options: bytes) -> int:
         """Sends a request, in as many parts as it takes, and returns the number of the last."""

@@ -19,6 +19,7 @@ from tensorwire._native import take_rows
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
@@ -237,6 +238,7 @@ class _Link:
         key = f"{server.name}/{self.name}/{server.member.name}"
         found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
         words, target = RemoteRegion.unpack(found.versions), RemoteRegion.unpack(found.parameters or b"")
+        self._theirs = [words, target]
         self._requests.credit_to(self._channel, words.view(0, 8))
         self._answers = Producer(
             self._channel,
@@ -302,5 +304,6 @@ class _Link:
     def close(self) -> None:
         """Frees its memory."""
         self._inbox.close()
+        unmap(self._channel, *self._theirs)
         if self._staging is not None:
             self._staging.close()

@@ -10,6 +10,7 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.store.admission import check_memory, check_versions
@@ -49,6 +50,7 @@ class WorkerLink:
             Consumer(self._word(self.layout.word(b.index)), slots=[self._arriving[b.index]]) for b in buckets
         ]
         self._maps = self.channel.device.capabilities.maps
+        self._theirs: list[RemoteRegion] = []
         self.pulls: list[Producer] = []
         self.norm_back: Producer
         self.together: Producer
@@ -72,6 +74,7 @@ class WorkerLink:
         buckets = server.plan.buckets[server.index]
         layout = Outbox(len(buckets))
         target = None if endpoint.parameters is None else RemoteRegion.unpack(endpoint.parameters)
+        self._theirs = [words, *([] if target is None else [target])]
         own = not isinstance(server.spec.mode, Sync)  # this worker's copy is its own, wherever it lies
         source = None if target is None or own else server.source_on(self.channel)
         shard, space = server.plan.shard_bytes[server.index], server.plan.space_bytes
@@ -101,6 +104,11 @@ class WorkerLink:
             slots=[words.view(layout.norm, NORM.size)],
             source=[] if self._maps else [self.inbox.view(self.layout.norm, NORM.size)],
         )
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self.inbox.close()
+        unmap(self.channel, *self._theirs)
 
 
 class Shard:
@@ -176,7 +184,7 @@ class Shard:
         """Frees the store's memory."""
         self.fates.close()
         for worker in self.workers:
-            worker.inbox.close()
+            worker.close()
         for region in (*self._regions.values(), *self._kept):
             region.close()
         self.parameters.close()

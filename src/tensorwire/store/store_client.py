@@ -13,6 +13,7 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.edge.words import wait_unless
@@ -52,10 +53,10 @@ class _Server:
         self.layout = inbox(plan, index, len(spec.numeric))
         self.back = Outbox(len(self.buckets))
         device = self.channel.device
-        self.versions: Region = device.allocate(self.back.nbytes)
+        self.versions: Region = client.allocate(device, self.back.nbytes)
         # Where the server's memory cannot be mapped, what it will receive is put together in ours.
         self.mapped = self.channel.map(self.inbox.view())
-        self.staging = None if self.mapped else device.allocate(self.layout.slots)
+        self.staging = None if self.mapped else client.allocate(device, self.layout.slots)
         self.gradients = None if self.mapped else client.gradients_on(device)
         self.head = self._producer(self.layout.head, header_bytes(len(spec.numeric)), self.layout.head_word)
         self.norm = self._producer(self.layout.norm, NORM.size, self.layout.norm_word)
@@ -144,6 +145,7 @@ class StoreClient:
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
         self.asks = 0  # for the optimizer's state, that are known to have been published
+        self._kept: list[Region] = []  # memory that is given back in the end
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
         self._servers = [_Server(self, s) for s in range(plan.servers)]
         self.order: list[Bucket] = self.plan.in_order()
@@ -177,15 +179,20 @@ class StoreClient:
                     continue
                 device = server.channel.device
                 if device.name not in space:
-                    space[device.name] = device.allocate(plan.space_bytes * len(self.windows))
+                    space[device.name] = self.allocate(device, plan.space_bytes * len(self.windows))
                 window.place(at, space[device.name], buffer * plan.space_bytes + at, nbytes)
         return space
 
     def gradients_on(self, device: Device) -> Region:
         """That device's memory that gradients leave from, where servers' memory cannot be mapped."""
         if device.name not in self._sources:
-            self._sources[device.name] = device.allocate(self.plan.space_bytes)
+            self._sources[device.name] = self.allocate(device, self.plan.space_bytes)
         return self._sources[device.name]
+
+    def allocate(self, device: Device, nbytes: int) -> Region:
+        """Memory for as long as this worker takes part."""
+        self._kept.append(device.allocate(nbytes))
+        return self._kept[-1]
 
     def _place_gradients(self) -> Window:
         """The slots of all buckets, laid out as the space: each tensor's side by side, whichever servers have it."""
@@ -201,7 +208,7 @@ class StoreClient:
     def repeated(self, byte: bytes) -> Window:
         """A window of the space's size that shows one byte everywhere: a little memory, many times."""
         nbytes = min(_TILE, self.plan.space_bytes)
-        tile = self._servers[0].channel.device.allocate(nbytes)
+        tile = self.allocate(self._servers[0].channel.device, nbytes)
         memoryview(tile)[:] = byte * nbytes
         window = Window(self.plan.space_bytes)
         for at in range(0, self.plan.space_bytes, nbytes):
@@ -464,8 +471,17 @@ class StoreClient:
                     ) from None
                 seen = now
 
+    def _give_back(self) -> None:
+        for region in self._kept:
+            region.close()
+        for server in self._servers:
+            unmap(server.channel, server.inbox, *([] if server.shown is None else [server.shown]))
+
     def finish(self) -> None:
-        """Tells every server that this worker is done. Idempotent. Raises as ``wait``."""
+        """Tells every server that this worker is done, and gives its memory back; views of that stay as they are.
+
+        Idempotent. Raises as ``wait``, and then keeps what servers may still write to.
+        """
         if self.step < 0:
             return
         if self.course.broken:
@@ -475,6 +491,9 @@ class StoreClient:
             self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
             for server in self._servers:
                 server.head.flush(self.timeout)
+                if not server.buckets:  # what says so comes after what `begin` waited for
+                    self._wait(server, partial(server.version(0).wait, self.step - 1))
+            self._give_back()
         finally:
             self.step = -1
         produced = enumerate(self._produced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 from tensorwire.errors import ArgumentError
@@ -17,13 +18,23 @@ class Alone:
     """
 
     def __init__(self, course: Course, go_on: Callable[[], None]) -> None:
-        self._course, self._go_on = course, go_on
+        self._course = course
+        self._go_on = weakref.WeakMethod(go_on)  # hooks must not keep the optimizer
         self._lock = threading.RLock()
         self._inside = ""  # the call that is inside; empty for a hook
+        self.closed = False
+
+    def check(self) -> None:
+        """Raises `ArgumentError` for an optimizer that was closed."""
+        if self.closed:
+            raise ArgumentError(
+                "this optimizer was closed, and its parameters are ordinary tensors: construct another one to go on"
+            )
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Around a method that users call. Raises `ArgumentError` where another thread is inside."""
+        """Around a method that users call. Raises `ArgumentError` where another thread is inside, or as `check`."""
+        self.check()
         if not self._lock.acquire(blocking=False):
             raise _refusal(what, self._inside or "backward()")
         before, self._inside = self._inside, self._inside or what
@@ -63,7 +74,9 @@ class Alone:
     def go_on(self) -> None:
         """Before a call or a hook does anything. Raises `StepInterrupted`, or what comes of the waiting."""
         self._course.check()
-        self._go_on()
+        go_on = self._go_on()
+        if go_on is not None:
+            go_on()
 
 
 def _refusal(what: str, inside: str) -> ArgumentError:

@@ -51,7 +51,6 @@ class LocalTraining:
         self.client.course = course
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
-        worker.at_close(self.finish)
         self._exchanges = LocalExchanges(self.client, self._fill, partial(self._take, change=self._change))
         self._slots = {b.number: self._pieces(self.client.memory(b), b, 0) for b in self.client.order}
         window = memoryview(self.client.windows[0])
@@ -191,10 +190,13 @@ class LocalTraining:
             load_state(self.client, self._exchanges.options, partial(local_state.items, plan, found["state"]))
             self.written, self._loaded = False, None
 
-    def finish(self) -> None:
-        """This worker is done. What is on its way is taken into its parameters."""
+    def finish(self, *, dropped: bool = False) -> None:
+        """This worker is done. What is on its way is taken into its parameters, unless these may be others' by now."""
         if self.client.step >= 0:
             if not self.client.course.broken:
                 with torch.no_grad():
-                    self.complete()
+                    (self._exchanges.drop if dropped else self.complete)()
             self.client.finish()
+
+    def release(self) -> None:
+        """The parameters are ordinary tensors."""

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,7 @@ from tensorwire.torch.local_state import KEY as STORE
 from tensorwire.torch.options import check_groups, plain
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
+from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import Part, StoreSettings
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.state import SavedState
@@ -144,15 +146,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         _ = self._clip
         self._saved = SavedState(self, self._class, self._settings.rule, origin.arguments)
-        self._steps = Stepping(self._worker, self._course, self._saved, lambda: self._clip)
+        this = weakref.proxy(self)  # what ends with this optimizer must not keep it
+        self._steps = Stepping(self._worker, self._course, self._saved, lambda: this._clip)
         self._parts, self._rows = self._steps.parts, self._steps.rows
         super().__init__(origin.groups, origin.defaults)
         if origin.state is not None:
             self._saved.check(origin.state)
         self._overlap = self._steps.overlap = Overlap(self._steps.open, self._alone) if overlap else None
-        self._worker.at_close(self._steps.leave)
-        if self._overlap is not None:
-            self._worker.at_close(self._overlap.close)  # before its parts finish
+        self._owned = OwnedStores(self._worker, self, self._course, self._steps)
         self._pid = os.getpid()
         params = [p for group in self.param_groups for p in group["params"]]
         modules = find_modules(params, self._model)
@@ -180,8 +181,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             self._worker, named, mode, self._inner.step, bucket_bytes, self._settings.compression, self._course
         )
         params = self._local.params
-        for handle in watch_loading(params, owners(params, modules), self._local.note_written):
-            self._worker.at_close(handle.remove)
+        self._owned.add(self._local, watch_loading(params, owners(params, modules), self._local.note_written))
 
     def _link_inner(self) -> None:
         """The inner optimizer and this one have the same groups and the same state."""
@@ -200,8 +200,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         part = Part(self._worker, groups, self._settings, self._course, sparse)
         self._parts.append(part)
         having = owners(part.params, modules)
-        for handle in watch_loading(part.params, having, part.note_written):
-            self._worker.at_close(handle.remove)
+        self._owned.add(part, watch_loading(part.params, having, part.note_written))
         if self._overlap is not None:
             self._overlap.watch(part, having)
 
@@ -217,8 +216,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             assert not isinstance(mode, Local)
             rows = SparseRows(self._worker, name, p, group, self._class, mode, self._settings.reduce, self._course)
             self._rows.append(rows)
-            for handle in watch_loading([p], owners([p], modules), rows.note_written):
-                self._worker.at_close(handle.remove)
+            self._owned.add(rows, watch_loading([p], owners([p], modules), rows.note_written))
 
     @property
     def _clip(self) -> float:
@@ -332,6 +330,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         Returns:
             A context manager. Without ``overlap`` it does nothing, because gradients are pushed by ``step()``.
         """
+        self._alone.check()
         return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
 
     def wait(self) -> None:
@@ -359,6 +358,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: ``tokens`` is not a number from 1e-6 to 1e15, or the mode has no such weights.
         """
+        self._alone.check()
         mode = self._settings.mode
         if self._local is None or not isinstance(mode, DiLoCo) or mode.weight != "tokens":
             raise ArgumentError('count() is for mode=DiLoCo(weight="tokens")')
@@ -391,6 +391,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         Returns:
             One line of text.
         """
+        self._alone.check()
         return "; ".join(part.summary() for part in self._stores)
 
     def __repr__(self) -> str:
@@ -507,6 +508,33 @@ class StoreOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
         return self._saved.copied(super().state_dict() if self._local is not None else self.state_dict())
+
+    def close(self) -> None:
+        """Gives up the stores. Call it on every worker, in any order; when all have, the servers free what they have.
+
+        It is for the time between two steps. The parameters become ordinary tensors, with the values that they have,
+        and every other method but ``zero_grad()`` raises `ArgumentError`. Idempotent. An optimizer that nothing refers
+        to any more is closed, but for the parameters' memory, with this worker's next call that makes a store or waits
+        for all workers.
+
+        Raises:
+            ArgumentError: In a forked child; or another thread is in a method of this optimizer.
+            StepInterrupted: Gradients have been pushed without a step, or a step was interrupted: others wait for it.
+            WaitTimeout: With `DiLoCo`, the last exchange did not come in time. It is closed all the same.
+            JobEnded: The job ended; the message says why.
+        """
+        if self._alone.closed:
+            return
+        if os.getpid() != self._pid:
+            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot close it")
+        with self._alone.calling("close()"):
+            try:
+                self._owned.close()
+            finally:
+                self._alone.closed = True
+                self._local = None
+                self._parts.clear()
+                self._rows.clear()
 
     def _check_between_steps(self) -> None:
         if os.getpid() != self._pid:

@@ -39,7 +39,7 @@ class Overlap:
     """``begin()`` opens the rounds of a step, or says that it has to wait for ``step()``."""
 
     def __init__(self, begin: Callable[[], bool], alone: Alone) -> None:
-        self._begin, self.alone = begin, alone
+        self._begin, self.alone = weakref.WeakMethod(begin), alone  # hooks must not keep the optimizer
         self._timeout = step_timeout()
         self.push_thread = PushThread()
         self._watched: list[_Watched] = []
@@ -67,7 +67,8 @@ class Overlap:
             return False
         if not part.is_open:
             with torch.no_grad():
-                self._late = not self._begin()
+                begin = self._begin()
+                self._late = begin is None or not begin()
         return not self._late
 
     def settle(self) -> None:

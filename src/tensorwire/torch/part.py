@@ -29,7 +29,7 @@ from tensorwire.store.store_client import StoreClient
 from tensorwire.store.store_layout import StoreSpec
 from tensorwire.torch import options
 from tensorwire.torch.arguments import check_tensor
-from tensorwire.torch.graph.memory.gradient_slots import open_slots
+from tensorwire.torch.graph.memory.gradient_slots import close_slots, open_slots
 from tensorwire.torch.state import Share
 
 _log = logging.getLogger("tensorwire")
@@ -81,7 +81,6 @@ class Part:
         self.client.course = course
         if worker.rank == 0:
             _log.info("%s: %s", self.client.name, self.summary())
-        worker.at_close(self.finish)
         if isinstance(settings.mode, Sync):  # in other modes workers may take as many steps as they like anyway
             worker.uneven_stores.append(self)
         self.buckets: list[list[Bucket]] = [[] for _ in self.params]  # by parameter
@@ -405,7 +404,7 @@ class Part:
 
     # ---- the end
 
-    def finish(self) -> None:
+    def finish(self, *, dropped: bool = False) -> None:
         """This worker is done. Raises `StepInterrupted` where others would take a step with a part of its gradients.
 
         All of its gradients may have been pushed without a step.
@@ -413,10 +412,20 @@ class Part:
         course = self.client.course
         if self.is_open and not course.broken and self.unsent():
             course.begin(f"step {self.client.updates}")
-            course.note(ArgumentError("the script ended between backward() and step()"))
+            course.note(ArgumentError("the optimizer ended between backward() and step()"))
         elif not course.broken:
             self.clip(LEFT_OUT)
         self.client.finish()
+        close_slots(self.params, self.slots)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """The parameters become ordinary tensors, with the values that they show; gradients stay where they can."""
+        for slot in self.slots:
+            slot.clear()
+        for p, (address, _) in zip(self.params, self._marks, strict=True):
+            if p.data_ptr() == address:  # nobody has moved it
+                p.data = p.detach().clone()
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,6 +145,15 @@ class SparseRows:
             self.param[torch.from_numpy(numbers)] = torch.from_numpy(rows)
         self._version = self.param._version
 
+    # ---- the end
+
+    def finish(self, *, dropped: bool = False) -> None:
+        """This worker is done."""
+        self._table.close()
+
+    def release(self) -> None:
+        """The parameter is an ordinary tensor."""
+
     # ---- uneven numbers of steps
 
     def check_pausing(self) -> None:

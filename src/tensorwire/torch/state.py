@@ -7,6 +7,7 @@ waits for the next step.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class SavedState:
     def __init__(
         self, optimizer: torch.optim.Optimizer, optimizer_class: OptimizerClass, rule: str, arguments: Options
     ) -> None:
-        self._optimizer, self._class, self._rule, self._arguments = optimizer, optimizer_class, rule, arguments
+        self._optimizer: torch.optim.Optimizer = weakref.proxy(optimizer)  # which has this
+        self._class, self._rule, self._arguments = optimizer_class, rule, arguments
         self.pending = False  # whether ``optimizer.state`` is what the next step is to begin from
         self._numbers: dict[int, dict[str, Any]] = {}  # by group: what servers keep there, of what waits or is shown
 

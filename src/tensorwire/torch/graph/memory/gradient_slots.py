@@ -81,6 +81,13 @@ def open_slots(
     return found
 
 
+def close_slots(params: Sequence[torch.nn.Parameter], slots: Sequence[GradientSlot]) -> None:
+    """No gradient is born in ``slots`` of ``params`` any more."""
+    for p, slot in zip(params, slots, strict=True):
+        if slot_of(p) is slot:
+            del _slots[p]
+
+
 def slot_of(parameter: torch.Tensor) -> GradientSlot | None:
     """Where the gradient of ``parameter`` may be born; None if it is in no store."""
     slot: GradientSlot | None = _slots.get(parameter)  # type: ignore[no-untyped-call]
