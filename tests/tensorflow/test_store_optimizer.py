@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters, pickles_counted
 from tests.harness.jobs import run_job
 from tests.tensorflow.test_operators import load
@@ -441,3 +444,40 @@ def test_diloco_with_a_plain_outer_optimizer_is_local_sgd() -> None:
     found = run_job(fitted, tw.store.DiLoCo(every=2, outer=outer), 2, {}).ok()
     for (losses, _), (wanted, _) in zip(found, run_job(fitted, tw.store.LocalSGD(every=2), 2, {}).ok(), strict=True):
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+# ---- the end of an optimizer
+
+
+def sweeps(job: tw.Job, mode: Any) -> list[Any]:
+    """Trains models one after the other; returns descriptors, threads and what came of the calls after the last."""
+    _, twt = load()
+    import keras
+
+    x, y = share(job)
+    held = []
+    for _ in range(4):
+        trained = model(keras, 0)
+        trained.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.01), mode=mode), "mse")
+        trained.train_on_batch(x[:BATCH], y[:BATCH])
+        before = trained.get_weights()
+        trained.optimizer.close()
+        trained.optimizer.close()
+        for mine, kept in zip(trained.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(mine, kept)
+        job.barrier()
+        threads = [each.name for each in threading.enumerate() if each.name.startswith("tensorwire store")]
+        gc.collect()
+        held.append((len(list(Path("/proc/self/fd").iterdir())), len(threads)))
+    with pytest.raises(Exception, match="this optimizer was closed"):
+        trained.train_on_batch(x[:BATCH], y[:BATCH])
+    with pytest.raises(ArgumentError, match="this optimizer was closed"):
+        trained.optimizer.write_parameters()
+    return held
+
+
+@pytest.mark.parametrize("name", ["Sync", "Async"])
+def test_closed_optimizers_hold_nothing(name: str) -> None:
+    for held in run_job(sweeps, getattr(tw.store, name)()).ok():
+        assert held[1] == held[2] == held[3]
+        assert {threads for _, threads in held} == {0}

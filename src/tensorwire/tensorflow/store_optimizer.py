@@ -153,7 +153,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     def save_own_variables(self, store: Any) -> None:
         """Called by Keras when a model is saved. What servers keep goes with it."""
         super().save_own_variables(store)
-        saved = None if self._share is None else self._share.rounds.save()
+        saved = None if self._share is None or self._share.closed else self._share.rounds.save()
         if saved is not None:
             store[_SERVERS] = saved
 
@@ -162,7 +162,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # that of Keras is no mapping
         servers = saved.pop(_SERVERS, None)
         super().load_own_variables(saved)
-        if self._share is not None:
+        if self._share is not None and not self._share.closed:
             if servers is not None:
                 self._share.rounds.restore(np.array(servers, np.uint8))
             self._share.loaded.assign(True)
@@ -195,7 +195,22 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             JobEnded: The job ended; the message says why.
         """
         if self._share is not None:
+            self._share.check_open()
             self._share.spread()
+
+    def close(self) -> None:
+        """Gives up the store. Call it on every worker, in any order; when all have, the servers free what they have.
+
+        It is for the time between two steps. The variables keep their values, and another step raises `ArgumentError`,
+        or TensorFlow's ``AbortedError`` inside of a function. Idempotent.
+
+        Raises:
+            StepInterrupted: A step was interrupted when a part of it had left for the servers.
+            WaitTimeout: With `DiLoCo`, the last exchange did not come in time. It is closed all the same.
+            JobEnded: The job ended; the message says why.
+        """
+        if self._share is not None:
+            self._share.close()
 
     def count(self, tokens: float) -> None:
         """Adds to what this worker's next contributions weigh, with ``DiLoCo(weight="tokens")``.
@@ -208,6 +223,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             ArgumentError: ``tokens`` is not a number from 1e-6 to 1e15, there was no step yet, or the mode has no such
                 weights.
         """
+        if self._share is not None:
+            self._share.check_open()
         if self._share is None or not isinstance(self._share.rounds, LocalRounds):
             raise ArgumentError('count() is for mode=DiLoCo(weight="tokens"), after the optimizer was built')
         self._share.rounds.count(tokens)
@@ -227,6 +244,7 @@ class _Share:
             if optimizer._on_servers
             else make_rounds(self._worker, *options)
         )
+        self.closed = False
         self.loaded = tf.Variable(False, trainable=False, name="tensorwire_loaded")
         register(self._worker)
         self._exchange = TensorExchange(f"store optimizer {next(_numbers)}", self._handle)
@@ -239,6 +257,7 @@ class _Share:
 
     def step(self, gradients: list[Any], variables: list[Any]) -> None:
         """Operators for a step, or the step itself."""
+        self.check_open()
         spread = lambda: _empty(tf.py_function(self.spread, [], []))  # noqa: E731  # rare, and may be slow
         with tf.control_dependencies([tf.cond(self.loaded, spread, lambda: _empty(tf.no_op()))]):
             self._step(gradients, variables)
@@ -348,6 +367,25 @@ class _Share:
 
     def rejoin(self) -> None:
         """It does not come to this."""
+
+    def check_open(self) -> None:
+        """Raises `ArgumentError` after `close`."""
+        if self.closed:
+            raise ArgumentError("this optimizer was closed: compile the model with another one to go on")
+
+    def close(self) -> None:
+        """This worker is done before the job ends. Idempotent."""
+        if self.closed or self._worker.closed:
+            return
+        self.closed = True
+        self._worker.not_at_close(self._leave)
+        self._worker.uneven_stores[:] = [each for each in self._worker.uneven_stores if each is not self]
+        try:
+            self._leave()
+        except TensorwireError as error:
+            raise self._worker.member.explain(error) from None
+        finally:
+            del self.rounds  # functions that TensorFlow has traced, and keeps, refer to this object
 
     def _leave(self) -> None:
         """This worker is done. What is on its way is taken into its variables."""

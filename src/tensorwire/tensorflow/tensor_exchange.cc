@@ -87,7 +87,7 @@ class ExchangeKernel : public AsyncOpKernel {
                 exchange = nullptr;
             }
         }
-        if (exchange) return finish(exchange, errors::Aborted("tensorwire: this worker has left its job"));
+        if (exchange) return finish(exchange, errors::Aborted("tensorwire: this optimizer was closed, or its worker has left the job"));
         queue_->changed.notify_one();
     }
 
@@ -212,5 +212,5 @@ extern "C" void tensorwire_exchange_close(const char* key) {
         left.swap(queue->waiting);
     }
     queue->changed.notify_all();
-    for (Exchange* exchange : left) finish(exchange, errors::Aborted("tensorwire: this worker has left its job"));
+    for (Exchange* exchange : left) finish(exchange, errors::Aborted("tensorwire: this optimizer was closed, or its worker has left the job"));
 }
