@@ -147,6 +147,30 @@ def lightning_manual(make: Make, _: Path) -> Outcome:
     return state(module), (trainer.world_size, trainer.global_step, module.rates)
 
 
+def lightning_finetuning(make: Make, _: Path) -> Outcome:
+    """The optimizer has the head alone, until a callback adds the frozen rest without names."""
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = model()[:2], torch.nn.Linear(64, 8)
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.head(self.backbone(batch[0])).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return make(self.head)
+
+    module = Module()
+    unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005)
+    trainer = lightning_trainer(max_epochs=3, enable_checkpointing=False, callbacks=[unfreeze])
+    trainer.fit(module, batches())
+    return state(module), [len(g["params"]) for g in trainer.optimizers[0].param_groups]
+
+
 # ---- accelerate
 
 
@@ -264,7 +288,7 @@ HEADINGS = {
     "transformers": "The Trainer of transformers",
 }
 LIBRARIES: dict[str, list[Callable[[Make, Path], Outcome]]] = {
-    "lightning": [lightning_automatic, lightning_manual, lightning_resumed],
+    "lightning": [lightning_automatic, lightning_manual, lightning_finetuning, lightning_resumed],
     "accelerate": [accelerate_loop, accelerate_resumed],
     "transformers": [transformers_training, transformers_resumed],
 }
@@ -334,6 +358,11 @@ def test_lightnings_manual_optimization(lightning: list[dict[str, Any]]) -> None
 def test_lightning_goes_on_from_its_checkpoint(lightning: list[dict[str, Any]]) -> None:
     steps, rates = check(part(lightning, "lightning_resumed"))
     assert (steps, len(rates)) == (16, 8)
+
+
+@pytest.mark.slow
+def test_lightning_adds_parameters_without_names(lightning: list[dict[str, Any]]) -> None:
+    assert check(part(lightning, "lightning_finetuning")) == [2, 2]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorwire.control import Member
 from tensorwire.store.lockstep import Lockstep
-from tensorwire.store.modes import Local, Sync
+from tensorwire.store.modes import Sync
 from tensorwire.store.own_clocks import OwnClocks
 from tensorwire.store.server_state import AtRest, Stateful, WithValues
 from tensorwire.store.shard import Shard
@@ -17,13 +17,12 @@ class StoreServer:
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
         self.shard = Shard(member, name, spec, workers, servers)
         self.rule: Stateful = self.shard.rule
-        if isinstance(spec.mode, Local):
-            self.rule = WithValues(self.rule, self.shard.plan, self.shard.index, memoryview(self.shard.parameters))
         self._rounds: Lockstep | OwnClocks
         self.at_rest: AtRest | None = None
         if isinstance(spec.mode, Sync):  # a bucket changes when every worker has pushed it: one that asks has not
             self._rounds = Lockstep(self.shard)
         else:
+            self.rule = WithValues(self.rule, self.shard.plan, self.shard.index, memoryview(self.shard.parameters))
             self._rounds = clocks = OwnClocks(self.shard)
             together = self.shard.rule.together
             self.at_rest = lambda bucket: clocks.at_rest(None if together else bucket)

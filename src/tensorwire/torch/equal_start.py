@@ -17,10 +17,10 @@ import torch
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import Worker
 from tensorwire.launch.values import tensor_bytes
+from tensorwire.torch.roots import Root, find_roots, named_parameters
 
 _SECONDS = 600.0  # for the other workers, which construct the same optimizer
 _NAMED = 3
-Root = tuple[str, torch.nn.Module]  # what comes before the names in it, and the module
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -32,7 +32,7 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     _optimizers.add(optimizer)
     if worker.num_workers == 1:
         return
-    found = _others(find_roots(_named(optimizer), modules))
+    found = _others(find_roots(named_parameters(optimizer), modules))
     mine: dict[str, list[object]] = {}
     refused: dict[str, str] = {}
     for name, tensor in found.items():
@@ -56,41 +56,6 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     if refused and worker.rank == 0:
         _warn(refused, f"do not become worker 0's at the start: {next(iter(refused.values()))}")
     _warn([n for n in theirs if n in mine and n not in alike], "have another shape or dtype than worker 0's, and stay")
-
-
-def find_roots(named: Iterable[tuple[str, torch.nn.Parameter]], modules: Iterable[torch.nn.Module]) -> list[Root]:
-    """The outermost of ``modules`` in which the parameters have the names that were given, after a common prefix.
-
-    And for parameters with other names than in any module: the outermost that has them.
-    """
-    names = {id(p): name for name, p in named}
-    roots: list[Root] = []
-    others: list[Root] = []
-    for module in modules:
-        local = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) in names]
-        if not local:
-            continue
-        fitting: dict[int, set[str]] = {}
-        for name, p in local:  # one that is tied has several names
-            before, _, after = names[id(p)].rpartition(name)
-            fitting.setdefault(id(p), set()).update([before] if not after and before[-1:] in ("", ".") else [])
-        if common := set.intersection(*fitting.values()):
-            roots.append((min(common), module))
-        else:
-            others.append((f"(with {names[id(local[0][1])]}) ", module))
-    roots = _outermost(roots)
-    inside = {id(p) for _, module in roots for p in module.parameters()}
-    return roots + _outermost([r for r in others if any(id(p) in names.keys() - inside for p in r[1].parameters())])
-
-
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    groups = optimizer.param_groups
-    return [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
-
-
-def _outermost(roots: list[Root]) -> list[Root]:
-    inner = {id(m) for _, module in roots for m in module.modules() if m is not module}
-    return [(prefix, module) for prefix, module in roots if id(module) not in inner]
 
 
 def _others(roots: Iterable[Root]) -> dict[str, torch.Tensor]:

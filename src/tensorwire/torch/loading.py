@@ -51,7 +51,7 @@ def _reduced(module: torch.nn.Module) -> Any:
     return *found[:2], state, *found[3:]
 
 
-def find_modules(params: Iterable[torch.nn.Parameter], model: torch.nn.Module | None) -> list[torch.nn.Module]:
+def find_modules(params: Iterable[torch.Tensor], model: torch.nn.Module | None) -> list[torch.nn.Module]:
     """Finds modules, among them owners of ``params``: those of ``model`` if it has all of ``params``.
 
     Otherwise all modules of this process, but for those that ``gc.freeze()`` hides: PyTorch has no way from a parameter

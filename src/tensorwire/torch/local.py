@@ -172,6 +172,14 @@ class LocalTraining:
         values, state = local_state.fetch(self.client)
         return {"parameters": values, "state": state, **mine}
 
+    def shared(self) -> dict[str, torch.Tensor]:
+        """Copies of what the servers have, but for integers, which are each worker's own. Raises as `state`."""
+        if self._loaded is not None:
+            values = {name: value.clone() for name, value in self._loaded["parameters"].items()}
+        else:
+            values = local_state.fetch_values(self.client)
+        return {name: value for name, value in values.items() if value.is_floating_point()}
+
     def check(self, found: Any) -> None:
         """Raises `ArgumentError` for what `state` has not returned for such parameters."""
         local_state.check(self.client.plan, found, len(self._exchanges.tokens))

@@ -46,6 +46,17 @@ def fetch(client: StoreClient) -> tuple[dict[str, torch.Tensor], State]:
     return values, state
 
 
+def fetch_values(client: StoreClient) -> dict[str, torch.Tensor]:
+    """The store's values, in whole tensors. Raises as `fetch_state`."""
+    tensors = client.plan.tensors
+    values = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors}
+    for entry, data in fetch_state(client):
+        if entry.kind == VALUE:
+            part = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry.dtype))
+            values[tensors[entry.tensor].name].view(-1)[entry.start : entry.stop] = part
+    return values
+
+
 def check(plan: StorePlan, found: Any, fragments: int) -> None:
     """Raises `ArgumentError` for an entry ``"store"`` that `fetch` did not make for such parameters."""
     keys = {"parameters", "state", "steps", "tokens"}

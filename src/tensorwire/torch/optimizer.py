@@ -41,11 +41,13 @@ from tensorwire.torch.layout import build
 from tensorwire.torch.loading import find_modules, owners, watch_loading
 from tensorwire.torch.local import LocalTraining
 from tensorwire.torch.local_state import KEY as STORE
+from tensorwire.torch.local_state import fetch_values
 from tensorwire.torch.options import check_groups, plain
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import Part, StoreSettings
+from tensorwire.torch.roots import named_parameters, with_names
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.state import SavedState
 from tensorwire.torch.stepping import Stepping
@@ -416,7 +418,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         """Adds parameters. Call it on every worker, between two steps.
 
         Args:
-            param_group: ``params``, as (name, parameter) pairs, and options that differ from the defaults.
+            param_group: ``params``, as (name, parameter) pairs, and options that differ from the defaults. Parameters
+                alone will do if they are in a module with some of the others: they have the names that they have there.
 
         Raises:
             ArgumentError: As in the constructor, or gradients are being pushed. Nothing was added.
@@ -437,7 +440,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         if any(part.is_open for part in self._parts):
             raise ArgumentError("add parameters before backward(): gradients are in flight")
         self.wait()
-        group = named_group(len(self.param_groups), param_group)
+        group = named_group(len(self.param_groups), with_names(param_group, self, self._model))
         there = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
         check_parameters([*there, *group["params"]])
         super().add_param_group(group)
@@ -474,6 +477,35 @@ class StoreOptimizer(torch.optim.Optimizer):
                     if not self._saved.pending:
                         self.state.update((rows.param, kept) for rows in self._rows if (kept := rows.state()))
                     return self._saved.complete(super().state_dict())
+            except TensorwireError as error:
+                raise self._worker.member.explain(error) from None
+
+    def shared_state(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters that all workers share, by name. One worker may call it alone, between two steps.
+
+        Returns:
+            Copies, for ``model.load_state_dict(..., strict=False)``: in Sync the values of the last step, in other
+            modes what the servers have now, with all that others have pushed, but without what this worker has trained
+            since its last exchange. In EASGD, LocalSGD and DiLoCo integer parameters, which are each worker's own, are
+            left out.
+
+        Raises:
+            ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
+            WaitTimeout: The servers did not answer in time.
+            JobEnded: The job ended; the message says why.
+        """
+        with self._alone.calling("shared_state()"):
+            self._check_between_steps()
+            try:
+                if self._local is not None:
+                    return self._local.shared()
+                self.wait()
+                found = {name: p.detach().clone() for name, p in named_parameters(self)}
+                if not isinstance(self._settings.mode, Sync):  # this worker has its own copy, of its last step
+                    for part in self._parts:
+                        found.update(fetch_values(part.client))
+                    found.update((rows.name, rows.values()) for rows in self._rows)
+                return found
             except TensorwireError as error:
                 raise self._worker.member.explain(error) from None
 

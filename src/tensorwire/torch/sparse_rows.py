@@ -202,6 +202,12 @@ class SparseRows:
             found[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
         return found
 
+    def values(self) -> torch.Tensor:
+        """What the servers have now. Raises `WaitTimeout` or `JobEnded`."""
+        found = torch.empty(self.param.shape, dtype=self.param.dtype)
+        self._table.pull(np.arange(self.param.shape[0]), found.numpy()).finish(None)
+        return found
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The state that worker 0 has becomes what the servers keep."""
         self._table.wait()

@@ -22,7 +22,7 @@ from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.rule_state import number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
 from tensorwire.store.sharding import ParameterSpec
-from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
+from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, VALUE, Entry, Item
 from tensorwire.store.store_client import StoreClient
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
@@ -66,6 +66,8 @@ class SavedState:
     def _fetch(self, share: Share) -> None:
         """Into ``optimizer.state``, in whole tensors."""
         for entry, data in fetch_state(share.client):
+            if entry.kind == VALUE:  # in other modes than Sync, the parameters as well
+                continue
             spec = share.client.plan.tensors[entry.tensor]
             if entry.kind == GROUP:
                 numbers = self._numbers.setdefault(self._index(share.groups[spec.group]), {})
