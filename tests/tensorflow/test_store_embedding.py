@@ -114,6 +114,8 @@ def reads(job: tw.Job) -> tuple[Any, Any]:
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(embedding(np.array([[7, 7, 8]])))
     assert tape.gradient(loss, []) == []
+    assert counters.since(before).pushes == 0
+    embedding.step()
     embedding.wait()
     assert counters.since(before).pushes == 1
     np.testing.assert_allclose(embedding(np.array(7)).numpy(), row - 0.001, atol=1e-5)
@@ -157,6 +159,7 @@ def kept(job: tw.Job, folder: str, loads: bool) -> Any:
             rows = embedding(np.arange(step, step + 1400 * (1 + step % 2), 2))
             loss = tf.reduce_sum(rows * rows * (job.rank + 1))
         tape.gradient(loss, [])
+        embedding.step()
     embedding.wait()
     job.barrier()
     return embedding(np.arange(ROWS)).numpy()

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
-from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
+from tensorwire.errors import ArgumentError, Unsupported
+from tensorwire.keyvalue.row_table import check_embedding, embedding_table
 from tensorwire.keyvalue.table_files import load_on_all, save_table
 from tensorwire.launch.worker import current_worker
 from tensorwire.store.modes import SSP, Async, Sync, mode_of, settings_of
-from tensorwire.tensorflow.error_texts import failure_text, register
-from tensorwire.tensorflow.keras_rules import RATE, ROW_RULE, is_elementwise
+from tensorwire.tensorflow.error_texts import register
+from tensorwire.tensorflow.keras_rules import ROW_RULE, is_elementwise
 from tensorwire.tensorflow.keras_rules import settings_of as settings_of_optimizer
+from tensorwire.tensorflow.row_gradients import Rows
 
 
 @keras.saving.register_keras_serializable("tensorwire")
 class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
-    """An embedding whose table no worker has to hold: rows are pulled in the forward pass and pushed in the backward.
+    """An embedding whose table no worker has to hold: rows are pulled in forward, their gradients pushed by a step.
 
     ::
 
         layer = tw.tensorflow.StoreEmbedding(10**8, 64, keras.optimizers.Adagrad(0.1))
         model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
 
-    It has no variables: servers, which need TensorFlow for it, run the optimizer as soon as gradients come. Each row
-    travels once per pass, however often it is named, and rows that are not named stay as they are, with their state.
-    Every worker builds the layer, in the same place of its program. With ``Sync()``, all workers have to run backward
-    through it equally often. ``fit`` runs backward only if the model has a variable to train. `save` and `load` keep
-    the rows; files of Keras have none of them.
+    Gradients of several lookups and backward passes are summed. The next step of any optimizer in this process, a
+    `StoreOptimizer` or one of Keras's, pushes the sum, or that of the layer itself, and servers, which need TensorFlow
+    for it, apply it as one update. Each row travels once, however often it is named, and rows that are not named stay
+    as they are, with their state.
+
+    It has no variables, so clipping outside of an optimizer neither sees nor clips its gradients. Every worker builds
+    the layer, in the same place of its program. With ``Sync()``, all workers have to take equally many steps that have
+    a gradient of it. ``fit`` takes steps only if the model has a variable to train. `save` and `load` keep the rows;
+    files of Keras have none of them.
 
     Args:
         input_dim: The number of rows.
@@ -41,7 +45,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         optimizer: An optimizer of Keras, or its name: one that treats each element by itself, without clipping by norms
             or weight decay. Its learning rate, which may be a schedule, goes with every push.
         mode: ``tw.store.Sync()``: an update has the gradients of all workers, and a pull waits for that of the worker's
-            last backward. ``Async()``: each worker's gradients are applied by themselves. ``SSP()``: the same, and a
+            last push. ``Async()``: each worker's gradients are applied by themselves. ``SSP()``: the same, and a
             pull waits while this worker is more than ``staleness`` updates ahead of the slowest.
         reduce: ``"mean"`` or ``"sum"`` of the workers' gradients, with ``Sync()``.
         initial: How servers draw the first values: ``"uniform"``, ``"normal"`` or ``"zeros"``.
@@ -52,7 +56,9 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
 
     Raises:
         ArgumentError: An argument is wrong.
-        Unsupported: Servers cannot run the optimizer on rows.
+        Unsupported: Servers cannot run the optimizer on rows. Or, in a step of an optimizer: it scales losses, clips by
+            norms or accumulates gradients; or its ``clipvalue`` or ``loss_scale_factor`` is another one than that of
+            the layer's. Or, in ``tape.gradient()``: the same lookup has had a gradient in this step.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         if self.optimizer.weight_decay:
             raise Unsupported("weight decay changes rows that are not pushed, too: leave weight_decay out")
         self._mode, self._reduce, self._initial, self._scale, self._seed = mode, reduce, initial, float(scale), seed
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self.supports_jit = False
 
     # ---- what Keras asks for
@@ -109,7 +115,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
             reduce=self._reduce,
         )
         register(worker)
-        self._rows = _Rows(table, self.optimizer)
+        self._rows = Rows(worker, table, self.optimizer, f"StoreEmbedding {self.name!r}")
         self.built = True
 
     def call(self, inputs: Any) -> Any:
@@ -123,7 +129,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
 
         Raises:
             ArgumentError: A number is out of range.
-            WaitTimeout: The servers did not answer in time, because another worker did not run backward.
+            WaitTimeout: The servers did not answer in time, because another worker did not push its gradients.
             JobEnded: The job ended; the message says why.
             tf.errors.UnknownError: One of these, in a ``tf.function``; the message says which.
         """
@@ -165,16 +171,29 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
     # ---- ours
 
     @property
-    def _table(self) -> _Rows:
+    def _table(self) -> Rows:
         if self._rows is None:
             raise ArgumentError("the layer is not built: call it, or the model, once before")
         return self._rows
 
-    def wait(self) -> None:
-        """Returns when the servers have applied this worker's gradients.
+    def step(self) -> None:
+        """Pushes the sum of the gradients since the last push, if there is one. Steps of optimizers do so, too.
 
         Raises:
-            WaitTimeout: They did not in time, because another worker did not run backward.
+            WaitTimeout: The servers did not take it in time, because another worker did not push.
+            JobEnded: The job ended; the message says why.
+        """
+        self._table.push()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last push, for a step that is to be left out."""
+        self._table.drop()
+
+    def wait(self) -> None:
+        """Returns when the servers have applied what this worker has pushed.
+
+        Raises:
+            WaitTimeout: They did not in time, because another worker did not push its gradients.
             JobEnded: The job ended; the message says why.
         """
         self._table.table.wait()
@@ -206,58 +225,3 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
             JobEnded: The job ended; the message says why.
         """
         load_on_all(self._table.table, folder)
-
-
-class _Rows:
-    """The table of a layer, as a part of TensorFlow's graphs."""
-
-    def __init__(self, table: Table, optimizer: Any) -> None:
-        self.table, self._optimizer = table, optimizer
-        with tf.init_scope():
-            # Pulls read it, so that tapes, which watch it, record them. Pushes write it, so that calls keep order.
-            self._anchor = tf.Variable(0.0, trainable=True, name="tensorwire_rows")
-
-    def look_up(self, unique: Any) -> Any:
-        """The rows of these numbers, each of which comes once. Their gradient is pushed."""
-        dtype = tf.as_dtype(self.table.dtype)
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def pulled(anchor: Any) -> Any:
-            with tf.control_dependencies([anchor]):
-                rows = _called(self._pull, [unique], dtype)
-            rows.set_shape([None, *self.table.shape[1:]])
-            return rows, self._push_gradient(unique)
-
-        return pulled(self._anchor.read_value())
-
-    def _push_gradient(self, unique: Any) -> Callable[[Any], Any]:
-        def gradient(upstream: Any) -> Any:
-            given = [unique, tf.convert_to_tensor(upstream), tf.cast(self._optimizer.learning_rate, tf.float64)]
-            with tf.control_dependencies([_called(self._push, given, tf.float32)]):
-                self._anchor.assign_add(0.0)
-                self._optimizer.iterations.assign_add(1)
-            return None
-
-        return gradient
-
-    def _pull(self, numbers: Any) -> Any:
-        pull = self.table.pull(numbers)
-        pull.finish(None)
-        return pull.result
-
-    def _push(self, numbers: Any, gradient: Any, rate: Any) -> Any:
-        self.table.set_options(**{RATE: float(rate)})
-        self.table.push(*self.table.given(numbers, gradient))
-        return np.float32(0)
-
-
-def _called(function: Callable[..., Any], given: Sequence[Any], dtype: Any) -> Any:
-    """Calls it when TensorFlow runs, which knows no errors of ours, or at once."""
-
-    def call(*values: Any) -> Any:
-        try:
-            return function(*values)
-        except TensorwireError as error:
-            raise RuntimeError(failure_text("", error)) from None
-
-    return tf.numpy_function(function if tf.executing_eagerly() else call, given, dtype)

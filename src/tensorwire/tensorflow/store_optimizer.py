@@ -17,6 +17,7 @@ from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, check_mode, check_reduce, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
 from tensorwire.tensorflow.error_texts import register
+from tensorwire.tensorflow.row_gradients import end_step, leave_to_store
 from tensorwire.tensorflow.server_rounds import ServerRounds
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds
 from tensorwire.tensorflow.tensor_exchange import Bytes, TensorExchange, Values, fingerprint
@@ -89,6 +90,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             inner = keras.optimizers.LossScaleOptimizer(inner)
         super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
+        leave_to_store(inner)
         self._mode, self._reduce, self._on_servers, self._bucket_bytes = mode, reduce, on_servers, bucket_bytes
         self._compression = str(parse_compression(compression) or "")
         self._share: _Share | None = None
@@ -139,6 +141,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
                 self.build(variables)
             self.built = True
         assert self._share is not None
+        end_step(self.inner_optimizer)
         self._share.step(list(grads), variables)
 
     @property
