@@ -6,6 +6,7 @@ Every gradient of what is interrupted is 1000, and of what comes after it 1: all
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -193,6 +194,55 @@ def test_what_is_interrupted_goes_on_or_is_refused(device: str, seed: int, tmp_p
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_interrupted_goes_on_or_is_refused_always(device: str, seed: int, tmp_path: Path) -> None:
     try_interrupts(100 + seed, 2 * len(KINDS), device, tmp_path / "log")
+
+
+# Whose rounds have one push of every worker.
+IN_STEP = ["sync", "overlap", "norm", "sparse", "keys", "pushpull", "rows"]
+
+
+def beside_another(job: tw.Job, kind: str, seed: int) -> list[float]:
+    """Worker 0 is interrupted in its third step, and worker 1, whose gradients are zeros, takes four."""
+    subject = KINDS[kind]()
+    subject.act(0.0)
+    if job.rank == 1:
+        for _ in range(3):
+            subject.act(0.0)
+        return sorted(subject.moved())
+    line = random.Random(seed).randint(1, interrupt_at(lambda: subject.act(0.0), 0))
+    try:
+        interrupt_at(lambda: subject.act(1000.0), line)
+    except KeyboardInterrupt:
+        subject.act(1.0)
+        if max(subject.moved()) <= 1:  # that step had not begun
+            subject.act(0.0)
+    else:
+        subject.act(1.0)
+    return sorted(subject.moved())
+
+
+def try_beside_another(kind: str, seed: int, device: str) -> None:
+    ended = run_job(beside_another, kind, seed, servers=2, device=device)
+    if ended.cause is None:
+        mine, others = ended.ok()
+        assert mine == others
+        assert mine in ([0.5], [1.0], [500.5], [1001.0])
+        return
+    refusals = "(StepInterrupted|GradientModified)" if kind == "overlap" else "StepInterrupted"
+    assert re.match(refusals, ended.errors[0]), ended.errors
+    assert re.match(f"JobEnded.* worker 0 raised {refusals}", ended.errors[1]), ended.errors
+
+
+@pytest.mark.parametrize(("kind", "device", "seed"), [("sync", "shm", 1), ("overlap", "tcp", 2), ("keys", "shm", 3)])
+def test_what_is_interrupted_beside_another_worker(kind: str, device: str, seed: int) -> None:
+    try_beside_another(kind, seed, device)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", IN_STEP)
+@pytest.mark.parametrize("seed", range(10, 15))
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_what_is_interrupted_beside_another_worker_always(device: str, seed: int, kind: str) -> None:
+    try_beside_another(kind, seed, device)
 
 
 STATES = {"headed": "refused", "pushed": "refused", "answered_some": "completed"}
