@@ -16,6 +16,7 @@ from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, check_mode, check_reduce, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
+from tensorwire.tensorflow.equal_start import make_equal
 from tensorwire.tensorflow.error_texts import register
 from tensorwire.tensorflow.row_gradients import end_step, leave_to_store
 from tensorwire.tensorflow.server_rounds import ServerRounds
@@ -40,8 +41,9 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     With the first step, all workers get worker 0's variables. Each worker's optimizer then updates its own variables,
     and keeps its own state. In `Sync`, it gets the mean of all workers' gradients, so that all have the same variables.
     In `Async` and `SSP`, what it changes is added to the values on the servers, which come back. In `EASGD`, `LocalSGD`
-    and `DiLoCo`, workers exchange parameters every few steps. Variables that are not trained, such as the statistics of
-    a ``BatchNormalization``, are each worker's own.
+    and `DiLoCo`, workers exchange parameters every few steps. Other weights of their layers
+    and models, such as frozen ones and the statistics of a ``BatchNormalization``, begin as worker 0's, and are each
+    worker's own from then on.
 
     With ``on_servers``, servers run the optimizer and keep its state, in `Sync`, `Async` and `SSP`: workers push
     gradients and get the new values, as from the parameter servers of ``tf.distribute``. Servers then need TensorFlow.
@@ -255,6 +257,10 @@ class _Share:
         if isinstance(optimizer._mode, Sync):
             self._worker.uneven_stores.append(self)
         self.spread(variables)
+        try:
+            make_equal(self._worker, variables)
+        except TensorwireError as error:
+            raise self._worker.member.explain(error) from None
 
     # ---- a step
 
