@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ def train(job: tw.Job, name: str, options: dict[str, Any], mode: Sync | Async, f
     embedding = tw.torch.StoreEmbedding(
         PIXELS * GRAYS, WIDTH, getattr(torch.optim, name), mode=mode, scale=0.1, seed=5, **options
     )
-    assert not list(embedding.parameters())
+    assert [p.numel() for p in embedding.parameters()] == [1]  # the anchor
     with torch.no_grad():
         before = embedding(torch.arange(PIXELS * GRAYS))
     first = losses(embedding, 0, 5, job.rank, job.num_workers)
@@ -218,14 +219,76 @@ def test_what_would_be_wrong_is_refused() -> None:
     run_job(not_right, workers=1).ok()
 
 
+def clip(model: torch.nn.Module, how: str) -> None:
+    if how == "norm":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "norm, one by one":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=False)  # nothing is above it in this batch
+    elif how == "value":
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    else:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad / 2
+
+
+def clipped(job: tw.Job) -> None:
+    """With an optimizer of torch's and one of the store's, in front of its step and in its closure, and without one."""
+    model = torch.nn.ModuleDict({"rows": tw.torch.StoreEmbedding(ROWS, 4, torch.optim.SGD, lr=1.0, initial="zeros")})
+    rows: Any = model["rows"]
+    model["dense"] = torch.nn.Linear(4, 1)
+    assert list(model.state_dict()) == ["dense.weight", "dense.bias"]
+    model.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    stores = [tw.torch.StoreOptimizer(model, torch.optim.SGD, lr=0.1)]
+    refused = r"clipped or scaled after backward\(\), and those of StoreEmbedding\(20, 4"
+
+    def backward(how: str | None) -> None:
+        (rows(torch.arange(3)).sum() + model["dense"](torch.ones(4)).sum()).backward()
+        if how is not None:
+            clip(model, how)
+
+    pushed = 0
+    for how in ("norm", "norm, one by one", "value", "by hand"):
+        for step in (stores[0].step, plain.step, rows.step):
+            for put in (False, True)[: 1 + (step != rows.step)]:
+                values = [p.detach().clone() for p in model.parameters()]
+                closure = functools.partial(backward, how)
+                with pytest.raises(errors.Unsupported, match=refused):
+                    step(closure) if put else (closure(), step())
+                if not put:  # a closure's gradients are in the parameters before anybody can look at them
+                    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+                model.zero_grad()
+                rows.zero_grad()
+                if step == plain.step:
+                    stores[0].write_parameters()
+        for step in (stores[0].step, rows.step):
+            backward(None)
+            backward(None)
+            torch.nn.utils.clip_grad_norm_(model["dense"].parameters(), 1e-3)
+            step()
+            pushed += 2
+            model.zero_grad(set_to_none=False)
+    clip(model, "norm")  # nothing waits
+    rows.step()
+    with torch.no_grad():
+        assert torch.equal(rows(torch.arange(3)), torch.full((3, 4), -float(pushed)))
+    assert float(rows.anchor) == 0
+
+
+def test_gradients_that_were_clipped_without_those_of_the_rows_are_refused() -> None:
+    run_job(clipped, workers=1).ok()
+
+
 def test_gradients_that_no_step_pushes_are_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[Any] = []
-    sums = RowSums(cast(Any, SimpleNamespace(at_close=calls.append)), cast(Any, None), "the table")
+    worker = SimpleNamespace(at_close=lambda call, owner: calls.append(call))
+    sums = RowSums(cast(Any, worker), cast(Any, None), "the table")
     calls[0]()
     assert capsys.readouterr().err == ""
     sums.add(np.arange(2), np.ones((2, 4)))
     calls[0]()
     assert "gradients of the table from 1 backward passes were not pushed" in capsys.readouterr().err
+    assert not sums.waiting
 
 
 def misuse(job: tw.Job) -> None:

@@ -6,7 +6,6 @@ Servers update rows by what one push has, and a step of training has one update,
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -46,10 +45,11 @@ class RowSums:
         self._table.push(*self._table.given(np.concatenate(indices), np.concatenate(rows)))
 
 
-def _warn(what: str, waiting: Sequence[object]) -> None:
+def _warn(what: str, waiting: list[tuple[Array, Array]]) -> None:
     if waiting:
         sys.stderr.write(
             f"tensorwire: warning: gradients of {what} from {len(waiting)} backward passes were not pushed, because no "
             "step() came after them\n"
         )
         sys.stderr.flush()
+        waiting.clear()  # no step of another job is to push them

@@ -39,9 +39,10 @@ class StoreEmbedding(torch.nn.Module):
     any optimizer in this process, a `StoreOptimizer` or one of torch's, pushes the sum, or that of the module itself,
     and servers apply it as one update. Each row travels once, however often it is named.
 
-    It has no parameters, so ``optimizer.zero_grad()`` does not drop its gradients, and ``clip_grad_norm_`` neither sees
-    nor clips them. Every worker makes the module, in the same place of its program. With ``Sync()``, all workers have
-    to take equally many steps that have a gradient of it.
+    Its only parameter, ``anchor``, is a zero whose gradient is zero. ``optimizer.zero_grad()`` does not drop the rows'
+    gradients, and a function such as ``clip_grad_norm_`` neither sees nor changes them: where it changed the anchor's,
+    the next step is refused. Every worker makes the module, in the same place of its program. With ``Sync()``, all
+    workers have to take equally many steps that have a gradient of it.
 
     Args:
         num_embeddings: The number of rows.
@@ -60,7 +61,8 @@ class StoreEmbedding(torch.nn.Module):
     Raises:
         ArgumentError: ``init()`` has not been called, or an argument is wrong.
         Unsupported: The dtype is another one. Or, in an optimizer's ``step()``: its gradients are scaled by a
-            ``GradScaler``; or that optimizer has ``max_grad_norm`` or ``error_if_nonfinite``.
+            ``GradScaler``; or that optimizer has ``max_grad_norm`` or ``error_if_nonfinite``. Or, in any ``step()``:
+            gradients were clipped or scaled by a function that was given the module's ``anchor``.
         PlanMismatch: The workers' tables differ.
         WaitTimeout: Another worker did not come in time.
         JobEnded: The job ended; the message says why.
@@ -104,6 +106,8 @@ class StoreEmbedding(torch.nn.Module):
             reduce=reduce,
         )
         self._sums = RowSums(worker, self._table, repr(self))
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self._seen: tuple[torch.Tensor, int] | None = None  # its gradient and the version of that, after backward
         _embeddings[next(_numbers)] = self
         _watch_steps()
 
@@ -125,7 +129,7 @@ class StoreEmbedding(torch.nn.Module):
         rows = self._rows(unique)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(_Adder(self._sums, unique))  # type: ignore[no-untyped-call]
+            rows.register_post_accumulate_grad_hook(_Adder(self, unique))  # type: ignore[no-untyped-call]
         return torch.nn.functional.embedding(inverse, rows)
 
     def _rows(self, unique: torch.Tensor) -> torch.Tensor:
@@ -133,13 +137,33 @@ class StoreEmbedding(torch.nn.Module):
         pull.finish(None)
         return torch.from_numpy(pull.result)
 
+    def _note(self) -> None:
+        """A gradient of rows has come: whoever changes all gradients from now on changes the anchor's."""
+        if self.anchor.grad is None:
+            self.anchor.grad = torch.zeros_like(self.anchor)
+        self._seen = self.anchor.grad, self.anchor.grad._version
+
+    def _check_unchanged(self) -> None:
+        """Raises `Unsupported` where somebody did. When it has not, an optimizer may change the anchor's."""
+        seen, found = self._seen, self.anchor.grad
+        if seen is None or not self._sums.waiting:
+            return
+        if found is not None and (found is not seen[0] or found._version != seen[1]):
+            raise Unsupported(
+                f"gradients were clipped or scaled after backward(), and those of {self} were not, nor are they in "
+                "the norm: clip the parameters of other modules alone"
+            )
+        self._seen = None
+
     def step(self) -> None:
         """Pushes the sum of the gradients since the last push, if there is one. Optimizers' ``step()`` calls it.
 
         Raises:
+            Unsupported: Gradients were clipped or scaled, and those of the rows were not.
             WaitTimeout: The servers did not take it in time, because another worker did not push.
             JobEnded: The job ended; the message says why.
         """
+        self._check_unchanged()
         self._sums.push()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -149,6 +173,7 @@ class StoreEmbedding(torch.nn.Module):
             set_to_none: As for every module.
         """
         self._sums.drop()
+        self._seen = None
         super().zero_grad(set_to_none)
 
     def set_options(self, **options: float) -> None:
@@ -201,6 +226,12 @@ class StoreEmbedding(torch.nn.Module):
         """
         load_on_all(self._table, folder)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing of it is a model's state."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """So nothing is loaded either."""
+
     def __repr__(self) -> str:
         return f"StoreEmbedding({self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype})"
 
@@ -208,13 +239,14 @@ class StoreEmbedding(torch.nn.Module):
 class _Adder:
     """Takes the gradient of pulled rows away. Without effect in copies, which belong to no graph."""
 
-    def __init__(self, sums: RowSums, unique: torch.Tensor) -> None:
-        self._sums, self._unique = sums, unique
+    def __init__(self, embedding: StoreEmbedding, unique: torch.Tensor) -> None:
+        self._embedding, self._unique = embedding, unique
 
     def __call__(self, rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None  # nothing is added to it afterwards
         assert gradient is not None
-        self._sums.add(self._unique.numpy(), gradient.detach().contiguous().numpy())
+        self._embedding._sums.add(self._unique.numpy(), gradient.detach().contiguous().numpy())
+        self._embedding._note()
 
 
 @functools.cache
@@ -238,6 +270,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         raise Unsupported(f"{waiting} goes without a GradScaler: use bfloat16, which needs no scaling")
     if getattr(optimizer, "max_grad_norm", None) is not None or getattr(optimizer, "error_if_nonfinite", False):
         raise Unsupported(f"the norm has no gradients of {waiting}: use no max_grad_norm, error_if_nonfinite")
+    for embedding in list(_embeddings.values()):
+        embedding._check_unchanged()
 
 
 def _is_scaled() -> bool:
