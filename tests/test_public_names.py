@@ -92,7 +92,7 @@ MEMBERS = {
     },
     "tensorwire.torch.StoreOptimizer": {
         *("step", "wait", "no_sync", "write_parameters", "add_param_group", "state_dict", "load_state_dict"),
-        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary", "count", "shared_state"),
+        *("max_grad_norm", "error_if_nonfinite", "grad_norm", "summary", "count", "shared_state", "close"),
     },
 }
 

@@ -16,8 +16,8 @@ from tensorwire.launch.worker import Worker, current_worker
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.modes import Mode, Sync, check_mode, check_reduce, mode_of, settings_of
 from tensorwire.store.sharding import BUCKET_BYTES, ParameterSpec
-from tensorwire.tensorflow.equal_start import make_equal
 from tensorwire.tensorflow.error_texts import register
+from tensorwire.tensorflow.first_weights import make_equal
 from tensorwire.tensorflow.row_gradients import end_step, leave_to_store
 from tensorwire.tensorflow.server_rounds import ServerRounds
 from tensorwire.tensorflow.store_rounds import LocalRounds, Rounds, make_rounds

@@ -58,6 +58,9 @@ class StoreEmbedding(torch.nn.Module):
         dtype: torch.float32 or torch.float64.
         **options: Options of the optimizer, such as ``lr``; `set_options` changes them.
 
+    Attributes:
+        anchor (torch.nn.Parameter): A zero, of which see above.
+
     Raises:
         ArgumentError: ``init()`` has not been called, or an argument is wrong.
         Unsupported: The dtype is another one. Or, in an optimizer's ``step()``: its gradients are scaled by a
