@@ -438,6 +438,7 @@ def die_in_a_message(job: tw.Job) -> str:
     try:
         twt.recv("large", [None], source=1)
     except tf.errors.AbortedError as error:
+        job._worker.member.client.ended.wait()  # who leaves before gets `JobEnded` while it does
         return str(error.message)
     return ""
 
