@@ -25,7 +25,14 @@ from tensorwire.store.admission import versions
 from tensorwire.store.store_layout import FunctionsSpec
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_part import GraphPart, runnable
-from tensorwire.tensorflow.operator_edges import Carried, begin_edges, edge_name, load_operators, operator_edges
+from tensorwire.tensorflow.operator_edges import (
+    Carried,
+    OperatorEdges,
+    begin_edges,
+    edge_name,
+    load_operators,
+    operator_edges,
+)
 from tensorwire.tensorflow.operators import receive_from, send_to
 from tensorwire.tensorflow.placement import variable_of
 
@@ -87,7 +94,8 @@ class _Serving:
         self.worker, self._name = worker, worker.next_store()
         self._parts: dict[str, int] = {}  # how many, by server
         self._known: set[int] = set()  # variables
-        operator_edges().at_leave.append(self._end)
+        self._edges = operator_edges()
+        self._edges.at_leave.append(self._end)  # when this process is in no job any more
         if worker.rank == 0:
             worker.member.client.publish(self._name, msgspec.msgpack.encode(FunctionsSpec(versions(__name__))))
 
@@ -103,7 +111,7 @@ class _Serving:
         self._known.update(new)
         values = [each.read_value() for each in new.values()]
         described = [_described(*each) for each in zip(new, new.values(), values, strict=True)]
-        _send_call(calls, number)
+        _send_call(operator_edges(), calls, number)
         message = tf.constant(msgspec.msgpack.encode(_NewPart(part, numbers, described)), tf.string)
         send_to(message, edge_name("parts", _FIRST, server), server, None, _MESSAGE)
         for each, value in zip(described, values, strict=True):
@@ -118,15 +126,15 @@ class _Serving:
     def _end(self) -> None:
         """Returns when servers have run their parts to the end."""
         for server in self._parts:
-            _send_call(edge_name("calls", _FIRST, server), _OVER)
+            _send_call(self._edges, edge_name("calls", _FIRST, server), _OVER)
             self.worker.member.client.lookup(f"{self._name}/{server} is done", step_timeout())
 
 
 _serving: _Serving | None = None
 
 
-def _send_call(calls: str, number: int) -> None:
-    key = operator_edges().operator_key(calls)
+def _send_call(edges: OperatorEdges, calls: str, number: int) -> None:
+    key = edges.operator_key(calls)
     load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=key)
 
 
