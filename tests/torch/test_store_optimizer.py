@@ -268,7 +268,7 @@ def test_what_cannot_work_is_refused_with_the_reason() -> None:
         "no parameters",
         "two parameters have the name 'a'",
         "sparse gradient",
-        "needs names",
+        "has no name",
         "assign",
     ]
     for messages in run_job(refused).ok():
