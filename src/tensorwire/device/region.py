@@ -59,7 +59,10 @@ def in_words(error: OSError) -> str:
     if error.errno != errno.EMFILE:
         return str(error.args[1])
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"this process may open no more files: raise ulimit -n (now {most}), or make keys in one call of init()"
+    return (
+        f"this process may open no more files: raise ulimit -n (now {most}), make keys in one call of init(), or "
+        "close() optimizers and keys that are no longer needed"
+    )
 
 
 class Region(Memory):
