@@ -25,14 +25,7 @@ from tensorwire.store.admission import versions
 from tensorwire.store.store_layout import FunctionsSpec
 from tensorwire.tensorflow.error_texts import translated
 from tensorwire.tensorflow.graph_part import GraphPart, runnable
-from tensorwire.tensorflow.operator_edges import (
-    Carried,
-    OperatorEdges,
-    begin_edges,
-    edge_name,
-    load_operators,
-    operator_edges,
-)
+from tensorwire.tensorflow.operator_edges import Carried, begin_edges, edge_name, load_operators, operator_edges
 from tensorwire.tensorflow.operators import receive_from, send_to
 from tensorwire.tensorflow.placement import variable_of
 
@@ -104,14 +97,14 @@ class _Serving:
         number = self._parts.get(server, 0)
         self._parts[server] = number + 1
         calls = edge_name("calls", _FIRST, server)
-        operator_edges().connect(calls, "producer", server, _CALLS)
+        self._edges.connect(calls, "producer", server, _CALLS)
         variables = {name: variable_of(captured[name]) for name in part.captured}
         numbers = {name: self._number(variable) for name, variable in variables.items()}
         new = {numbers[name]: each for name, each in variables.items() if numbers[name] not in self._known}
         self._known.update(new)
         values = [each.read_value() for each in new.values()]
         described = [_described(*each) for each in zip(new, new.values(), values, strict=True)]
-        _send_call(operator_edges(), calls, number)
+        self._send_call(calls, number)
         message = tf.constant(msgspec.msgpack.encode(_NewPart(part, numbers, described)), tf.string)
         send_to(message, edge_name("parts", _FIRST, server), server, None, _MESSAGE)
         for each, value in zip(described, values, strict=True):
@@ -123,19 +116,18 @@ class _Serving:
             setattr(variable, _NUMBER, next(_numbers))
         return int(getattr(variable, _NUMBER))
 
+    def _send_call(self, calls: str, number: int) -> None:
+        key = self._edges.operator_key(calls)
+        load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=key)
+
     def _end(self) -> None:
         """Returns when servers have run their parts to the end."""
         for server in self._parts:
-            _send_call(self._edges, edge_name("calls", _FIRST, server), _OVER)
+            self._send_call(edge_name("calls", _FIRST, server), _OVER)
             self.worker.member.client.lookup(f"{self._name}/{server} is done", step_timeout())
 
 
 _serving: _Serving | None = None
-
-
-def _send_call(edges: OperatorEdges, calls: str, number: int) -> None:
-    key = edges.operator_key(calls)
-    load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=key)
 
 
 def _described(number: int, variable: Any, value: Any) -> _NewVariable:
