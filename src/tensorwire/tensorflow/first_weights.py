@@ -7,7 +7,6 @@ drop the same units. Only what differs travels.
 from __future__ import annotations
 
 import gc
-import hashlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tensorwire.control.settings import step_timeout
+from tensorwire.launch.first_values import first_values, outline
 from tensorwire.launch.worker import Worker
 
 _trained: list[weakref.ref[Any]] = []  # by all stores of this process
@@ -33,23 +33,12 @@ def make_equal(worker: Worker, variables: Sequence[Any]) -> None:
         return
     found = dict(_others(variables))
     values = {name: np.ascontiguousarray(v.numpy()) for name, v in found.items()}
-    mine = {
-        name: [value.dtype.name, list(value.shape), hashlib.sha256(value.tobytes()).digest()]
-        for name, value in values.items()
-    }
-    meet = worker.collectives
-    theirs = meet.broadcast(mine, 0, step_timeout())
-    alike = [n for n in theirs if n in mine and mine[n][:2] == theirs[n][:2]]
-    differ = {n for n in alike if mine[n] != theirs[n]}
-    wanted = meet.all_reduce(np.array([0, *(n in differ for n in theirs)], np.int64), "max", step_timeout())[1:]
-    names = [n for n, anybody in zip(theirs, wanted, strict=True) if anybody]
-    if names:
-        sent = [values[n].reshape(-1).view(np.uint8) for n in names] if worker.rank == 0 else None
-        for name, value in zip(names, meet.broadcast(sent, 0, step_timeout()), strict=True):
-            if name in differ:
-                now = values[name]
-                found[name].assign(np.asarray(value).view(now.dtype).reshape(now.shape))
-    other = [n for n in theirs if n not in alike] + [n for n in mine if n not in theirs]
+    mine = {name: outline(value.dtype.name, value.shape, value.tobytes()) for name, value in values.items()}
+    first = first_values(worker, mine, lambda name: values[name].reshape(-1).view(np.uint8), step_timeout())
+    for name, value in first.values.items():
+        now = values[name]
+        found[name].assign(np.asarray(value).view(now.dtype).reshape(now.shape))
+    other = [n for n in first.names if n not in first.alike] + [n for n in mine if n not in first.names]
     if other:
         warnings.warn(
             f"{other[0]!r} and {len(other) - 1} other weights are not the same on worker 0 and here, and stay as they "

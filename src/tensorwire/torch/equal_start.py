@@ -5,17 +5,16 @@ Frozen layers, random projections, codebooks: as `DistributedDataParallel` does,
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 
 from tensorwire.errors import ArgumentError
 from tensorwire.launch import Worker
+from tensorwire.launch.first_values import Outline, first_values, outline
 from tensorwire.launch.values import tensor_bytes
 from tensorwire.torch.roots import Root, find_roots, named_parameters
 
@@ -33,29 +32,21 @@ def make_equal(worker: Worker, optimizer: torch.optim.Optimizer, modules: Sequen
     if worker.num_workers == 1:
         return
     found = _others(find_roots(named_parameters(optimizer), modules))
-    mine: dict[str, list[object]] = {}
+    mine: dict[str, Outline] = {}
     refused: dict[str, str] = {}
     for name, tensor in found.items():
         try:
-            digest = hashlib.sha256(tensor_bytes(tensor, "job.broadcast").data).digest()
-            mine[name] = [str(tensor.dtype), list(tensor.shape), digest]
+            mine[name] = outline(str(tensor.dtype), tensor.shape, tensor_bytes(tensor, "job.broadcast").data)
         except ArgumentError as error:
             refused[name] = str(error)
-    meet = worker.collectives
-    theirs = meet.broadcast(mine, 0, _SECONDS)
-    alike = [n for n in theirs if n in mine and mine[n][:2] == theirs[n][:2]]
-    differ = {n for n in alike if mine[n] != theirs[n]}
-    wanted = meet.all_reduce(np.array([0, *(n in differ for n in theirs)], np.int64), "max", _SECONDS)[1:]
-    names = [n for n, anybody in zip(theirs, wanted, strict=True) if anybody]
-    if names:
-        values = meet.broadcast([found[n].detach() for n in names] if worker.rank == 0 else None, 0, _SECONDS)
-        with torch.no_grad():
-            for name, value in zip(names, values, strict=True):
-                if name in differ:
-                    found[name].copy_(value)
+    first = first_values(worker, mine, lambda name: found[name].detach(), _SECONDS)
+    with torch.no_grad():
+        for name, value in first.values.items():
+            found[name].copy_(value)
     if refused and worker.rank == 0:
         _warn(refused, f"do not become worker 0's at the start: {next(iter(refused.values()))}")
-    _warn([n for n in theirs if n in mine and n not in alike], "have another shape or dtype than worker 0's, and stay")
+    unlike = [n for n in first.names if n in mine and n not in first.alike]
+    _warn(unlike, "have another shape or dtype than worker 0's, and stay")
 
 
 def _others(roots: Iterable[Root]) -> dict[str, torch.Tensor]:
