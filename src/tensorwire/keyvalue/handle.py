@@ -95,9 +95,10 @@ class Calls:
 def finish_all(lock: contextlib.AbstractContextManager[object], clients: Sequence[KeyClient | RowClient]) -> None:
     """This worker is done with these stores. ``lock``: another thread may be in the middle of a call."""
     with lock:
-        for client in clients:
+        there = [client for client in clients if client.step >= 0]  # a call after that has nothing to be interrupted
+        for client in there:
             client.course.check()
-        for client in clients:
+        for client in there:
             client.finish()
 
 
