@@ -142,7 +142,11 @@ class Worker:
         """
         self._closers.append(call)
         if owner is not None:
-            weakref.finalize(owner, self._dropped.append, call).atexit = False
+            weakref.finalize(owner, self._note_dropped, call).atexit = False
+
+    def _note_dropped(self, call: Callable[[], None]) -> None:
+        if not self.closed:
+            self._dropped.append(call)
 
     def not_at_close(self, call: Callable[[], None]) -> None:
         """Takes `at_close` back: it has been done."""
@@ -293,6 +297,7 @@ class Worker:
             self._hook.worker = None
         # Otherwise a reference to the job would keep its stores, and the descriptors of their memory.
         self._closers.clear()
+        self._dropped.clear()
         self.uneven_stores.clear()
         return self._error
 
