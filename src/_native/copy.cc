@@ -127,30 +127,50 @@ void copy(void* target, const void* source, size_t nbytes, bool part) {
     copy_by(nbytes < piece_bytes ? Kernel::plain : kernel_for(large ? std::numeric_limits<size_t>::max() : nbytes), target, source, nbytes);
 }
 
+namespace {
+
+using Timed = std::vector<std::pair<size_t, std::vector<double>>>;
+
+Timed medians(std::vector<double> (&taken)[std::size(timed_bytes)][kernel_count]) {
+    Timed found;
+    for (size_t size = 0; size < std::size(timed_bytes); size++) {
+        auto& [nbytes, times] = found.emplace_back(timed_bytes[size], std::vector<double>{});
+        for (auto& each : taken[size]) {
+            const auto middle = each.begin() + (static_cast<ptrdiff_t>(each.size()) - 1) / 2;
+            if (!each.empty()) std::nth_element(each.begin(), middle, each.end());
+            times.push_back(each.empty() ? std::numeric_limits<double>::infinity() : *middle);
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
 std::vector<std::pair<size_t, std::vector<double>>> time_copies(double seconds) {
     const double end = now() + seconds;
     const size_t most = *std::rbegin(timed_bytes);
     const auto target = Span::allocate(most, true);
-    const auto source = std::make_unique<char[]>(most);  // zeroed, and so touched
-    std::vector<std::pair<size_t, std::vector<double>>> found;
-    for (size_t nbytes : timed_bytes) found.emplace_back(nbytes, std::vector<double>(kernel_count, std::numeric_limits<double>::infinity()));
+    const auto source = Span::allocate(most, true);
+    memset(source->base, 1, most);  // some processors copy zeros, and pages that were never touched, faster
+    std::vector<double> taken[std::size(timed_bytes)][kernel_count];
     for (int round = 0; round < most_rounds; round++) {
-        for (auto& [nbytes, times] : found) {
+        for (size_t size = 0; size < std::size(timed_bytes); size++) {
             for (size_t which = 0; which < kernel_count; which++) {
                 const auto kernel = static_cast<Kernel>(which);
                 if (!has(kernel)) continue;
-                if (now() > end) return round < least_rounds ? decltype(found){} : found;
-                // The first one leaves the caches as this kernel leaves them.
+                if (now() > end && round < least_rounds) return {};
+                if (now() > end) return medians(taken);
+                // The first ones leave the caches as this kernel leaves them: many, for what fits into them.
                 double begin = 0;
-                for (int turn = 0; turn < 2; turn++) {
+                for (size_t turns = std::max<size_t>(most / timed_bytes[size], 2); turns > 0; turns--) {
                     begin = now();
-                    copy_by(kernel, target->base, source.get(), nbytes);
+                    copy_by(kernel, target->base, source->base, timed_bytes[size]);
                 }
-                times[which] = std::min(times[which], now() - begin);
+                taken[size][which].push_back(now() - begin);
             }
         }
     }
-    return found;
+    return medians(taken);
 }
 
 }  // namespace tw

@@ -40,7 +40,7 @@ class Limits:
         if not library:
             return ours, []
         ours = replace(ours, commands=tuple((*command, *library) for command in ours.commands))
-        return ours, [replace(ours, name=f"C {name}", word=name, group=group) for name in names]
+        return ours, [replace(ours, name=f"C {name}", word=name, group=group, how="") for name in names]
 
     def sockets(self, nbytes: int, buffers: Sequence[int], window: int = 1) -> list[Contender]:
         """Blocking sockets with buffers of several sizes, 0 being the kernel's own choice; one byte back.
