@@ -24,7 +24,9 @@ WAITS = "job._worker.member.client.lookup('nothing', 600.0)"
 # What `tensorwire run` puts before the lines of a process.
 NAMES = re.compile(r"^(worker|server) \d+ +\| ", re.M)
 # What a command says after two seconds, and a worker that waits after some more, of which a busy machine has many.
-PROGRESS = re.compile(r"^(tensorwire: .* \.\.\.|worker \d+ has waited .*)\n", re.M)
+PROGRESS = re.compile(
+    r"^(tensorwire: .* \.\.\.|worker \d+ has waited .*|(no coordinator|cannot find|rank 0 has not) .* s for it)\n", re.M
+)
 HANG_SECONDS = patient(200.0)  # only a guard: nothing here is ever timed
 # What a launcher or a user may have set for the tests themselves; readline sets the size of a terminal that it has not,
 # which the processes that pytest-xdist starts inherit.
