@@ -14,6 +14,7 @@ from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
+from tests.torch.graph.cuts import same_bits
 from tests.torch.graph.together import Together
 
 
@@ -22,6 +23,12 @@ def captured(
 ) -> fx.GraphModule:
     """The operators of ``function``; its result is a tuple. ``symbolic``: for any lengths."""
     return make_fx(torch.func.functionalize(function), tracing_mode="symbolic" if symbolic else "fake")(*examples)
+
+
+def fits(module: fx.GraphModule, arguments: Sequence[torch.Tensor]) -> bool:
+    """Whether the operators were captured for lengths like these: some pick another way by what is longer."""
+    traced = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    return bool(traced[0].fake_mode.shape_env.evaluate_guards_for_args(traced, arguments))
 
 
 def analyzed(
@@ -49,17 +56,24 @@ def run(
     examples: Sequence[torch.Tensor],
     times: int = 3,
     transfers: Callable[[Any, Any], Transfers] = Transfers,
+    before: Sequence[Sequence[torch.Tensor]] = (),
 ) -> list[list[Any]]:
-    """What each worker returns at last."""
+    """What each worker returns at last, while what each run returned stays as it was.
+
+    ``before``: the arguments of runs in front of ``times`` with ``examples``.
+    """
 
     def work(group: WorkerGroup) -> list[Any]:
         edges = group.connect(analysis.plan)
         call = partition(module, analysis, group.me, transfers(edges, analysis.plan))
-        results: list[Any] = []
-        for _ in range(times):
+        returned, copies = [], []
+        for given in (*before, *[examples] * times):
             edges.begin()
-            results = call(list(examples))
+            returned.append(call(list(given)))
+            copies.append([value.clone() for value in returned[-1]])
             edges.end()
-        return results
+        for results, copied in zip(returned, copies, strict=True):
+            assert all(same_bits(*values) for values in zip(results, copied, strict=True))
+        return returned[-1]
 
     return together.each(work)

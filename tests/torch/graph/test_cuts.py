@@ -21,7 +21,7 @@ from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.harness.jobs import run_job
 from tests.levels import mostly_slow
-from tests.torch.graph import cuts, watched
+from tests.torch.graph import cuts, watched, zoo
 from tests.torch.graph.graphs import analyzed, run
 from tests.torch.graph.together import Together
 
@@ -132,6 +132,50 @@ def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
             net.zero_grad()
             alone.zero_grad()
     return wrong
+
+
+class Text(torch.nn.Module):
+    """A transformer whose batch and length may change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(12, 8), torch.nn.Linear(8, 12)
+        layers = (torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = self.tokens(tokens)
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(value).square().mean()
+
+
+def changing(job: tw.Job, seed: int) -> list[str]:
+    """A cut of a model by ``seed``, in training with batches and lengths that change."""
+    wrong: list[str] = []
+    torch.manual_seed(seed)
+    net = Text()
+    alone = copy.deepcopy(net)
+    tw.torch.place(net, zoo.cut(net, job.num_workers, seed))
+    mine = torch.compile(net, backend="tensorwire")
+    for step, shape in enumerate([(2, 5), (3, 5), (3, 7), (5, 4), (2, 9)]):
+        tokens = torch.randint(0, 12, shape)
+        losses = [model(tokens) for model in (mine, alone)]
+        for loss in losses:
+            loss.backward()
+        wrong += [f"step {step}: loss"] * (not torch.equal(*losses))
+        for (name, p), its in zip(net.named_parameters(), alone.parameters(), strict=True):
+            if p.grad is not None and (its.grad is None or not cuts.same_bits(p.grad, its.grad)):
+                wrong.append(f"step {step}: gradient of {name}")
+        net.zero_grad()
+        alone.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("number", some(1, 9))
+def test_batches_and_lengths_that_change(number: int) -> None:
+    device, workers = [("shm", 2), ("shm", 3), ("tcp", 3)][number % 3]
+    assert run_job(changing, number, workers=workers, servers=0, device=device).ok() == [[]] * workers
 
 
 @pytest.mark.parametrize("number", some(1, 10))
