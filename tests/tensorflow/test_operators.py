@@ -248,6 +248,7 @@ def die(job: tw.Job, key: str) -> str:
     try:
         twt.recv(key, [], source=1)
     except tf.errors.OpError as error:
+        job._worker.member.client.ended.wait()  # who leaves before gets `JobEnded` while it does
         return f"{type(error).__name__}: {error.message}"
     return ""
 
