@@ -14,9 +14,9 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
-from tensorwire.store import SSP, Async, DiLoCo, Sync
+from tensorwire.store import EASGD, SSP, Async, DiLoCo, LocalSGD, Sync
 from tensorwire.store.fates import Fate
-from tensorwire.store.modes import Mode
+from tensorwire.store.modes import Mode, awaited
 from tensorwire.store.sharding import StorePlan
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
@@ -423,3 +423,21 @@ def test_workers_with_different_modes_are_told_so() -> None:
     assert ended.cause is not None
     assert "Async(damping=0.0, max_staleness=None)" in str(ended.cause)
     assert "Sync()" in str(ended.cause)
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        (Sync(), True),
+        (LocalSGD(every=2), True),
+        (DiLoCo(every=2), True),
+        (DiLoCo(every=2, quorum=2), False),
+        (Async(), False),
+        (SSP(staleness=1), False),
+        (EASGD(every=2), False),
+    ],
+)
+def test_whom_rounds_wait_for(mode: Mode, named: bool) -> None:
+    """Where a round has all workers, those that do not wait there can be named."""
+    assert awaited(mode, 3) == ("" if named else "its servers or slower workers")
+    assert awaited(mode, 1) == ("" if mode == Sync() else "its servers or slower workers")

@@ -39,7 +39,7 @@ from tensorwire.store.key_layout import (
     values_at,
     words_at,
 )
-from tensorwire.store.modes import Sync
+from tensorwire.store.modes import Sync, awaited
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
@@ -247,7 +247,7 @@ class KeyClient:
         self.member.wait(partial(wait_unless, wait, gone_on=failure), seconds, self._place)
 
     def _place(self) -> tuple[str, str]:
-        return self.name, "other workers' pushes, or its servers"
+        return self.name, awaited(self.spec.mode, self.member.client.welcome.workers)
 
     def count_unsent(self, tensor: int, pushes: int) -> None:
         """This worker's total has pushes of a tensor that were asked for and will not leave, too."""

@@ -271,6 +271,12 @@ def mode_of(settings: Mapping[str, Any]) -> Mode:
     return msgspec.convert(settings["settings"], _MODES[settings["name"]])
 
 
+def awaited(mode: Mode, workers: int) -> str:
+    """Whom the rounds of ``workers`` wait for, in words; '' for all of them."""
+    together = isinstance(mode, Sync) or quorum_of(mode, workers) == workers > 1
+    return "" if together else "its servers or slower workers"
+
+
 def quorum_of(mode: OwnClock, workers: int) -> int:
     """How many contributions close a round, of ``workers`` that have not finished."""
     if isinstance(mode, LocalSGD):

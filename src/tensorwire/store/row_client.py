@@ -20,6 +20,7 @@ from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.store.course import Course, last_request_waited
 from tensorwire.store.fates import FateLog, Produced
+from tensorwire.store.modes import awaited
 from tensorwire.store.row_layout import DEPTH, WORD, Array, RowOperation, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
@@ -81,7 +82,7 @@ class RowClient:
             self.member.wait(partial(link.done.wait, number), self.timeout if timeout is None else timeout, self._place)
 
     def _place(self) -> tuple[str, str]:
-        return self.name, "other workers' pushes, or its servers"
+        return self.name, awaited(self.spec.mode, self.member.client.welcome.workers)
 
     def ask(self, indices: Array, options: bytes) -> None:
         """Asks for rows; `take` has to follow before the next `ask`."""

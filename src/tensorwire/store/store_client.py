@@ -23,7 +23,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.course import Course
 from tensorwire.store.fates import FateLog, Produced
-from tensorwire.store.modes import Sync
+from tensorwire.store.modes import Sync, awaited
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
@@ -392,7 +392,7 @@ class StoreClient:
 
     def _place(self) -> tuple[str, str]:
         """Where this worker waits, and, unless that is for all others, for whom."""
-        return f"step {self.updates} of {self.name}", "its servers or slower workers" if self.own_clock else ""
+        return f"step {self.updates} of {self.name}", awaited(self.spec.mode, self.member.client.welcome.workers)
 
     def _failure(self, server: _Server) -> BaseException | None:
         """What became of a push that failed, after which this worker cannot go on."""
