@@ -62,6 +62,21 @@ def test_who_asks_may_say_whose_entry_it_takes(pair: Pair, jobs: Jobs) -> None:
         server.lookup("store/0", owner="worker 0")
 
 
+def test_what_all_servers_need_no_more_is_gone(jobs: Jobs) -> None:
+    coordinator = jobs.coordinator(workers=1, servers=2)
+    worker, *servers = (jobs.client(coordinator, *who) for who in (("worker", 0), ("server", 0), ("server", 1)))
+    for key in ("store/1", "store/1/server 0", "store/10"):
+        worker.publish(key, b"value")
+    for server in servers:
+        assert server.lookup("store/1/server 0") == b"value"  # the other one may still need it
+        server.forget("store/1")
+        with pytest.raises(RemoteAccessError, match="'store/1/server 9' is over"):
+            server.lookup("store/1/server 9")
+    while coordinator._book._entries.keys() != {"store/10"}:
+        pass
+    assert worker.lookup("store/10") == b"value"
+
+
 def test_an_entry_for_some_is_refused_to_others(pair: Pair, jobs: Jobs) -> None:
     coordinator, first, second = pair
     server = jobs.client(coordinator, "server", 0)
