@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tensorwire.device import Completion
-from tensorwire.errors import PeerLost, RemoteAccessError, WaitTimeout
+from tensorwire.errors import PeerLost, RemoteAccessError, StepInterrupted, WaitTimeout
 from tensorwire.store.send_window import SendWindow
 from tensorwire.testing.patience import patient
 
@@ -141,12 +141,23 @@ def test_a_transfer_that_fails_is_kept() -> None:
         window.flush(patient(0.5))
 
 
-def test_an_interrupt_of_the_thread_that_submits_comes_out_of_it() -> None:
-    def interrupted() -> Completion:
+class Interrupted(Transfer):
+    """The thread that asks how it ended is interrupted."""
+
+    def wait(self, timeout: float = 60.0) -> None:
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["send", "wait"])
+def test_an_interrupt_of_the_thread_that_submits_comes_out_of_it_once(where: str) -> None:
+    def send() -> Completion:
+        if where == "send":
+            raise KeyboardInterrupt
+        return Interrupted(done=True)
 
     window = SendWindow(10)
     with pytest.raises(KeyboardInterrupt):
-        window.submit((1, 0), 10, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        window.flush(patient(0.5))
+        window.submit((1, 0), 10, send)
+    for again in (lambda: window.flush(patient(0.5)), lambda: window.submit((1, 0), 10, Transfer)):
+        with pytest.raises(StepInterrupted, match="interrupted by KeyboardInterrupt"):  # nobody has interrupted these
+            again()

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from itertools import cycle, islice
+from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -124,14 +125,20 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def interrupt_at(call: Callable[[], object], line: int) -> int:
-    """Counts the lines of the package that ``call()`` runs, and raises `KeyboardInterrupt` before that ``line``."""
-    ran = 0
+    """Counts the lines of the package that ``call()`` runs, and raises `KeyboardInterrupt` before that ``line``.
+
+    Before the next one, if it is that of a ``with``: at its end, where Python handles no signal, that would leave a
+    lock locked.
+    """
+    ran, due = 0, line > 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal ran
+        nonlocal ran, due
         if event == "line":
             ran += 1
-            if ran == line:
+            text = getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if due and ran >= line and not text.startswith("with "):
+                due = False
                 raise KeyboardInterrupt
         return trace if frame.f_code.co_filename.startswith(PACKAGE) else None
 

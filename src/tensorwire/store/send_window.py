@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tensorwire.device import Completion
-from tensorwire.errors import WaitTimeout
+from tensorwire.errors import StepInterrupted, WaitTimeout
 
 Send = Callable[[], Completion]
 # While so many bytes are under way, the rest waits: 7 ms at 10 Gbit/s, longer than it takes to come round to the next.
@@ -60,15 +60,13 @@ class SendWindow:
             raise self._error
 
     def _go_on(self) -> None:
-        """Sends as much as may be under way. An error is kept: this may run in a thread of the device."""
+        """Sends as much as may be under way. Errors are kept: this may run in a thread of the device."""
         while (found := self._next()) is not None:
             nbytes, send = found
             try:
                 completion = send()
             except BaseException as error:
                 self._fail(error)
-                if not isinstance(error, Exception):
-                    raise  # it interrupts this thread
                 return
             if completion.done:
                 self._arrived(nbytes, completion)  # not by a callback in this very thread, which would send in its turn
@@ -88,15 +86,23 @@ class SendWindow:
             completion.wait(0.0)
         except BaseException as error:
             self._fail(error)
-        with self._lock:
-            self._under_way -= nbytes
-            self._changed.notify_all()
+        finally:
+            with self._lock:
+                self._under_way -= nbytes
+                self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
+        """Keeps ``error`` for later calls. What interrupts this thread is raised here, and no later call."""
+        kept: BaseException = error
+        if not isinstance(error, Exception):
+            what = f"sending was interrupted by {type(error).__name__}"
+            kept = StepInterrupted(f"{what}: end the job, and start it again from a checkpoint")
         with self._lock:
-            self._error = self._error or error
+            self._error = self._error or kept
             self._waiting.clear()
             self._changed.notify_all()
+        if kept is not error:
+            raise error
 
     def _come(self, nbytes: int, completion: Completion) -> None:
         self._arrived(nbytes, completion)
