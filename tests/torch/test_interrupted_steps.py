@@ -10,9 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from itertools import cycle, islice
-from linecache import getline
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,9 @@ import torch
 import tensorwire as tw
 from tensorwire.errors import GradientModified, StepInterrupted
 from tensorwire.observe import failpoints
+from tests.harness.interrupts import interrupt_at
 from tests.harness.jobs import run_job
 
-PACKAGE = str(Path(tw.__file__).parent)
 ELEMENTS = 3000  # of each parameter: three buckets
 REFUSALS = (StepInterrupted, GradientModified)
 
@@ -122,33 +120,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "pushpull": lambda: Keys(True, tw.store.Sync()),
     "rows": Rows,
 }
-
-
-def interrupt_at(call: Callable[[], object], line: int) -> int:
-    """Counts the lines of the package that ``call()`` runs, and raises `KeyboardInterrupt` before that ``line``.
-
-    Before the next one, if it is that of a ``with``: at its end, where Python handles no signal, that would leave a
-    lock locked.
-    """
-    ran, due = 0, line > 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal ran, due
-        if event == "line":
-            ran += 1
-            text = getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            if due and ran >= line and not text.startswith("with "):
-                due = False
-                raise KeyboardInterrupt
-        return trace if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return ran
 
 
 def outcome(kind: str, subject: Any) -> str:
