@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-# A shell gives its background jobs an ignored SIGINT and SIGQUIT, nohup an ignored SIGHUP, and children inherit that; the
-# tests of Ctrl-C, Ctrl-\ and closed terminals need the usual ones.
+# A shell gives its background jobs an ignored SIGINT and SIGQUIT, nohup an ignored SIGHUP, and children inherit that;
+# the tests of Ctrl-C, Ctrl-\ and closed terminals need the usual ones.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
