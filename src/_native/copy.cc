@@ -134,11 +134,15 @@ using Timed = std::vector<std::pair<size_t, std::vector<double>>>;
 Timed medians(std::vector<double> (&taken)[std::size(timed_bytes)][kernel_count]) {
     Timed found;
     for (size_t size = 0; size < std::size(timed_bytes); size++) {
-        auto& [nbytes, times] = found.emplace_back(timed_bytes[size], std::vector<double>{});
+        auto& times = found.emplace_back(timed_bytes[size], std::vector<double>{}).second;
         for (auto& each : taken[size]) {
+            if (each.empty()) {
+                times.push_back(std::numeric_limits<double>::infinity());
+                continue;
+            }
             const auto middle = each.begin() + (static_cast<ptrdiff_t>(each.size()) - 1) / 2;
-            if (!each.empty()) std::nth_element(each.begin(), middle, each.end());
-            times.push_back(each.empty() ? std::numeric_limits<double>::infinity() : *middle);
+            std::nth_element(each.begin(), middle, each.end());
+            times.push_back(*middle);
         }
     }
     return found;
@@ -158,8 +162,7 @@ std::vector<std::pair<size_t, std::vector<double>>> time_copies(double seconds) 
             for (size_t which = 0; which < kernel_count; which++) {
                 const auto kernel = static_cast<Kernel>(which);
                 if (!has(kernel)) continue;
-                if (now() > end && round < least_rounds) return {};
-                if (now() > end) return medians(taken);
+                if (now() > end) return round < least_rounds ? Timed{} : medians(taken);
                 // The first ones leave the caches as this kernel leaves them: many, for what fits into them.
                 double begin = 0;
                 for (size_t turns = std::max<size_t>(most / timed_bytes[size], 2); turns > 0; turns--) {

@@ -77,10 +77,10 @@ class DenseKey(_Keyed):
         self._requests.check()
         call = partial(self._store.push, self._key, self._memory, priority=priority)
         request = self._requests.send(self._counted(call, numbers), priority)
-        try:
-            engine.push(request.leave, [self.slot], [self._order], self._name)
-        finally:  # also where that is interrupted: nobody writes to the slot before servers have taken it
-            engine.push(request.finish, [], [self.slot], self._name)
+        engine.push(request.leave, [self.slot], [self._order], self._name)
+        engine.push(
+            request.finish, [], [self.slot], self._name
+        )  # nobody writes to the slot before servers have taken it
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`."""

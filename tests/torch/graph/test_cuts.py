@@ -110,6 +110,15 @@ def test_random_programs_in_processes(device: str, workers: int, number: int) ->
     assert run_job(processes, seeds, workers=workers, servers=0, device=device).ok() == [[]] * workers
 
 
+def wrong_gradients(net: torch.nn.Module, alone: torch.nn.Module) -> list[str]:
+    """The parameters whose gradients this worker has, and not with the bits of one process. Both lose theirs."""
+    pairs = zip(net.named_parameters(), alone.parameters(), strict=True)
+    found = [(name, p.grad, its.grad) for (name, p), its in pairs if p.grad is not None]
+    net.zero_grad()
+    alone.zero_grad()
+    return [name for name, mine, its in found if its is None or not cuts.same_bits(mine, its)]
+
+
 def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
     """The programs of these seeds as models in training: backward passes also send what forward passes kept."""
     wrong = []
@@ -126,11 +135,7 @@ def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:
             results[0].backward()
             right[0].backward()
             wrong += [f"seed {seed}, step {step}: output {i}" for i in differing(results, right)]
-            for (name, p), its in zip(net.named_parameters(), alone.parameters(), strict=True):
-                if p.grad is not None and (its.grad is None or not cuts.same_bits(p.grad, its.grad)):
-                    wrong.append(f"seed {seed}, step {step}: gradient of {name}")
-            net.zero_grad()
-            alone.zero_grad()
+            wrong += [f"seed {seed}, step {step}: gradient of {name}" for name in wrong_gradients(net, alone)]
     return wrong
 
 
@@ -164,11 +169,7 @@ def changing(job: tw.Job, seed: int) -> list[str]:
         for loss in losses:
             loss.backward()
         wrong += [f"step {step}: loss"] * (not torch.equal(*losses))
-        for (name, p), its in zip(net.named_parameters(), alone.parameters(), strict=True):
-            if p.grad is not None and (its.grad is None or not cuts.same_bits(p.grad, its.grad)):
-                wrong.append(f"step {step}: gradient of {name}")
-        net.zero_grad()
-        alone.zero_grad()
+        wrong += [f"step {step}: gradient of {name}" for name in wrong_gradients(net, alone)]
     return wrong
 
 
