@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import struct
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
@@ -15,6 +17,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
+from tensorwire.edge import Consumer
 from tensorwire.store import EASGD, SGD, Async, DiLoCo, LocalSGD
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Local
@@ -448,6 +451,49 @@ def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed
     assert others == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -12.0]] * 2
     assert behind == [-6.0, -7.0, -8.0, -9.0, -10.0, -11.0, -12.0]  # an update later
     assert problems(read_fates([folder])) == []
+
+
+def give_last_decisions_back_late(folder: str) -> None:
+    """In servers that follow server 0: what it decides at the end is given back when it is gone, unless it stays."""
+    log_into(folder)
+    release = Consumer.release
+
+    def release_late(consumer: Consumer, step: int) -> None:
+        of_nobody = (struct.pack("<II", f, 0) + bytes(3) for f in range(2))
+        if any(slot == each for slot in consumer._slots[step % len(consumer._slots) :][:1] for each in of_nobody):
+            with contextlib.suppress(errors.PeerLost, errors.WaitTimeout):
+                consumer._arrival.wait(1 << 60, 1.0)
+        release(consumer, step)
+
+    Consumer.release = release_late  # type: ignore[method-assign]
+
+
+def come_late_and_finish(job: tw.Job, folder: str) -> None:
+    """Worker 2 exchanges both fragments when the others have, and nobody exchanges after it."""
+    log_into(folder)
+    params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(6)]
+    mode = DiLoCo(every=2, fragments=2, quorum=2)
+    named = [(str(number), p) for number, p in enumerate(params)]
+    store = tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
+    if job.rank == 2:
+        job.barrier()
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        store.step()
+    store.wait()
+    if job.rank < 2:
+        job.barrier()
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_servers_learn_of_the_last_updates_before_the_one_that_decides_ends(device: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    prepare = partial(give_last_decisions_back_late, folder)
+    run_job(come_late_and_finish, folder, workers=3, servers=3, device=device, prepare=prepare).ok()
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    assert {f.version for f in lines if isinstance(f, Fate) and f.worker == 2} == {2}
 
 
 # ---- values and state that users set

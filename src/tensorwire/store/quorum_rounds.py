@@ -85,8 +85,7 @@ class QuorumRounds(Generic[T]):
         if self._deadlines is not None:
             self._deadlines.stop()
         if finished and not self._shard.index:
-            self._decisions.send(_Decision(_END, 0))
-            self._decisions.flush()
+            self._decisions.end()
 
     def contribute(self, fragment: int, worker: int, pushed: Mapping[int, T]) -> None:
         """A worker has pushed a fragment: to each of its buckets here."""
@@ -238,8 +237,11 @@ class _Decisions:
             slot[:] = _HEAD.pack(decision.fragment, decision.kind) + flags
             edge.send(self._sent)
 
-    def flush(self) -> None:
-        """Returns when all of them have left."""
+    def end(self) -> None:
+        """Server 0: all is decided. It may be gone when others learn of that, but not before they have the rest."""
+        for edge in self._producers:
+            self._shard.while_job_lives(partial(edge.slot, self._sent + _DEPTH))
+        self.send(_Decision(_END, 0))
         for edge in self._producers:
             self._shard.while_job_lives(edge.flush)
 
@@ -247,8 +249,9 @@ class _Decisions:
         """Others: the decision of that number, once it has come."""
         assert self._consumer is not None
         found = bytes(self._shard.receive(self._consumer, number))
-        self._consumer.release(number)
         fragment, kind = _HEAD.unpack_from(found)
+        if kind != _END:
+            self._consumer.release(number)
         workers = tuple(worker for worker, there in enumerate(found[_HEAD.size :]) if there)
         if kind > _END or fragment >= self._fragments or (kind == _LATE and len(workers) != 1):
             raise ProtocolError(f"server 0 decided {kind} on fragment {fragment} and the workers {workers}")
