@@ -33,6 +33,7 @@ from tensorwire.launch.join_store import join_with
 from tensorwire.launch.worker import current_worker
 from tensorwire.store.admission import versions
 from tensorwire.store.compression import parse_compression
+from tensorwire.store.course import Course
 from tensorwire.store.foreign import named_by
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_client import KeyClient, pack_options
@@ -591,3 +592,7 @@ class KeyValue(RowKeys):
         """Records pushes of a key that a layer above was asked for, and that will not leave any more."""
         entry = self._entries[key]
         entry.store.count_unsent(entry.tensor, pushes)
+
+    def _follow(self, course: Course) -> None:
+        """A call of a layer above may have been interrupted, which ``course`` knows."""
+        self._calls.course.follow(course)

@@ -23,6 +23,7 @@ from tensorwire.mxnet.key_requests import KeyRequests
 from tensorwire.mxnet.server_rule import RULE, UPDATES, is_elementwise, numbers_of, over, settings_of
 from tensorwire.mxnet.worker_keys import DenseKey, Key, KeyParts, RowKey, parts_of
 from tensorwire.store.compression import check_dtypes
+from tensorwire.store.course import Course
 from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.sharding import ParameterSpec
 
@@ -56,6 +57,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._early: set[Key] = set()  # keys that were made before their `broadcast`
         self._store: KeyValue | None = None
         self._requests = KeyRequests()
+        self._course = Course(self._worker.member)  # of what has been asked for; that of the keys: of what has left
         atexit.register(engine.forget_errors)  # after this worker has left
         self._worker.at_close(self._leave)  # before that of the keys, which are made later
         self._worker.leave_earlier()  # or MXNet's engine would have stopped, if it was imported after `init`
@@ -155,7 +157,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             ArgumentError: A key exists already, or is neither a string nor an integer. No key was made.
             Unsupported: The store does not hold this dtype, or compression does not code it. No key was made.
         """
-        self._requests.check()
+        self._check()
         made: dict[Key, Any] = {}
         for each, values in _pairs(key, value):
             if each in self._keys or each in self._pending or each in made:
@@ -198,7 +200,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
 
     def _place(self) -> None:
         """What `init` was given gets to the servers."""
-        self._requests.check()
+        self._check()
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
@@ -221,6 +223,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
                 self._keys[key] = KeyParts(store, key, pending[key], list(each), self._requests)
             else:
                 self._keys[key] = DenseKey(store, key, self._requests)
+
+    def _check(self) -> None:
+        """Raises the error of an earlier call, or `StepInterrupted` where one was interrupted."""
+        self._requests.check()
+        self._course.check()
 
     def _key_value(self) -> KeyValue:
         if self._store is None:
@@ -258,11 +265,16 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             priority: Of requests that wait, those of higher priority go first.
 
         Raises:
-            ArgumentError: There is no such key, or a value does not fit.
+            ArgumentError: There is no such key, or a value does not fit. Nothing was pushed.
+            StepInterrupted: An exception ended an earlier call in the middle.
             JobEnded: The job ended; the message says why.
         """
-        for each, values in _pairs(key, value):
-            self._found(each).push(values, self._numbers(each), priority)
+        pairs = [(self._found(each), each, values) for each, values in _pairs(key, value)]
+        for found, _, values in pairs:
+            found.check(values, ())
+        with self._course.unit("a push of keys"):
+            for found, each, values in pairs:
+                found.push(values, self._numbers(each), priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Fetches values into arrays, whose readers wait for them.
@@ -274,15 +286,21 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             ignore_sparse: Whether to leave out row_sparse arrays, which `row_sparse_pull` fetches.
 
         Raises:
-            ArgumentError: There is no such key.
+            ArgumentError: There is no such key, or an array does not fit.
+            StepInterrupted: An exception ended an earlier call in the middle.
             JobEnded: The job ended; the message says why.
         """
+        pairs = []
         for each, outs in _pairs(key, out):
             dense = [array for array in outs if array.stype == "default"]
             if len(dense) < len(outs) and not ignore_sparse:
                 raise Unsupported("pull() fetches into dense arrays: use row_sparse_pull() for row_sparse ones")
             if dense:
-                self._found(each).pull(dense, priority)
+                pairs.append((self._found(each), dense))
+                pairs[-1][0].check((), dense)
+        with self._course.unit("a pull of keys"):
+            for found, dense in pairs:
+                found.pull(dense, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, and then `pull`, in one request. Raises as these.
@@ -293,15 +311,13 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             out: As for `pull`; None: the values come into the arrays of ``value``.
             priority: As for `push`.
         """
-        for (each, values), (_, outs) in zip(
-            _pairs(key, value), _pairs(key, value if out is None else out), strict=True
-        ):
-            found = self._found(each)
-            if isinstance(found, RowKey):
-                found.push(values, self._numbers(each), priority)
-                found.pull(outs, priority)
-            else:
-                found.push_and_pull(values, outs, self._numbers(each), priority)
+        outs = [each for _, each in _pairs(key, value if out is None else out)]
+        pairs = [(self._found(each), each, values) for each, values in _pairs(key, value)]
+        for (found, _, values), into in zip(pairs, outs, strict=True):
+            found.check(values, into)
+        with self._course.unit("a pushpull of keys"):
+            for (found, each, values), into in zip(pairs, outs, strict=True):
+                found.push_and_pull(values, into, self._numbers(each), priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
         """Fetches some rows of keys that are row_sparse. It returns when they are there.
@@ -314,6 +330,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
 
         Raises:
             ArgumentError: There is no such key, or it has no rows.
+            StepInterrupted: An exception ended an earlier call in the middle.
             JobEnded: The job ended; the message says why.
         """
         pairs = _pairs(key, out)
@@ -354,6 +371,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         finally:
             for key in self._keys.values():
                 key.count_unsent()
+            if self._store is not None:  # which then refuses to leave, too: others are not to go on with what there is
+                self._store._follow(self._course)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Writes the keys' values, and what servers keep, to a file in numpy's npz format. One worker may call it.

@@ -71,6 +71,10 @@ class DenseKey(_Keyed):
         self._order = mx.nd.zeros((1,))  # a pull reads what pushes before it write: it leaves after them
         self._asked = self._begun = 0  # pushes
 
+    def check(self, values: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Refuses what cannot be pushed, or pulled into. Raises `ArgumentError` or `Unsupported`."""
+        _check(self._key, values, outs, self.slot.shape, self.slot.dtype)
+
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
         """As `KVStore.push`."""
         self._fill(values)
@@ -78,9 +82,7 @@ class DenseKey(_Keyed):
         call = partial(self._store.push, self._key, self._memory, priority=priority)
         request = self._requests.send(self._counted(call, numbers), priority)
         engine.push(request.leave, [self.slot], [self._order], self._name)
-        engine.push(
-            request.finish, [], [self.slot], self._name
-        )  # nobody writes to the slot before servers have taken it
+        engine.push(request.finish, [], [self.slot], self._name)  # until servers have taken it nobody writes there
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`."""
@@ -113,7 +115,6 @@ class DenseKey(_Keyed):
         return begin
 
     def _fill(self, values: Sequence[Any]) -> None:
-        _check(self._key, values, self.slot.shape, self.slot.dtype)
         if len(values) == 1:
             if values[0].handle.value != self.slot.handle.value:
                 values[0].copyto(self.slot)
@@ -129,15 +130,17 @@ class KeyParts:
         self._key, self._shape, self._dtype = key, value.shape, value.dtype
         self._parts = [DenseKey(store, name, requests) for name in names]
 
+    def check(self, values: Sequence[Any], outs: Sequence[Any]) -> None:
+        """As of every key."""
+        _check(self._key, values, outs, self._shape, self._dtype)
+
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
         """As `KVStore.push`."""
-        _check(self._key, values, self._shape, self._dtype)
         for part, mine in self._each(values):
             part.push(mine, numbers, priority)
 
     def pull(self, outs: Sequence[Any], priority: int) -> None:
         """As `KVStore.pull`."""
-        _check(self._key, outs, self._shape, self._dtype)
         for part, mine in self._each(outs):
             part.pull(mine, priority)
 
@@ -145,7 +148,6 @@ class KeyParts:
         self, values: Sequence[Any], outs: Sequence[Any], numbers: dict[str, float], priority: int
     ) -> None:
         """As `KVStore.pushpull`."""
-        _check(self._key, [*values, *outs], self._shape, self._dtype)
         for (part, mine), (_, into) in zip(self._each(values), self._each(outs), strict=True):
             part.push_and_pull(mine, into, numbers, priority)
 
@@ -177,12 +179,14 @@ class RowKey(_Keyed):
         self._whole: Any = None  # all rows, where somebody wants them
         self.value: Any = None
 
+    def check(self, values: Sequence[Any], outs: Sequence[Any]) -> None:
+        """As of every key; what is pushed may be sparse or dense."""
+        _check(self._key, values, outs, self._shape, self._dtype.type, sparse=True)
+
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
         """As `KVStore.push`; it waits until the gradients are there."""
         indices, rows = [], []
         for array in values:
-            if array.shape != self._shape or array.dtype != self._dtype.type:
-                raise ArgumentError(f"the value for key {self._key!r} must be {self._dtype}{list(self._shape)}")
             if array.stype == "row_sparse":
                 indices.append(array.indices.asnumpy())
                 rows.append(array.data.asnumpy())
@@ -200,6 +204,13 @@ class RowKey(_Keyed):
             self.value = over(self._whole)
         self._fetch(partial(self._store.row_sparse_pull, self._key, self._all, out=self._whole), [], [], priority)
         self._give(outs)
+
+    def push_and_pull(
+        self, values: Sequence[Any], outs: Sequence[Any], numbers: dict[str, float], priority: int
+    ) -> None:
+        """As `KVStore.pushpull`."""
+        self.push(values, numbers, priority)
+        self.pull(outs, priority)
 
     def fetch(self, out: Any, row_ids: Any) -> None:
         """Fetches rows into a row_sparse array."""
@@ -219,13 +230,18 @@ def parts_of(key: Key, value: Any) -> dict[Key, Any]:
     return {f"{key!r} from {start}": flat[start : start + most] for start in range(0, flat.size, most)}
 
 
-def _check(key: Key, arrays: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> None:
-    """Refuses arrays that do not fit a dense key. Raises `ArgumentError` or `Unsupported`."""
-    for array in arrays:
-        if array.stype != "default":
+def _check(
+    key: Key, values: Sequence[Any], outs: Sequence[Any], shape: tuple[int, ...], dtype: Any, *, sparse: bool = False
+) -> None:
+    """Refuses arrays that do not fit a key. Raises `ArgumentError` or `Unsupported`."""
+    for array in values:
+        if array.stype != "default" and not sparse:
             raise Unsupported(f"key {key!r} is dense in every worker: it takes no {array.stype} array")
         if (array.shape, array.dtype) != (shape, dtype):
             raise ArgumentError(
                 f"the value for key {key!r} must be {dtype.__name__}{list(shape)}, "
                 f"not {array.dtype.__name__}{list(array.shape)}"
             )
+    for array in outs:
+        if array.shape != shape:
+            raise ArgumentError(f"key {key!r} has the shape {list(shape)}, and out has {list(array.shape)}")

@@ -36,7 +36,11 @@ class Course:
             yield
             return
         self.begin(what)
-        yield
+        try:
+            yield
+        except BaseException as error:
+            self.note(error)
+            raise
         self.end(what)
 
     def note(self, error: BaseException | None) -> None:
@@ -44,6 +48,11 @@ class Course:
         if error is not None and self._begun and not self._cause and not isinstance(error, StepInterrupted):
             lines = str(error).splitlines()
             self._cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+    def follow(self, other: Course) -> None:
+        """Where a unit of ``other`` was left, this one's later calls say so, too."""
+        self._begun.update(other._begun)
+        self._cause = self._cause or other._cause
 
     @property
     def broken(self) -> str:

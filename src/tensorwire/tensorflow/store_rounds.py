@@ -132,12 +132,8 @@ class _BucketRounds(Rounds):
         client = self.client
         client.course.check()
         client.ready()
-        try:
-            with client.course.unit(f"round {client.step + 1} of {client.name}"):
-                yield
-        except BaseException as error:
-            client.course.note(error)
-            raise
+        with client.course.unit(f"round {client.step + 1} of {client.name}"):
+            yield
 
     def _answered(self, piece: Piece, bucket: Bucket) -> Bytes:
         """What the servers have answered last for a piece."""
