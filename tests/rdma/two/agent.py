@@ -72,11 +72,11 @@ def serve(pipe: Connection) -> None:
     agent = Agent()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            name, arguments = pipe.recv()
+            number, name, arguments = pipe.recv()
             try:
-                answer = ("returned", getattr(agent, name)(*arguments))
+                answer = (number, "returned", getattr(agent, name)(*arguments))
             except Exception as error:
-                answer = ("raised", f"{error!r} in the second guest\n{traceback.format_exc()}")
+                answer = (number, "raised", f"{error!r} in the second guest\n{traceback.format_exc()}")
             pipe.send(answer)
 
 

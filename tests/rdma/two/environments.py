@@ -46,6 +46,10 @@ class Framework:
             for settings in here
         ]
         far.start("run", *self.words(device, there))
-        said = [process.communicate(timeout=seconds)[0] for process in started]
+        try:
+            said = [process.communicate(timeout=seconds)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
         assert [process.returncode for process in started] == [0] * len(started), said
         return {said[-1].strip().splitlines()[-1], far.finish().strip().splitlines()[-1]}

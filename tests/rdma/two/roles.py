@@ -8,10 +8,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from tensorwire.testing.patience import patient
 from tests.harness import jobs
 from tests.rdma.two import training
 
-END_SECONDS = 180.0  # only a guard
+END_SECONDS = patient(180.0)  # only a guard
 
 
 class Roles:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tensorwire.testing.patience import patient
 from tests.rdma.two.conftest import Far
 from tests.rdma.two.environments import Framework, Settings
 from tests.rdma.wire import FAR
 
 MXNET = Framework("mxnet")
-SECONDS = 200.0  # only a guard: guests are slow
+SECONDS = patient(200.0)  # only a guard: guests are slow
 
 pytestmark = [
     pytest.mark.timeout(500),

@@ -6,12 +6,13 @@ import json
 
 import pytest
 
+from tensorwire.testing.patience import patient
 from tests.rdma.two.conftest import Far
 from tests.rdma.two.environments import Framework, Settings
 from tests.rdma.wire import FAR
 
 TENSORFLOW = Framework("tensorflow")
-SECONDS = 300.0  # only a guard: guests are slow, and may have to compile the operators
+SECONDS = patient(300.0)  # only a guard: guests are slow, and may have to compile the operators
 
 pytestmark = [
     pytest.mark.timeout(700),
