@@ -14,8 +14,10 @@ import tensorwire as tw
 _PACKAGE = str(Path(tw.__file__).parent)
 
 
-def interrupt_at(call: Callable[[], object], line: int) -> int:
+def interrupt_at(call: Callable[[], object], line: int, *, also: str = _PACKAGE) -> int:
     """Counts the lines of the package that ``call()`` runs, and raises `KeyboardInterrupt` before that ``line``.
+
+    ``also``: a file or a folder whose lines count, too.
 
     Before the next one, if it is that of a ``with``: at its end, where Python handles no signal, that would leave a
     lock locked.
@@ -30,7 +32,7 @@ def interrupt_at(call: Callable[[], object], line: int) -> int:
             if due and ran >= line and not text.startswith("with "):
                 due = False
                 raise KeyboardInterrupt
-        return trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
+        return trace if frame.f_code.co_filename.startswith((_PACKAGE, also)) else None
 
     before = sys.gettrace()
     sys.settrace(trace)

@@ -10,7 +10,7 @@ from tensorwire.mxnet.load import load_mxnet
 
 load_mxnet()
 
-from tensorwire.mxnet import choice  # noqa: E402, F401  # needs mxnet
+from tensorwire.mxnet import choice, whole_steps  # noqa: E402, F401  # need mxnet
 from tensorwire.mxnet.kvstore import KVStore  # noqa: E402
 
 __all__ = ["KVStore"]

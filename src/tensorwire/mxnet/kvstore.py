@@ -7,7 +7,8 @@ because oneDNN changes the layout of their memory in place when a network is eva
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
@@ -58,6 +59,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._store: KeyValue | None = None
         self._requests = KeyRequests()
         self._course = Course(self._worker.member)  # of what has been asked for; that of the keys: of what has left
+        self._inside = False  # a unit
         atexit.register(engine.forget_errors)  # after this worker has left
         self._worker.at_close(self._leave)  # before that of the keys, which are made later
         self._worker.leave_earlier()  # or MXNet's engine would have stopped, if it was imported after `init`
@@ -227,7 +229,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
     def _check(self) -> None:
         """Raises the error of an earlier call, or `StepInterrupted` where one was interrupted."""
         self._requests.check()
-        self._course.check()
+        if not self._inside:
+            self._course.check()
 
     def _key_value(self) -> KeyValue:
         if self._store is None:
@@ -254,6 +257,23 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
     def _numbers(self, key: Key) -> dict[str, float]:
         return {} if self._optimizer is None else numbers_of(self._optimizer, key)
 
+    @contextlib.contextmanager
+    def unit(self, what: str) -> Iterator[None]:
+        """Around calls of which all or none take place; inside of another unit, they are a part of that.
+
+        After an exception in it, later calls raise `StepInterrupted`.
+        """
+        if self._inside:
+            yield
+            return
+        self._check()
+        try:
+            self._inside = True
+            with self._course.unit(what):
+                yield
+        finally:
+            self._inside = False
+
     # ---- push and pull
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
@@ -272,7 +292,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         pairs = [(self._found(each), each, values) for each, values in _pairs(key, value)]
         for found, _, values in pairs:
             found.check(values, ())
-        with self._course.unit("a push of keys"):
+        with self.unit("a push of keys"):
             for found, each, values in pairs:
                 found.push(values, self._numbers(each), priority)
 
@@ -298,7 +318,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
             if dense:
                 pairs.append((self._found(each), dense))
                 pairs[-1][0].check((), dense)
-        with self._course.unit("a pull of keys"):
+        with self.unit("a pull of keys"):
             for found, dense in pairs:
                 found.pull(dense, priority)
 
@@ -315,7 +335,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         pairs = [(self._found(each), each, values) for each, values in _pairs(key, value)]
         for (found, _, values), into in zip(pairs, outs, strict=True):
             found.check(values, into)
-        with self._course.unit("a pushpull of keys"):
+        with self.unit("a pushpull of keys"):
             for (found, each, values), into in zip(pairs, outs, strict=True):
                 found.push_and_pull(values, into, self._numbers(each), priority)
 
