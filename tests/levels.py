@@ -1,4 +1,4 @@
-"""Cases that take long: ``make test`` leaves out those marked slow, ``make test-all`` has them."""
+"""Cases that take long: ``make test`` leaves them out; ``make test-all`` has slow, ``make test-long`` long ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest
 def mostly_slow(cases: Sequence[Any], fast: Collection[Any]) -> list[Any]:
     """The cases as a parameter of a test, or as tuples of parameters; all but the ``fast`` ones are marked slow."""
     return [case if case in fast else _slow(case) for case in cases]
+
+
+def long(case: Any) -> Any:
+    """The case, marked long."""
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
 
 
 def _slow(case: Any) -> Any:

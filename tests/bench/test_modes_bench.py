@@ -92,7 +92,7 @@ def target_of(record: dict[str, Any]) -> str | None:
     return "one" if aimed and record["peer"] == "tensorwire" else None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unequal_workers(sandbox: Sandbox) -> None:
     _, records = bench(sandbox, *OURS, "store", "--part", "unequal", "--workload", "lstm", "--device", "shm")
     own = [unequal.FAST, unequal.SLOW, unequal.BOTH]

@@ -57,7 +57,7 @@ def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
     assert ", ".join(peers(records)) in result.out  # whose losses are the same
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
     options = ("--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--steps", "2", "--markdown")
     result, records = bench(sandbox, *BESIDE, "graph", *options)

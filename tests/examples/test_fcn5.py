@@ -124,8 +124,9 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=() if mode == "decoupled" else pytest.mark.slow)
-        for mode in ("async", "ssp", "easgd", "localsgd", "diloco", "streaming", "decoupled")
+        "decoupled",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "diloco")),
+        *(pytest.param(mode, marks=pytest.mark.long) for mode in ("ssp", "easgd", "localsgd", "streaming")),
     ],
 )
 def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode: str) -> None:

@@ -1,4 +1,8 @@
-"""What ``make test-rdma`` runs: the tests of the harness, those of one guest, and those of two."""
+"""What ``make test-rdma`` runs: the tests of the harness, those of one guest, and those of two.
+
+Two parts take long and run where they are named: ``ARGS=delays``, the conformance suite on a device that delays every
+operation, and ``ARGS=frameworks``, jobs of MXNet and TensorFlow in two guests.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 GUEST_SECONDS = patient(900.0)
 SUITE = ("--pyargs", "tensorwire.testing.conformance")
-DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
+DEVICE = "--device=tests.rdma.devices:either"
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")
 
 
 def run(names: list[str]) -> int:
-    """Runs the parts that are named, or all; the exit status."""
-    parts: dict[str, Callable[[Tally], int]] = {"harness": harness, "guest": guest, "two": two}
+    """Runs the parts that are named, or the first three; the exit status."""
+    every = (harness, guest, two, delays, frameworks)
+    parts: dict[str, Callable[[Tally], int]] = {part.__name__: part for part in every}
     if unknown := set(names) - set(parts):
         say(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
         return 2
@@ -36,7 +41,7 @@ def run(names: list[str]) -> int:
     say(f"the guests' kernel: {image.kernel}")
     ends: list[str] = []
     failed = 0
-    for name in names or list(parts):
+    for name in names or list(parts)[:3]:
         tally, start = Tally(), time.monotonic()
         try:
             status = parts[name](tally)
@@ -53,7 +58,16 @@ def run(names: list[str]) -> int:
 
 def guest(tally: Tally) -> int:
     """The conformance suite, and the tests in ``guest``, in one machine with two devices."""
-    command = [*PYTEST, "tests/rdma/guest", *SUITE, *DEVICES]
+    return _in_one(tally, "tests/rdma/guest", *SUITE, DEVICE)
+
+
+def delays(tally: Tally) -> int:
+    """The conformance suite on a device that delays every operation."""
+    return _in_one(tally, *SUITE, f"{DEVICE}+delays")
+
+
+def _in_one(tally: Tally, *arguments: str) -> int:
+    command = [*PYTEST, *arguments]
     say(f"one guest, rxa and rxb on one cable: {' '.join(command)}")
     with Machine(kernel.image(), Job(command, wire.BOTH, folder=ROOT), tally) as machine:
         return machine.wait(GUEST_SECONDS)
@@ -61,7 +75,16 @@ def guest(tally: Tally) -> int:
 
 def two(tally: Tally) -> int:
     """The tests in ``two``, in the first of two machines; they end with it."""
-    tests = [*PYTEST, "-s", "tests/rdma/two"]
+    return _in_two(tally, "tests/rdma/two")
+
+
+def frameworks(tally: Tally) -> int:
+    """Those of MXNet and TensorFlow, which are slow."""
+    return _in_two(tally, "tests/rdma/two", "-m", "slow")
+
+
+def _in_two(tally: Tally, *arguments: str) -> int:
+    tests = [*PYTEST, "-s", *arguments]
     agent = [sys.executable, "-m", "tests.rdma.two.agent"]
     say(f"two guests on one cable: {' '.join(tests)}, and {' '.join(agent)}")
     jobs = [

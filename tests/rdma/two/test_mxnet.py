@@ -13,6 +13,7 @@ MXNET = Framework("mxnet")
 SECONDS = patient(200.0)  # only a guard: guests are slow
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(500),
     pytest.mark.skipif(not MXNET.python.exists(), reason="there is no environment of MXNet's: make setup-mxnet"),
 ]

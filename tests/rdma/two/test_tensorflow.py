@@ -15,6 +15,7 @@ TENSORFLOW = Framework("tensorflow")
 SECONDS = patient(300.0)  # only a guard: guests are slow, and may have to compile the operators
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(700),
     pytest.mark.skipif(
         not TENSORFLOW.python.exists(), reason="there is no environment of TensorFlow's: make setup-tensorflow"

@@ -144,9 +144,9 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
     ("name", "device"),
     [
         ("experts", "shm"),
-        pytest.param("t5", "shm", marks=pytest.mark.slow),
+        pytest.param("t5", "shm", marks=pytest.mark.long),
         pytest.param("clip", "shm", marks=pytest.mark.slow),
-        pytest.param("mixtral", "tcp", marks=pytest.mark.slow),
+        pytest.param("mixtral", "tcp", marks=pytest.mark.long),
         pytest.param("gpt2", "tcp", marks=pytest.mark.slow),
     ],
 )

@@ -143,7 +143,7 @@ def train(job: tw.Job, name: str) -> list[dict[str, int]]:
     [
         ("fcn5", "tcp", 2),
         pytest.param("gpt2", "shm", 2, marks=pytest.mark.slow),
-        pytest.param("inception", "tcp", 2, marks=pytest.mark.slow),
+        pytest.param("inception", "tcp", 2, marks=pytest.mark.long),
     ],
 )
 def test_a_step_copies_nothing(name: str, device: str, servers: int) -> None:
