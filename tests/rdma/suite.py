@@ -1,7 +1,6 @@
 """What ``make test-rdma`` runs: the tests of the harness, those of one guest, and those of two.
 
-Two parts take long and run where they are named: ``ARGS=delays``, the conformance suite on a device that delays every
-operation, and ``ARGS=frameworks``, jobs of MXNet and TensorFlow in two guests.
+Jobs of MXNet and TensorFlow in two guests take long, and run with ``ARGS=frameworks``.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 GUEST_SECONDS = patient(900.0)
 SUITE = ("--pyargs", "tensorwire.testing.conformance")
-DEVICE = "--device=tests.rdma.devices:either"
+DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")
 
 
 def run(names: list[str]) -> int:
-    """Runs the parts that are named, or the first three; the exit status."""
-    every = (harness, guest, two, delays, frameworks)
-    parts: dict[str, Callable[[Tally], int]] = {part.__name__: part for part in every}
+    """Runs the parts that are named, or all but ``frameworks``; the exit status."""
+    parts: dict[str, Callable[[Tally], int]] = {
+        "harness": harness,
+        "guest": guest,
+        "two": two,
+        "frameworks": frameworks,
+    }
     if unknown := set(names) - set(parts):
         say(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
         return 2
@@ -41,7 +44,7 @@ def run(names: list[str]) -> int:
     say(f"the guests' kernel: {image.kernel}")
     ends: list[str] = []
     failed = 0
-    for name in names or list(parts)[:3]:
+    for name in names or [part for part in parts if part != "frameworks"]:
         tally, start = Tally(), time.monotonic()
         try:
             status = parts[name](tally)
@@ -58,16 +61,7 @@ def run(names: list[str]) -> int:
 
 def guest(tally: Tally) -> int:
     """The conformance suite, and the tests in ``guest``, in one machine with two devices."""
-    return _in_one(tally, "tests/rdma/guest", *SUITE, DEVICE)
-
-
-def delays(tally: Tally) -> int:
-    """The conformance suite on a device that delays every operation."""
-    return _in_one(tally, *SUITE, f"{DEVICE}+delays")
-
-
-def _in_one(tally: Tally, *arguments: str) -> int:
-    command = [*PYTEST, *arguments]
+    command = [*PYTEST, "tests/rdma/guest", *SUITE, *DEVICES]
     say(f"one guest, rxa and rxb on one cable: {' '.join(command)}")
     with Machine(kernel.image(), Job(command, wire.BOTH, folder=ROOT), tally) as machine:
         return machine.wait(GUEST_SECONDS)
