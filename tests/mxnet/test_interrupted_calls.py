@@ -162,6 +162,28 @@ def test_an_update_in_a_worker_that_is_interrupted_ends_the_job(part: float) -> 
     assert "StepInterrupted" in str(ended.cause), ended.results
 
 
+def scale_at_the_start(job: tw.Job) -> list[float]:
+    subject, found = Trained("dist_tensorwire_sync", "on servers"), []
+    trainer = subject.trainer
+    init = trainer._init_kvstore
+
+    def noted() -> None:
+        found.append(trainer._optimizer.rescale_grad)
+        init()
+
+    trainer._init_kvstore = noted
+    with subject.mx.autograd.record():
+        loss = sum(p.data().sum() for p in subject.params.values())
+    loss.backward()
+    trainer.step(4)
+    return found
+
+
+def test_a_store_is_given_an_optimizer_that_knows_the_batch_size() -> None:
+    """MXNet's own servers keep the scale that the optimizer has then."""
+    assert run_job(scale_at_the_start, workers=1).ok() == [[0.25]]
+
+
 def bad_arguments(job: tw.Job) -> list[float]:
     """What is refused before anything of it leaves keeps no other call from taking place."""
     subject = Subject("dist_tensorwire_sync", "pushpull")

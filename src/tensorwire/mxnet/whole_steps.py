@@ -50,14 +50,15 @@ def _checked_first(step: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(step)
     def checked_first(trainer: Any, batch_size: Any, *arguments: Any, **options: Any) -> None:
+        trainer._check_and_rescale_grad(trainer._scale / batch_size)  # first: MXNet's own stores keep this scale
         if not trainer._kv_initialized:
             trainer._init_kvstore()
         if trainer._params_to_init:
             trainer._init_params()
-        trainer._scale / batch_size
-        for param in trainer._params:
-            if param.grad_req != "null":
-                param.list_grad()
+        if isinstance(trainer._kvstore, KVStore):
+            for param in trainer._params:
+                if param.grad_req != "null":
+                    param.list_grad()
         step(trainer, batch_size, *arguments, **options)
 
     return checked_first
