@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tensorwire.testing.patience import patient
@@ -21,16 +21,16 @@ from tests.rdma.host import ready
 from tests.rdma.machine import Job, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", "--durations-min=5")
 GUEST_SECONDS = patient(900.0)
 SUITE = ("--pyargs", "tensorwire.testing.conformance")
 DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")
 
 
-def run(names: list[str]) -> int:
-    """Runs the parts that are named, or all but ``frameworks``; the exit status."""
-    parts: dict[str, Callable[[Tally], int]] = {
+def run(names: list[str], only: Sequence[str] = ()) -> int:
+    """Runs the parts that are named, or all but ``frameworks``; of each the tests ``only``. The exit status."""
+    parts: dict[str, Callable[[Tally, Sequence[str]], int]] = {
         "harness": harness,
         "guest": guest,
         "two": two,
@@ -47,7 +47,7 @@ def run(names: list[str]) -> int:
     for name in names or [part for part in parts if part != "frameworks"]:
         tally, start = Tally(), time.monotonic()
         try:
-            status = parts[name](tally)
+            status = parts[name](tally, only)
         except Hung as error:
             say(str(error))
             status = 124
@@ -59,22 +59,22 @@ def run(names: list[str]) -> int:
     return failed
 
 
-def guest(tally: Tally) -> int:
+def guest(tally: Tally, only: Sequence[str]) -> int:
     """The conformance suite, and the tests in ``guest``, in one machine with two devices."""
-    command = [*PYTEST, "tests/rdma/guest", *SUITE, *DEVICES]
+    command = [*PYTEST, *(only or ("tests/rdma/guest", *SUITE)), *DEVICES]
     say(f"one guest, rxa and rxb on one cable: {' '.join(command)}")
     with Machine(kernel.image(), Job(command, wire.BOTH, folder=ROOT), tally) as machine:
         return machine.wait(GUEST_SECONDS)
 
 
-def two(tally: Tally) -> int:
+def two(tally: Tally, only: Sequence[str]) -> int:
     """The tests in ``two``, in the first of two machines; they end with it."""
-    return _in_two(tally, "tests/rdma/two")
+    return _in_two(tally, *(only or ("tests/rdma/two",)))
 
 
-def frameworks(tally: Tally) -> int:
+def frameworks(tally: Tally, only: Sequence[str]) -> int:
     """Those of MXNet and TensorFlow, which are slow."""
-    return _in_two(tally, "tests/rdma/two", "-m", "slow")
+    return _in_two(tally, *(only or ("tests/rdma/two",)), "-m", "slow")
 
 
 def _in_two(tally: Tally, *arguments: str) -> int:
@@ -93,9 +93,9 @@ def _in_two(tally: Tally, *arguments: str) -> int:
         return machines[0].wait(GUEST_SECONDS)
 
 
-def harness(tally: Tally) -> int:
+def harness(tally: Tally, only: Sequence[str]) -> int:
     """Tests of the harness itself."""
-    command = [*PYTEST, "tests/rdma/test_harness.py"]
+    command = [*PYTEST, *(only or ("tests/rdma/test_harness.py",))]
     say(f"the harness itself: {' '.join(command)}")
     # setpriv: it ends with us, however we end.
     with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], cwd=ROOT, stdout=subprocess.PIPE) as process:
