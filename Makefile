@@ -5,26 +5,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-COVERAGE ?=
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard src/_native/*)
 SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs stubs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-coverage check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs stubs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
 
 # Three files of tests at a time, because many wait for other processes. ARGS=-n0: one after another, as --pdb needs.
 # ARGS="-m 'slow or not slow' FILE": the slow tests of a file, too. TENSORWIRE_TEST_PATIENCE=4 make test: every time limit
-# four times as long. COVERAGE=1: they also write .coverage, for `make check`, and take a fifth longer.
+# four times as long.
 AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(AT_A_TIME) --durations=10 --durations-min=5
 test: setup
 	@$(if $(ARGS),,echo "The tests take 10 to 25 minutes on 2 cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
-	$(PYTEST) $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
 test-all: test
@@ -80,14 +79,16 @@ test-rdma: setup
 bench-rdma: setup
 	$(WITH_MAKE) $(BIN)/python -m tests.rdma --timeout 900 -- $(BIN)/python -m tests.rdma.bench $(ARGS)
 
-# Also the coverage of the last `make test COVERAGE=1`: of lines that run in the tests' own process, not in those of jobs.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_public_names.py
-	@test -f .coverage || echo "coverage was not measured: make test COVERAGE=1 does it"
-	@test ! -f .coverage || $(BIN)/coverage report --format=total
+
+# The fast tests once more, with the lines counted that run in their own process and in those of jobs.
+check-coverage: setup
+	$(PYTEST) --cov --cov-report= --cov-fail-under=0 $(ARGS)
+	$(BIN)/coverage report
 
 # Sanitizers over the native core; ARGS=threads, leaks or address for one part.
 check-native: setup
@@ -120,4 +121,4 @@ stubs: setup
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:
-	rm -rf build dist site $(VENV) $(MXNET) $(TENSORFLOW) .versions .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site $(VENV) $(MXNET) $(TENSORFLOW) .versions .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
