@@ -133,7 +133,7 @@ def not_allocated(s: Sketch) -> None:
         (lambda s: s.op("x", on="a", shape=None), "it is small"),
         (lambda s: s.op("x", on="a", shape=(16,)), "it is small"),
         (varying, "a part of what varies"),
-        (unsized, "nobody knows its size before"),
+        (unsized, "its size is not known in advance"),
         (beyond, "it shows more than base, whose memory it is"),
         (given_out, "the caller gets it"),
         (not_allocated, "op does not allocate it"),

@@ -42,6 +42,6 @@ def test_a_cut_has_the_bits_of_one_process_without_arithmetic_optimization(rewri
     (wanted,) = run_job(results, rewritten, False, workers=1, servers=0).ok()
     for found in run_job(results, rewritten, True, servers=0).ok():
         same = [np.array_equal(mine, other) for mine, other in zip(found, wanted, strict=True)]
-        assert all(same) is not rewritten, "docs/tensorflow.md says when results differ"
+        assert all(same) is not rewritten, "docs/tensorflow-functions.md says when results differ"
         for mine, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5)

@@ -188,7 +188,7 @@ def refusals(job: tw.Job) -> None:
     refused("does not treat each element by itself", keras.optimizers.SGD(0.1, clipnorm=1.0))
     refused("does not treat each element by itself", keras.optimizers.Lamb())
     refused("leave weight_decay out", keras.optimizers.AdamW())
-    refused("leave damping", mode=tw.store.Async(damping=1))
+    refused("do not support damping", mode=tw.store.Async(damping=1))
     refused("has dtype float16", dtype="float16")
     with pytest.raises(errors.ArgumentError, match="not built"):
         twt.StoreEmbedding(9, 2, "sgd").wait()

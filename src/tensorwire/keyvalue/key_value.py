@@ -116,7 +116,7 @@ class KeyValue(RowKeys):
         if not isinstance(mode, Sync) and mode.damping:
             raise ArgumentError("keys have no clock that damping could use: pass damping=0")
         if isinstance(mode, Async) and mode.max_staleness is not None:
-            raise ArgumentError("nobody knows which value a push to a key came of: pass max_staleness=None")
+            raise ArgumentError("staleness is not tracked per key: pass max_staleness=None")
         if reduce not in ("sum", "mean"):
             raise ArgumentError(f"reduce must be 'sum' or 'mean', not {reduce!r:.100}")
         self._mode, self._reduce, self._bucket_bytes, self._elementwise = mode, reduce, bucket_bytes, elementwise

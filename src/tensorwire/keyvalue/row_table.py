@@ -93,7 +93,7 @@ class Table:
         if not isinstance(mode, (Sync, Async, SSP)):
             raise ArgumentError(f"rows need mode tw.store.Sync(), Async() or SSP(), not {mode!r:.100}")
         if getattr(mode, "damping", 0) or getattr(mode, "max_staleness", None) is not None:
-            raise ArgumentError(f"nobody knows how stale rows are, and {mode!r} asks: leave damping and max_staleness")
+            raise ArgumentError(f"tables do not support damping or max_staleness: omit them from {mode!r}")
         check_row_rule(rule, dict(options))
         kinds = (*_DTYPES, *_INTEGERS) if rule in ("sum", "assign") else _DTYPES
         if self.dtype.name not in kinds:

@@ -3,8 +3,8 @@
 A *request* names buckets and what is wanted of them. Requests lie in a ring in the server's memory. What is pushed with
 a request is written into the buckets' slots ahead of it, by the same lane, so that its signal says that all is there.
 In the worker's memory one word says how many of its requests the server has looked at. Each bucket has a word there,
-too: how many answers there were. Who wants values gets an answer. Where rounds are those of all workers, who pushes
-gets one when the round closes; where each push is applied by itself, it has been when its request was looked at.
+too: how many answers there were. A pull is answered with the values. Where rounds are those of all workers, a push is
+answered when the round closes; where each push is applied by itself, it has been when its request was looked at.
 """
 
 from __future__ import annotations

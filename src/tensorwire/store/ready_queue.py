@@ -27,9 +27,9 @@ class ReadyQueue:
     def of_round(self, ready: Callable[[int], bool], poll: Callable[[int, float], None]) -> Iterator[int]:
         """All buckets, each once it is ``ready``.
 
-        Where none is, the one that came first in the last round is waited for (``poll``), but not for long: in the
-        first rounds another one comes first, and the first of the plan's order, which is of the first layer, comes last
-        where gradients are pushed while backward runs.
+        If none is ready, waits briefly (``poll``) for the one that came first in the last round. The wait is short
+        because the first rounds may have another order: the plan begins with the first layer, whose gradients come
+        last when backward pushes them.
         """
         waiting, self._order = self._order, []
         there: list[tuple[tuple[int, int], int]] = []

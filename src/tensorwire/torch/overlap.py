@@ -3,8 +3,8 @@
 A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
 and sends it beside backward. The servers write the new version into the other buffer of the parameters, so that
 backward goes on with the old one. After ``step()`` a parameter is awaited by the first to get it from its module,
-or when its module runs. Until then its memory is full of NaN, so that nobody takes an old value for a new one who
-reaches it in another way. A parameter that was not got from its module in the step before, because compiled code or a
+or when its module runs. Until then its memory is full of NaN, so code that bypasses the module cannot mistake an
+old value for a new one. A parameter that was not got from its module in the step before, because compiled code or a
 list has it, is waited for in ``step()``.
 """
 

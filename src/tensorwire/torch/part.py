@@ -294,7 +294,7 @@ class Part:
         spans.add("wait", self._latest, start, clock())
 
     def hide(self, indices: Iterable[int], nowhere: Sequence[torch.Tensor]) -> None:
-        """Lets parameters show ``nowhere`` until ``show``, so that nobody takes the version before for this one."""
+        """Lets parameters show ``nowhere`` until ``show``, so no code mistakes the last version for this one."""
         hidden = list(indices)
         with self._showing:
             for i in hidden:  # first, so that one who was interrupted here shows them again

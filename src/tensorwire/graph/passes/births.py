@@ -15,7 +15,7 @@ from tensorwire.graph.passes.aliases import Aliases
 from tensorwire.graph.passes.crossing import Crossings
 
 _WHY_GIVEN = {INPUT: "an input of the caller", PARAMETER: "a parameter", SAVED: "kept from the forward graph"}
-_SMALL, _VARIES, _UNSIZED = "it is small", "a part of what varies", "nobody knows its size before"
+_SMALL, _VARIES, _UNSIZED = "it is small", "a part of what varies", "its size is not known in advance"
 
 
 @dataclass(frozen=True, slots=True)
