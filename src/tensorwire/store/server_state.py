@@ -123,8 +123,9 @@ class Asks:
             self._answering.join()
 
 
-def take_state(member: Member, store: str, step: int, rule: Stateful) -> None:
-    """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
-    with StateReceiver(member.channel("worker 0")) as receiver:
-        member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=["worker 0"])
+def take_state(member: Member, store: str, step: int, rule: Stateful, worker: int = 0) -> None:
+    """The server's side of the round ``step``, in which ``worker`` loads the state of ``store``."""
+    name = member_name("worker", worker)
+    with StateReceiver(member.channel(name)) as receiver:
+        member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=[name])
         rule.load_state(receiver.receive(step_timeout()))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import msgspec
 
 from tensorwire.control import Member
@@ -23,7 +20,6 @@ from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
 
-T = TypeVar("T")
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
 
@@ -121,7 +117,6 @@ class Shard:
         registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
         check_memory(registered, member.name)
         self._regions: dict[str, Region] = {}
-        self._kept: list[Region] = []
         self.parameters = self._allocate_parameters(workers)
         self.workers = [WorkerLink(self, w) for w in range(workers)]
         for worker in self.workers:
@@ -148,22 +143,14 @@ class Shard:
 
     def receive(self, edge: Consumer, step: int) -> memoryview:
         """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
-        slot = self.while_job_lives(lambda seconds: edge.receive(step, seconds))
-        assert slot is not None
-        return slot
-
-    def while_job_lives(self, call: Callable[[float], T]) -> T:
-        """What a call returns, which waits so many seconds at most, and is made again as long as the job lives."""
         while True:
             try:
-                return call(_PATIENCE)
+                slot = edge.receive(step, _PATIENCE)
+                break
             except WaitTimeout:
                 self.member.check()
-
-    def keep(self, region: Region) -> Region:
-        """Memory that is freed with the store's."""
-        self._kept.append(region)
-        return region
+        assert slot is not None
+        return slot
 
     def _allocate_parameters(self, workers: int) -> Region:
         """On a device whose memory workers can map, if any worker is reached that way."""
@@ -185,6 +172,6 @@ class Shard:
         self.fates.close()
         for worker in self.workers:
             worker.close()
-        for region in (*self._regions.values(), *self._kept):
+        for region in self._regions.values():
             region.close()
         self.parameters.close()
