@@ -182,7 +182,7 @@ class Simulation:
 
     def _versions(self, key: Key, fates: list[Fate]) -> list[list[tuple[int, int]]]:
         """In order, who contributed to each version: worker and round."""
-        mine = [f for f in fates if (f.server, f.bucket) == key]
+        mine = [f for f in fates if (f.shard, f.bucket) == key]
         return [
             sorted((f.worker, f.round) for f in mine if f.version == version)
             for version in range(1, max(f.version for f in mine) + 1)
@@ -340,8 +340,8 @@ def test_three_workers_of_which_two_are_enough(
     assert problems(lines) == []
     fates = [line for line in lines if isinstance(line, Fate)]
     Simulation(found[0][0], fates, mode, [seen for _, seen in found], compression).run()
-    for at in {(f.server, f.bucket) for f in fates}:  # until workers finish, after five pushes
-        waited = workers_of_updates([f for f in fates if (f.server, f.bucket) == at])
+    for at in {(f.shard, f.bucket) for f in fates}:  # until workers finish, after five pushes
+        waited = workers_of_updates([f for f in fates if (f.shard, f.bucket) == at])
         assert len(waited) >= 5
         assert all(len(workers) >= 2 for workers in waited[:5])
 

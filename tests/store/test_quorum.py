@@ -71,7 +71,7 @@ def test_servers_that_decide_differently_apply_each_push_once(device: str, tmp_p
     assert len(fates) == 3 * 2 * ROUNDS
     for f in fates:
         number = f.round - 1  # round 1 has set the values
-        late = f.worker == LATE[f.server]
+        late = f.worker == LATE[f.shard]
         assert (f.version, f.staleness) == ((number + 1, 1) if late else (number, 0))
 
 

@@ -140,7 +140,7 @@ class KeyServer:
             self._ready.set()
         elif request.operation is KeyOperation.LOAD:
             with self.at_rest():
-                take_state(self.member, self.name, request.number, self.rule)
+                take_state(self.member, self.name, self.index, request.number, self.rule)
         else:
             for index in request.buckets:
                 with self._buckets[index].lock:

@@ -13,7 +13,6 @@ from tensorwire.store.consensus import agreed, check_alike
 from tensorwire.store.ready_queue import ReadyQueue
 from tensorwire.store.rounds import Members
 from tensorwire.store.sameness import Sameness
-from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import LEFT_OUT, NORM, STEPS, StepHeader, StepOperation, clipping
 
@@ -74,7 +73,7 @@ class Lockstep:
     def _stay(self, operation: StepOperation) -> None:
         """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
         if operation is StepOperation.LOAD:
-            take_state(self.shard.member, self.shard.name, self.step, self.rule, self._members.leader)
+            self.shard.load(self.step, self._members.leader)
         for bucket in range(len(self._buckets)):
             self.rule.carry(bucket, self.step)
             self._publish(bucket)
@@ -98,6 +97,7 @@ class Lockstep:
             if self._sameness.watching:
                 self._sameness.compare([p.slot for p in pushes], [p.present for p in pushes])
             self.rule.reduce(bucket, pushes, self._divisor(), keep=later)
+            self.shard.reach(self.updates + 1, "reduced")
             if later:
                 spans.add("update", self.step, ready, clock())
                 kept.append(bucket)
@@ -139,6 +139,7 @@ class Lockstep:
         return rounds.divisor(self._members, self._members.active, self.shard.spec.reduce)
 
     def _merged(self, bucket: int) -> None:
+        self.shard.reach(self.updates + 1, "applied")
         self.fates.merged(bucket, sorted(self._members.active), self.step, self.updates + 1, 1 / self._divisor())
 
     def _discard(self, heads: Mapping[int, StepHeader]) -> None:
@@ -187,3 +188,4 @@ class Lockstep:
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
             pull.send(self.step)
+            self.shard.reach(self.updates + 1, "published_some")

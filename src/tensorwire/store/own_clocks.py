@@ -25,7 +25,6 @@ from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.pushes import Push
-from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
 from tensorwire.store.worker_clocks import WorkerClocks
@@ -186,10 +185,12 @@ class OwnClocks:
         for each in buckets:
             pushes = [c.push if each == bucket else c.rounds.push(each, c.push.weight) for c in here]
             rule.reduce(each, pushes, total, keep=True)
+        self.shard.reach(self.buckets[bucket].version + 1, "reduced")
         if rule.together:
             rule.apply_all(0)
         else:
             rule.apply(bucket, 0)
+        self.shard.reach(self.buckets[bucket].version + 1, "applied")
         for each in buckets:
             self.buckets[each].version += 1
             weights = [c.push.weight / total for c in here]
@@ -240,7 +241,7 @@ class OwnClocks:
             for state in self.buckets:
                 state.pushes = dict.fromkeys(state.pushes, state.closed)
             if operation is StepOperation.LOAD:
-                take_state(shard.member, shard.name, step, self.rule, leader)
+                shard.load(step, leader)
                 return
             for bucket, push in enumerate(shard.workers[leader].pushes):
                 self.rule.assign(bucket, shard.receive(push, step), 0)
@@ -359,4 +360,5 @@ class _Rounds:
         if decoder is not None:
             decoder.answered(memory, first=first)
         pull.send(step)
+        self._shard.reach(self._clocks.buckets[bucket].version, "published_some")
         self.based[bucket] = self._clocks.buckets[bucket].version

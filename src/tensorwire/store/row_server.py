@@ -131,7 +131,7 @@ class RowServer:
             raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
         with self._changed:
             if request.operation is RowOperation.LOAD:
-                take_state(self.member, self.name, request.number, self.rule)
+                take_state(self.member, self.name, self.member.index, request.number, self.rule)
             elif request.rows is not None:
                 self.values[request.indices] = request.rows
                 self._mark(request.indices)
