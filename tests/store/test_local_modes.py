@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-import struct
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
@@ -17,7 +15,6 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tensorwire.edge import Consumer
 from tensorwire.store import EASGD, SGD, Async, DiLoCo, LocalSGD
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Local
@@ -185,7 +182,7 @@ class Simulation:
 
     def _versions(self, key: Key, fates: list[Fate]) -> list[list[tuple[int, int]]]:
         """In order, who contributed to each version: worker and round."""
-        mine = [f for f in fates if (f.server, f.bucket) == key]
+        mine = [f for f in fates if (f.shard, f.bucket) == key]
         return [
             sorted((f.worker, f.round) for f in mine if f.version == version)
             for version in range(1, max(f.version for f in mine) + 1)
@@ -343,13 +340,8 @@ def test_three_workers_of_which_two_are_enough(
     assert problems(lines) == []
     fates = [line for line in lines if isinstance(line, Fate)]
     Simulation(found[0][0], fates, mode, [seen for _, seen in found], compression).run()
-    rounds = {(f.version, f.server, f.bucket): set[tuple[int, int]]() for f in fates}
-    for f in fates:
-        rounds[f.version, f.server, f.bucket].add((f.worker, f.round))
-    for version in {f.version for f in fates}:  # on all servers the same pushes
-        assert len({frozenset(pushes) for at, pushes in rounds.items() if at[0] == version}) == 1
-    for at in {(f.server, f.bucket) for f in fates}:  # until workers finish, after five pushes
-        waited = workers_of_updates([f for f in fates if (f.server, f.bucket) == at])
+    for at in {(f.shard, f.bucket) for f in fates}:  # until workers finish, after five pushes
+        waited = workers_of_updates([f for f in fates if (f.shard, f.bucket) == at])
         assert len(waited) >= 5
         assert all(len(workers) >= 2 for workers in waited[:5])
 
@@ -369,131 +361,6 @@ def workers_of_updates(fates: list[Fate]) -> list[set[int]]:
         if any(number == len(waited) + 1 for _, number in merged):
             waited.append({worker for worker, _ in merged})
     return waited
-
-
-def exchange_at_once(job: tw.Job, fragments: int) -> float:
-    """Workers of equal speed exchange in every step: their pushes reach each server in another order."""
-    params = [torch.nn.Parameter(torch.zeros(3000)) for _ in range(12)]
-    mode = DiLoCo(every=fragments, quorum=2, fragments=fragments, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
-    named = [(str(number), p) for number, p in enumerate(params)]
-    store = tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=0.1, bucket_bytes=4096, mode=mode)
-    for _ in range(150):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        store.step()
-    store.wait()
-    return float(params[0].detach().sum())
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_workers_whose_pushes_reach_servers_in_another_order_do_not_wait_for_each_other(fragments: int) -> None:
-    """Where each server chose by itself, three workers waited for each other within a hundred exchanges."""
-    assert all(total < 0 for total in run_job(exchange_at_once, fragments, workers=3, servers=3).ok())
-
-
-def meet_after_exchanges(job: tw.Job, folder: str) -> tuple[float, float]:
-    """All workers meet after each exchange, of which one may have come late; then they set values, and go on."""
-    log_into(folder)
-    p = torch.nn.Parameter(torch.zeros(3000))
-    mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
-    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
-    p.grad = torch.ones_like(p)
-    for _ in range(10):
-        store.step()
-        job.barrier(60.0)
-    with torch.no_grad():
-        p.fill_(100.0)
-    store.write_parameters()
-    first = float(p.detach()[0])
-    store.step()
-    job.barrier(60.0)
-    store.step()
-    return first, float(p.detach()[0])
-
-
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(servers: int, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    prepare = partial(log_into, folder)
-    for first, last in run_job(meet_after_exchanges, folder, workers=3, servers=servers, prepare=prepare).ok():
-        assert first == 100.0
-        assert last == 98.0  # what came late before is not added to what was set
-    assert problems(read_fates([folder])) == []
-
-
-def fall_behind(job: tw.Job, folder: str) -> list[float]:
-    """Worker 2 begins when the others have exchanged six times; then all exchange once more."""
-    log_into(folder)
-    p = torch.nn.Parameter(torch.zeros(3000))
-    mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
-    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
-    p.grad = torch.ones_like(p)
-    if job.rank == 2:
-        job.barrier()
-    seen = []
-    for _ in range(6):
-        store.step()
-        seen.append(float(p.detach()[-1]))
-    if job.rank < 2:
-        job.barrier()
-    job.barrier()
-    store.step()
-    return [*seen, float(p.detach()[-1])]
-
-
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(
-    servers: int, tmp_path: Path
-) -> None:
-    folder = str(tmp_path)
-    prepare = partial(log_into, folder)
-    *others, behind = run_job(fall_behind, folder, workers=3, servers=servers, prepare=prepare).ok()
-    assert others == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -12.0]] * 2
-    assert behind == [-6.0, -7.0, -8.0, -9.0, -10.0, -11.0, -12.0]  # an update later
-    assert problems(read_fates([folder])) == []
-
-
-def give_last_decisions_back_late(folder: str) -> None:
-    """In servers that follow server 0: what it decides at the end is given back when it is gone, unless it stays."""
-    log_into(folder)
-    release = Consumer.release
-
-    def release_late(consumer: Consumer, step: int) -> None:
-        of_nobody = (struct.pack("<II", f, 0) + bytes(3) for f in range(2))
-        if any(slot == each for slot in consumer._slots[step % len(consumer._slots) :][:1] for each in of_nobody):
-            with contextlib.suppress(errors.PeerLost, errors.WaitTimeout):
-                consumer._arrival.wait(1 << 60, 1.0)
-        release(consumer, step)
-
-    Consumer.release = release_late  # type: ignore[method-assign]
-
-
-def come_late_and_finish(job: tw.Job, folder: str) -> None:
-    """Worker 2 exchanges both fragments when the others have, and nobody exchanges after it."""
-    log_into(folder)
-    params = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(6)]
-    mode = DiLoCo(every=2, fragments=2, quorum=2)
-    named = [(str(number), p) for number, p in enumerate(params)]
-    store = tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
-    if job.rank == 2:
-        job.barrier()
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        store.step()
-    store.wait()
-    if job.rank < 2:
-        job.barrier()
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_servers_learn_of_the_last_updates_before_the_one_that_decides_ends(device: str, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    prepare = partial(give_last_decisions_back_late, folder)
-    run_job(come_late_and_finish, folder, workers=3, servers=3, device=device, prepare=prepare).ok()
-    lines = read_fates([folder])
-    assert problems(lines) == []
-    assert {f.version for f in lines if isinstance(f, Fate) and f.worker == 2} == {2}
 
 
 # ---- values and state that users set

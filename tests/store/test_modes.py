@@ -116,7 +116,7 @@ def replay(fates: list[Fate], found: list[dict[str, Any]], mode: Mode, kind: str
     stalest = 0
     for server, buckets in enumerate(plan.buckets):
         for bucket in buckets:
-            mine = [f for f in fates if (f.server, f.bucket) == (server, bucket.index)]
+            mine = [f for f in fates if (f.shard, f.bucket) == (server, bucket.index)]
             one = Replay(plan, bucket, found[0]["first"], kind, options)
             has = dict.fromkeys(range(len(found)), 0)  # the version that each worker has
             for version in range(1, max(f.version for f in mine) + 1):

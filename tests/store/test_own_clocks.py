@@ -35,10 +35,7 @@ class Rounds:
 
     def push(self, worker: int) -> None:
         contribution: Any = SimpleNamespace(worker=worker)
-        if self.clocks.quorum_rounds is not None:
-            self.clocks.quorum_rounds.contribute(0, worker, {0: contribution})
-        else:
-            self.clocks.contribute(0, contribution)
+        self.clocks.contribute(0, contribution)
 
 
 @pytest.mark.parametrize(

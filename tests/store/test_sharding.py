@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ def check(plan: StorePlan, whole: bool) -> None:
     for server, buckets in enumerate(plan.buckets):
         end = 0
         for i, b in enumerate(buckets):
-            assert (b.server, b.index) == (server, i)
+            assert (b.server, b.shard_number, b.index) == (server, server, i)
             assert b.shard >= end
             end = b.shard + b.nbytes
             assert end <= plan.shard_bytes[server]
@@ -98,6 +99,18 @@ def test_big_tensors_are_split_over_all_servers_and_small_ones_share_buckets() -
     assert len(small) == 2
 
 
+def test_servers_take_shards_in_turn() -> None:
+    tensors = specs([((4 << 20,), "float32"), *[((100, n), "float32") for n in range(20)]])
+    plan, same = make_plan(tensors, 2, shards=4), make_plan(tensors, 4)
+    assert (plan.servers, plan.shards, plan.shard_bytes, plan.offsets) == (2, 4, same.shard_bytes, same.offsets)
+    assert [plan.server_of(shard) for shard in range(4)] == [0, 1, 0, 1]
+    for ours, theirs in zip(plan.in_order(), same.in_order(), strict=True):
+        assert ours == replace(theirs, server=theirs.shard_number % 2)
+    both = [plan.registered_bytes(server, workers=3) for server in range(2)]
+    assert both == [4 * (plan.shard_bytes[server] + plan.shard_bytes[server + 2]) for server in range(2)]
+    assert plan.digest() != same.digest()
+
+
 def test_loads_are_even() -> None:
     plan = make_plan(specs([((n, 1000), "float32") for n in range(100, 140)]), 3)
     assert max(plan.shard_bytes) < 1.1 * min(plan.shard_bytes)
@@ -107,6 +120,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
     one = ParameterSpec("a", (3,), "float32")
     with pytest.raises(ArgumentError, match="at least one server"):
         make_plan([one], 0)
+    with pytest.raises(ArgumentError, match="shards must be a whole number from 2, for 2 servers"):
+        make_plan([one], 2, shards=1)
     with pytest.raises(ArgumentError, match="two parameters have the name 'a'"):
         make_plan([one, one], 1)
     with pytest.raises(ArgumentError, match="multiple of 4096"):

@@ -44,15 +44,15 @@ def test_what_adds_up() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*FATES, FATES[3]], "store/0: worker 0's push of round 4, bucket 0 of server 0, has two fates"),
+        ([*FATES, FATES[3]], "store/0: worker 0's push of round 4, bucket 0 of shard 0, has two fates"),
         (FATES[1:], "store/0: worker 0 sent 2 pushes, and 1 have a fate"),
         (
             [*FATES[:3], Fate("store/0", 0, 0, 0, 4, "applied", 300_000_000), *FATES[4:]],
-            "store/0: bucket 0 of server 0 has no version 2",
+            "store/0: bucket 0 of shard 0 has no version 2",
         ),
         (
             [*FATES[:3], Fate("store/0", 0, 0, 1, 5, "applied", 2), *FATES[3:5], Produced("store/0", 0, 1, 3)],
-            "store/0: bucket 0 of server 0: 2 pushes were applied as version 2",
+            "store/0: bucket 0 of shard 0: 2 pushes were applied as version 2",
         ),
     ],
 )
@@ -69,6 +69,14 @@ def test_a_log_that_is_missing_or_has_no_end(name: str) -> None:
     why = f"store/0: {name} has no log here: was it on another machine, or did the job end before?"
     assert problems(missing) == [why]
     assert problems(unended[:-1] if name == NAMES[0] else unended[1:]) != [why]
+
+
+def test_a_server_has_a_log_for_each_of_its_shards() -> None:
+    server = Begun("abc", "store/0", "server 0", 2, 1)
+    assert server in BEGUN
+    why = "store/0: the log of server 0 has no end: it still runs, or it failed or was killed"
+    assert problems([server, *GOOD]) == [why]
+    assert problems([server, *GOOD, Ended("store/0", "server 0")]) == []
 
 
 def test_what_a_running_job_has_not_written_yet_accuses_nobody() -> None:

@@ -42,9 +42,15 @@ _FUNCTIONS = {"tensorflow": "tensorwire.tensorflow.parts_on_servers"}
 
 
 def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
-    """Serves a store, or whatever the workers want instead, until its end or the job's."""
-    with contextlib.ExitStack() as asks:  # closed when all has been said about an error
-        _serve_until_end(member, name, spec, asks)
+    """Serves a store, or whatever the workers want instead, until its end or the job's: each shard in a thread."""
+    servers = member.client.welcome.servers
+    count = spec.shards if isinstance(spec, StoreSpec) else None
+    shards = range(member.index, servers if count is None else count, servers)
+    threads = [_started(f"{name} shard {shard}", _serve_shard, member, name, spec, shard) for shard in shards[1:]]
+    for shard in shards[:1]:
+        _serve_shard(member, name, spec, shard)
+    for thread in threads:
+        thread.join()
     if isinstance(spec, StoreSpec) and not member.client.ended.is_set():
         member.client.forget(name)
         _collect()
@@ -64,7 +70,14 @@ def _collect() -> None:
             gc.collect()
 
 
-def _serve_until_end(member: Member, name: str, spec: StoreSpec | FunctionsSpec, asks: contextlib.ExitStack) -> None:
+def _serve_shard(member: Member, name: str, spec: StoreSpec | FunctionsSpec, shard: int) -> None:
+    with contextlib.ExitStack() as asks:  # closed when all has been said about an error
+        _serve_until_end(member, name, spec, shard, asks)
+
+
+def _serve_until_end(
+    member: Member, name: str, spec: StoreSpec | FunctionsSpec, shard: int, asks: contextlib.ExitStack
+) -> None:
     from tensorwire.store.consensus import Disagreement, Finished
 
     try:
@@ -73,7 +86,7 @@ def _serve_until_end(member: Member, name: str, spec: StoreSpec | FunctionsSpec,
             check_versions(spec.versions, module, member.name)
             importlib.import_module(module).serve(member, name)
         else:
-            _serve_store(member, name, spec, asks)
+            _serve_store(member, name, spec, shard, asks)
     except (JobEnded, PeerLost) as error:
         if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
             member.fail(f"stopped: {error}")
@@ -92,33 +105,33 @@ def _serve_until_end(member: Member, name: str, spec: StoreSpec | FunctionsSpec,
             member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", traceback.format_exc())
 
 
-def _serve_store(member: Member, name: str, spec: StoreSpec, asks: contextlib.ExitStack) -> None:
+def _serve_store(member: Member, name: str, spec: StoreSpec, shard: int, asks: contextlib.ExitStack) -> None:
     from tensorwire.store.server_state import Asks
 
-    welcome = member.client.welcome
-    server = _kind_of(spec)(member, name, spec, welcome.workers, welcome.servers)
+    server = _server_of(member, name, spec, shard)
     torch = sys.modules.get("torch")  # some rules do without
     if torch is not None:
         torch.set_num_threads(server_threads(os.environ))
     try:
-        asks.callback(Asks(member, name, server.rule, server.at_rest).close)
+        asks.callback(Asks(member, name, shard, server.rule, server.at_rest).close)
         server.run()
     finally:
         server.close()
 
 
-def _kind_of(spec: StoreSpec) -> type[RowServer] | type[KeyServer] | type[StoreServer]:
+def _server_of(member: Member, name: str, spec: StoreSpec, shard: int) -> RowServer | KeyServer | StoreServer:
+    workers, servers = member.client.welcome.workers, member.client.welcome.servers
     if spec.table:
         from tensorwire.store.row_server import RowServer
 
-        return RowServer
+        return RowServer(member, name, spec, workers, servers)
     if spec.keys:
         from tensorwire.store.key_server import KeyServer
 
-        return KeyServer
+        return KeyServer(member, name, spec, workers, servers)
     from tensorwire.store.server import StoreServer
 
-    return StoreServer
+    return StoreServer(member, name, spec, workers, servers, shard)
 
 
 def _started(name: str, call: Callable[..., None], *arguments: object) -> threading.Thread:

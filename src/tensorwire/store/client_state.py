@@ -38,11 +38,11 @@ class StateClient(Protocol):
 
     @property
     def channels(self) -> list[Channel]:
-        """To each server."""
+        """To the server of each shard."""
 
 
 def fetch_state(client: StateClient) -> Iterator[Item]:
-    """What the servers keep for the optimizer, server after server; each memory is valid until the next is asked for.
+    """What the servers keep for the optimizer, shard after shard; each memory is valid until the next is asked for.
 
     Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
@@ -78,7 +78,7 @@ def _publish(client: StateClient, ask: Ask) -> None:
 
 
 def load_state(client: StoreClient, options: Sequence[float], items: Callable[[int], Iterable[Item]]) -> None:
-    """A round in which the state of all optimizers becomes ``items(server)`` for each server; worker 0's count.
+    """A round in which the state of all optimizers becomes ``items(shard)`` for each shard; worker 0's count.
 
     Every worker calls it in the same round. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
@@ -89,17 +89,18 @@ def load_state(client: StoreClient, options: Sequence[float], items: Callable[[i
 
 
 def send_state(client: StateClient, numbers: Sequence[int], items: Callable[[int], Iterable[Item]]) -> None:
-    """Worker 0: ``items(server)`` to each server, which loads it in its round or request of that number.
+    """Worker 0: ``items(shard)`` to each shard, which loads it in its round or request of that number.
 
     Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    for server, (number, channel) in enumerate(zip(numbers, client.channels, strict=True)):
+    for shard, (number, channel) in enumerate(zip(numbers, client.channels, strict=True)):
+        server = member_name("server", client.plan.server_of(shard))
         try:
-            endpoint = client.member.client.lookup(load_key(client.name, number, server), client.timeout)
+            endpoint = client.member.client.lookup(load_key(client.name, number, server, shard), client.timeout)
         except WaitTimeout:
             raise WaitTimeout(
-                f"server {server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
+                f"{server} did not begin to load the state of {client.name} within {client.timeout:g} s: "
                 "another worker has not reached it (TENSORWIRE_TIMEOUT sets the limit)"
             ) from None
         with StateSender(channel, endpoint) as sender:
-            sender.send(items(server))
+            sender.send(items(shard))

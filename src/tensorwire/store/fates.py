@@ -40,14 +40,14 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 
 
 class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
-    """What became of ``worker``'s push of ``bucket`` in its round ``round``.
+    """What became of ``worker``'s push of a shard's ``bucket`` in its round ``round``.
 
     ``fate``: ``applied`` by itself or ``merged`` with others, both into ``version`` of the bucket, with ``weight``; or
     ``discarded``, for ``reason``. ``staleness``: updates of the bucket between the version that it came of and its own.
     """
 
     store: str
-    server: int
+    shard: int
     bucket: int
     worker: int
     round: int
@@ -59,10 +59,10 @@ class Fate(msgspec.Struct, frozen=True, tag="fate", omit_defaults=True):
 
 
 class Produced(msgspec.Struct, frozen=True, tag="produced"):
-    """``worker`` has sent ``pushes`` to a server in all, and left in good order."""
+    """``worker`` has sent ``pushes`` to a shard in all, and left in good order."""
 
     store: str
-    server: int
+    shard: int
     worker: int
     pushes: int
 
@@ -80,14 +80,17 @@ Line = Begun | Fate | Produced | Ended
 class FateLog:
     """The lines of ``process`` about one store of a job; nothing, where no folder is named. Any thread may call.
 
+    ``shard``: of a server's log, which is about one of its shards.
+
     Raises `ArgumentError` where the folder cannot be written to.
     """
 
-    def __init__(self, welcome: Welcome, store: str, process: str) -> None:
+    def __init__(self, welcome: Welcome, store: str, process: str, shard: int | None = None) -> None:
         self._lines: list[Line] = []
         self._lock = threading.Lock()
         self._end = Ended(store, process)
-        self._file = _open(f"{welcome.job}-{store.replace('/', '-')}-{process.replace(' ', '-')}")
+        about = process if shard is None else f"shard {shard}"
+        self._file = _open(f"{welcome.job}-{store.replace('/', '-')}-{about.replace(' ', '-')}")
         if self._file is not None:
             self._lines.append(Begun(welcome.job, store, process, welcome.workers, welcome.servers))
             self._write(self._file)
@@ -133,11 +136,11 @@ def _open(name: str) -> BinaryIO | None:
 
 
 class Fates:
-    """The fates of all pushes to one server of a store."""
+    """The fates of all pushes to one shard of a store."""
 
-    def __init__(self, welcome: Welcome, store: str, server: int) -> None:
-        self._store, self._server = store, server
-        self._log = FateLog(welcome, store, member_name("server", server))
+    def __init__(self, welcome: Welcome, store: str, shard: int) -> None:
+        self._store, self._shard = store, shard
+        self._log = FateLog(welcome, store, member_name("server", shard % welcome.servers), shard)
 
     def closed(
         self,
@@ -172,7 +175,7 @@ class Fates:
         """Writes what became of these pushes, without counting them."""
         self._log.add(
             *(
-                Fate(self._store, self._server, bucket, worker, step, fate, version, weight, stale)
+                Fate(self._store, self._shard, bucket, worker, step, fate, version, weight, stale)
                 for (worker, step), weight, stale in zip(pushes, weights, staleness, strict=True)
             )
         )
@@ -186,7 +189,7 @@ class Fates:
         """The pushes of ``workers`` in their round ``step`` change nothing."""
         counters.add(discarded=len(workers))
         if self._log.wanted:
-            line = Fate(self._store, self._server, bucket, 0, step, "discarded", staleness=staleness, reason=reason)
+            line = Fate(self._store, self._shard, bucket, 0, step, "discarded", staleness=staleness, reason=reason)
             self._log.add(*(msgspec.structs.replace(line, worker=worker) for worker in workers))
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store import rounds
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
@@ -43,6 +44,7 @@ from tensorwire.store.key_layout import (
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
+from tensorwire.store.rounds import Members
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
@@ -64,7 +66,7 @@ class _Bucket:
     """A bucket's open round, and those who wait. ``lock`` guards it."""
 
     lock: threading.Lock
-    clocks: list[int]  # by worker: pushes so far
+    clocks: dict[int, int]  # by worker: pushes so far
     version: int = 0
     here: list[_Contribution] = field(default_factory=list)  # the round's pushes
     waiting: list[tuple[_Link, int]] = field(default_factory=list)  # who waits for values, with its clock
@@ -93,8 +95,8 @@ class KeyServer:
         for link in self._links:
             link.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
-        self._buckets = [_Bucket(threading.Lock(), [0] * workers) for _ in buckets]
-        self._active = set(range(workers))
+        self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
+        self._members = Members.first(workers)
         self._ready = threading.Event()
         self._fates = Fates(member.client.welcome, name, self.index)
 
@@ -138,7 +140,7 @@ class KeyServer:
             self._ready.set()
         elif request.operation is KeyOperation.LOAD:
             with self.at_rest():
-                take_state(self.member, self.name, request.number, self.rule)
+                take_state(self.member, self.name, self.index, request.number, self.rule)
         else:
             for index in request.buckets:
                 with self._buckets[index].lock:
@@ -186,7 +188,7 @@ class KeyServer:
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not bucket.here or not self._active <= {each.link.index for each in bucket.here}:
+        if not rounds.is_due(self._members, {each.link.index for each in bucket.here}):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.link.index), []
         links = [each.link for each in here]
@@ -214,8 +216,7 @@ class KeyServer:
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self._bound is not None:
-            slowest = min((bucket.clocks[worker] for worker in self._active), default=clock)
-            return clock - slowest <= self._bound
+            return rounds.may_read(self._members, bucket.clocks, link.index, clock, self._bound)
         return not any(other.link is link for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
@@ -236,7 +237,7 @@ class KeyServer:
     def _leave(self, link: _Link) -> None:
         """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
         with self.at_rest():
-            self._active.discard(link.index)
+            self._members = self._members.finish(link.index)
             link.left = True
             for index in range(len(self._buckets)):
                 self._close_if_due(index)

@@ -23,7 +23,13 @@ from tensorwire.store.store_layout import StoreSpec
 
 
 def local_spec(
-    mode: Local, tensors: Sequence[ParameterSpec], workers: int, servers: int, bucket_bytes: int, compression: str
+    mode: Local,
+    tensors: Sequence[ParameterSpec],
+    workers: int,
+    servers: int,
+    bucket_bytes: int,
+    compression: str,
+    shards: int | None = None,
 ) -> StoreSpec:
     """The store of a mode. Raises `ArgumentError` for what the mode does not go with."""
     rule, group = MEAN, dict[str, Any]()
@@ -45,6 +51,7 @@ def local_spec(
         False,
         mode_settings=settings_of(mode),
         compression=compression,
+        shards=shards,
     )
     if servers and isinstance(mode, DiLoCo):
         spec.plan(servers).fragments(mode.fragments)

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
+from tensorwire.store import rounds
 from tensorwire.store.consensus import agreed, check_alike
 from tensorwire.store.ready_queue import ReadyQueue
+from tensorwire.store.rounds import Members
 from tensorwire.store.sameness import Sameness
-from tensorwire.store.server_state import take_state
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import LEFT_OUT, NORM, STEPS, StepHeader, StepOperation, clipping
 
@@ -24,9 +25,9 @@ class Lockstep:
         self.workers, self.rule, self.fates = shard.workers, shard.rule, shard.fates
         self._buckets = shard.plan.buckets[shard.index]
         self._ready_queue = ReadyQueue(self._buckets, overlap=shard.spec.buffers > 1)
-        self._active = list(self.workers)  # who takes part in rounds
+        self._members = Members.first(len(self.workers))
+        self._active = self.workers  # in the order of ranks: who takes part in rounds
         self._sameness = Sameness(len(self.workers) if shard.index == 0 else 1)
-        self._divisor = len(self.workers) if shard.spec.reduce == "mean" else 1
         self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
 
@@ -41,7 +42,7 @@ class Lockstep:
             if operation is StepOperation.UPDATE:
                 if self.shard.spec.alike:
                     check_alike({w: head.options for w, head in heads.items()}, self.updates)
-                self._update(heads[self._active[0].index])
+                self._update(heads[self._members.leader])
             elif operation is StepOperation.ASSIGN:
                 self._assign()
             else:
@@ -56,27 +57,33 @@ class Lockstep:
     def _take_part(self) -> dict[int, StepHeader]:
         """The heads of the workers that take part in this round: those that are not idle."""
         heads = {w.index: self.shard.head(w, self.step) for w in self._active}
-        self._active = [w for w in self._active if heads[w.index].operation is not StepOperation.IDLE]
-        return {w.index: heads[w.index] for w in self._active}
+        for rank in [rank for rank, head in heads.items() if head.operation is StepOperation.IDLE]:
+            self._take_over(self._members.rest(rank))
+            del heads[rank]
+        return heads
+
+    def _take_over(self, members: Members) -> None:
+        """The membership changes: between two rounds."""
+        self._members = members
+        self._active = [worker for worker in self.workers if worker.index in members.active]
 
     def _agree(self, heads: Mapping[int, StepHeader]) -> StepOperation:
-        idle = [w.index for w in self.workers if w.index not in heads]
-        return agreed({w: head.operation for w, head in heads.items()}, idle, self.updates)
+        return agreed({w: head.operation for w, head in heads.items()}, sorted(self._members.idle), self.updates)
 
     def _stay(self, operation: StepOperation) -> None:
         """A round that leaves parameters as they are: state is loaded, a step skipped, or all are idle and go on."""
         if operation is StepOperation.LOAD:
-            take_state(self.shard.member, self.shard.name, self.step, self.rule)
+            self.shard.load(self.step, self._members.leader)
         for bucket in range(len(self._buckets)):
             self.rule.carry(bucket, self.step)
             self._publish(bucket)
         if operation is StepOperation.IDLE:
-            self._active = list(self.workers)
-            for worker in self.workers:
+            self._take_over(self._members.resume())
+            for worker in self._active:
                 worker.together.send(self.step)
 
     def _assign(self) -> None:
-        for bucket, push in enumerate(self.workers[0].pushes):
+        for bucket, push in enumerate(self.workers[self._members.leader].pushes):
             self.rule.assign(bucket, self.shard.receive(push, self.step), self.step)
             self._publish(bucket)
 
@@ -89,7 +96,8 @@ class Lockstep:
             pushes = [w.push(bucket, self._present(w, bucket)) for w in self.workers]
             if self._sameness.watching:
                 self._sameness.compare([p.slot for p in pushes], [p.present for p in pushes])
-            self.rule.reduce(bucket, pushes, self._divisor, keep=later)
+            self.rule.reduce(bucket, pushes, self._divisor(), keep=later)
+            self.shard.reach(self.updates + 1, "reduced")
             if later:
                 spans.add("update", self.step, ready, clock())
                 kept.append(bucket)
@@ -105,7 +113,7 @@ class Lockstep:
         total = self._norm2() if max_norm else 0.0
         if total == LEFT_OUT:
             for bucket in buckets:
-                self.fates.discarded(bucket, self._pushing, self.step, "the norm is not finite")
+                self.fates.discarded(bucket, sorted(self._members.active), self.step, "the norm is not finite")
                 self.rule.carry(bucket, self.step)
                 self._publish(bucket)
             return
@@ -127,12 +135,12 @@ class Lockstep:
         self._merged(bucket)
         self._publish(bucket)
 
-    @property
-    def _pushing(self) -> list[int]:
-        return [worker.index for worker in self._active]
+    def _divisor(self) -> int:
+        return rounds.divisor(self._members, self._members.active, self.shard.spec.reduce)
 
     def _merged(self, bucket: int) -> None:
-        self.fates.merged(bucket, self._pushing, self.step, self.updates + 1, 1 / self._divisor)
+        self.shard.reach(self.updates + 1, "applied")
+        self.fates.merged(bucket, sorted(self._members.active), self.step, self.updates + 1, 1 / self._divisor())
 
     def _discard(self, heads: Mapping[int, StepHeader]) -> None:
         """One worker has found an inf: what the others push is not looked at."""
@@ -143,7 +151,7 @@ class Lockstep:
     def _present(self, worker: WorkerLink, bucket: int) -> bytes:
         """A byte a piece; an idle worker has no gradients."""
         present = worker.present[bucket]
-        return bytes(present) if worker in self._active else bytes(len(present))
+        return bytes(present) if worker.index in self._members.active else bytes(len(present))
 
     def _arriving(self) -> Iterator[int]:
         """The buckets, as all workers' gradients for them have come."""
@@ -153,7 +161,7 @@ class Lockstep:
             yield bucket
 
     def _is_there(self, bucket: int) -> bool:
-        return all(worker.pushes[bucket].ready(self.step) for worker in self._active)
+        return rounds.is_complete(self._members, lambda rank: self.workers[rank].pushes[bucket].ready(self.step))
 
     def _poll(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""
@@ -166,7 +174,7 @@ class Lockstep:
     def _norm2(self) -> float:
         """The sum of squares over all servers: workers add up the parts, and tell the sum, or to leave the step out."""
         self._send_norm(sum(self.rule.norm2(b) for b in range(len(self._buckets))), self._active)
-        (total,) = NORM.unpack(self.shard.receive(self._active[0].norm, self.step))
+        (total,) = NORM.unpack(self.shard.receive(self.workers[self._members.leader].norm, self.step))
         return float(total)
 
     def _send_norm(self, part: float, workers: Iterable[WorkerLink]) -> None:
@@ -180,3 +188,4 @@ class Lockstep:
             if not pull.mapped:
                 pull.slot(self.step)  # the last version's bytes have left
             pull.send(self.step)
+            self.shard.reach(self.updates + 1, "published_some")

@@ -273,14 +273,12 @@ def mode_of(settings: Mapping[str, Any]) -> Mode:
 
 def awaited(mode: Mode, workers: int) -> str:
     """Whom the rounds of ``workers`` wait for, in words; '' for all of them."""
-    together = isinstance(mode, Sync) or quorum_of(mode, workers) == workers > 1
+    together = isinstance(mode, Sync) or (workers > 1 and quorum_of(mode) in (None, workers))
     return "" if together else "its servers or slower workers"
 
 
-def quorum_of(mode: OwnClock, workers: int) -> int:
-    """How many contributions close a round, of ``workers`` that have not finished."""
+def quorum_of(mode: OwnClock) -> int | None:
+    """How many workers close a round; None: all that have not finished."""
     if isinstance(mode, LocalSGD):
-        return workers
-    if isinstance(mode, DiLoCo):
-        return workers if mode.quorum is None else min(mode.quorum, workers)
-    return 1
+        return None
+    return mode.quorum if isinstance(mode, DiLoCo) else 1

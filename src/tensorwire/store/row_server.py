@@ -23,9 +23,11 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
+from tensorwire.store import rounds
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
+from tensorwire.store.rounds import Members
 from tensorwire.store.row_layout import (
     DEPTH,
     WORD,
@@ -68,9 +70,8 @@ class RowServer:
         for link in self._links:
             link.open()
         self._changed = threading.Condition()  # guards all that follows, and the values
-        self._clocks = [0] * workers  # pushes so far
-        self._active = set(range(workers))
-        self._resting: set[int] = set()  # who is idle
+        self._clocks = dict.fromkeys(range(workers), 0)  # pushes so far
+        self._members = Members.first(workers)
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
         self._fates = Fates(member.client.welcome, name, member.index)
@@ -122,8 +123,7 @@ class RowServer:
             self.member.check()
 
     def _in_bound(self, worker: int) -> bool:
-        slowest = min((self._clocks[each] for each in self._active), default=0)
-        return worker not in self._active or self._clocks[worker] - slowest <= (self._bound or 0)
+        return rounds.may_read(self._members, self._clocks, worker, self._clocks[worker], self._bound or 0)
 
     def _set(self, link: _Link, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
@@ -131,7 +131,7 @@ class RowServer:
             raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
         with self._changed:
             if request.operation is RowOperation.LOAD:
-                take_state(self.member, self.name, request.number, self.rule)
+                take_state(self.member, self.name, self.member.index, request.number, self.rule)
             elif request.rows is not None:
                 self.values[request.indices] = request.rows
                 self._mark(request.indices)
@@ -155,7 +155,7 @@ class RowServer:
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if self._here and self._active <= self._here.keys():
+        if rounds.is_due(self._members, self._here.keys()):
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
 
@@ -166,7 +166,7 @@ class RowServer:
         if len(given) > 1:
             indices, rows = merge(np.concatenate([i for i, _ in given]), np.concatenate([r for _, r in given]))
         if self._together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
-            divisor = len(self._links) if self.table.followed else len(given)
+            divisor = rounds.divisor(self._members, here.keys(), "mean") if self.table.followed else len(given)
             rows = rows if divisor == 1 else rows / np.array(divisor, rows.dtype)
         self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
         self._mark(indices)
@@ -184,17 +184,14 @@ class RowServer:
     def _rest(self, worker: int) -> None:
         """No round waits for a worker until all rest; then rounds wait for all again."""
         with self._changed:
-            self._active.discard(worker)
-            self._resting.add(worker)
+            self._members = self._members.rest(worker)
             self._close_if_due()
-            if not self._active:
-                self._active, self._resting = self._resting, set()
+            self._members = self._members.resume()
 
     def _leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it, and what it pushed counts."""
         with self._changed:
-            self._active.discard(worker)
-            self._resting.discard(worker)
+            self._members = self._members.finish(worker)
             self._close_if_due()
             self._changed.notify_all()
 

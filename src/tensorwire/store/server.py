@@ -1,4 +1,4 @@
-"""A server of one store: its shard, and the mode that says when it closes a round."""
+"""What a server does with one shard of a store: its memory, and the mode that says when it closes a round."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tensorwire.store.store_layout import StoreSpec
 
 
 class StoreServer:
-    """Serves its shard of the store ``name`` to all workers until they finish."""
+    """Serves the ``shard``-th shard of the store ``name`` to all workers until they finish."""
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        self.shard = Shard(member, name, spec, workers, servers)
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int, shard: int) -> None:
+        self.shard = Shard(member, name, spec, workers, servers, shard)
         self.rule: Stateful = self.shard.rule
         self._rounds: Lockstep | OwnClocks
         self.at_rest: AtRest | None = None

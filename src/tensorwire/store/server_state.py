@@ -36,13 +36,13 @@ class Stateful(Protocol):
 class WithValues:
     """A rule whose parameters are saved with its state: for modes in which workers have others."""
 
-    def __init__(self, rule: Stateful, plan: StorePlan, server: int, parameters: memoryview) -> None:
-        self._rule, self._plan, self._server, self._parameters = rule, plan, server, parameters
+    def __init__(self, rule: Stateful, plan: StorePlan, shard: int, parameters: memoryview) -> None:
+        self._rule, self._plan, self._shard, self._parameters = rule, plan, shard, parameters
         self.load_state = rule.load_state
 
     def state(self) -> Iterator[Iterable[Item]]:
         """The parameters, and what the rule keeps beside them."""
-        values = map(self._values, self._plan.buckets[self._server])
+        values = map(self._values, self._plan.buckets[self._shard])
         for parts in itertools.zip_longest(values, self._rule.state(), fillvalue=()):
             yield itertools.chain(*parts)
 
@@ -73,13 +73,13 @@ def moments(rule: Stateful, at_rest: AtRest | None) -> Iterator[Item]:
 
 
 class Asks:
-    """Gives every worker that asks this server's part of the state of ``store``, until `close` or the job's end.
+    """Gives every worker that asks the state of a ``shard`` of ``store``, until `close` or the job's end.
 
     No thread waits for an ask: one begins with it, and ends when it is answered. ``at_rest`` is as for `moments`.
     """
 
-    def __init__(self, member: Member, store: str, rule: Stateful, at_rest: AtRest | None) -> None:
-        self._member, self._store, self._rule, self._at_rest = member, store, rule, at_rest
+    def __init__(self, member: Member, store: str, shard: int, rule: Stateful, at_rest: AtRest | None) -> None:
+        self._member, self._store, self._shard, self._rule, self._at_rest = member, store, shard, rule, at_rest
         self._number, self._closed = 0, False
         self._answering: threading.Thread | None = None
         self._wait()
@@ -105,7 +105,7 @@ class Asks:
         try:
             ask = msgspec.msgpack.decode(found, type=Ask)
             channel = member.channel(member_name("worker", ask.worker))
-            endpoint = ask.endpoints[member.index]
+            endpoint = ask.endpoints[self._shard]
             # An error: that worker has given up, and knows why.
             with contextlib.suppress(RemoteAccessError, WaitTimeout), StateSender(channel, endpoint) as sender:
                 sender.send(moments(self._rule, self._at_rest))
@@ -123,8 +123,9 @@ class Asks:
             self._answering.join()
 
 
-def take_state(member: Member, store: str, step: int, rule: Stateful) -> None:
-    """The server's side of the round ``step``, in which worker 0 loads the state of ``store``."""
-    with StateReceiver(member.channel("worker 0")) as receiver:
-        member.client.publish(load_key(store, step, member.index), receiver.endpoint, to=["worker 0"])
+def take_state(member: Member, store: str, shard: int, step: int, rule: Stateful, worker: int = 0) -> None:
+    """The side of a server's shard of the round ``step``, in which ``worker`` loads the state of ``store``."""
+    name = member_name("worker", worker)
+    with StateReceiver(member.channel(name)) as receiver:
+        member.client.publish(load_key(store, step, member.name, shard), receiver.endpoint, to=[name])
         rule.load_state(receiver.receive(step_timeout()))

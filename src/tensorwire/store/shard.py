@@ -1,9 +1,6 @@
-"""One server's share of one store: the memory that it shares with each worker, the parameters, and their rule."""
+"""A server's side of a shard: the memory that it shares with each worker, the parameters, and their rule."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -13,22 +10,23 @@ from tensorwire.device import Channel, Device, Region, RemoteRegion
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.arithmetic_rules import make_rule
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
 from tensorwire.store.pushes import Push
+from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
 from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
 
-T = TypeVar("T")
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
 
 class WorkerLink:
-    """What this server shares with one worker: its inbox here, its version words there."""
+    """What a shard shares with one worker: its inbox here, its version words there."""
 
     def __init__(self, server: Shard, index: int) -> None:
         self.index = index
@@ -112,16 +110,15 @@ class WorkerLink:
 
 
 class Shard:
-    """Server ``member.index``'s share of the store ``name``. Made once all workers are there."""
+    """The shard ``index`` of the store ``name``, on this server. Made once all workers are there."""
 
-    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        self.member, self.name, self.spec, self.index = member, name, spec, member.index
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int, index: int) -> None:
+        self.member, self.name, self.spec, self.index = member, name, spec, index
         check_versions(spec.versions, spec.rule, member.name)
         self.plan: StorePlan = spec.plan(servers)
-        registered = self.plan.registered_bytes(self.index, workers, spec.buffers)
-        check_memory(registered, member.name)
+        if index == member.index:  # the first of this server's shards looks whether there is room for all
+            check_memory(self.plan.registered_bytes(member.index, workers, spec.buffers), member.name)
         self._regions: dict[str, Region] = {}
-        self._kept: list[Region] = []
         self.parameters = self._allocate_parameters(workers)
         self.workers = [WorkerLink(self, w) for w in range(workers)]
         for worker in self.workers:
@@ -129,12 +126,12 @@ class Shard:
             shown = self.parameters.remote("read").pack() if looks else b""
             endpoint = ServerEndpoint(worker.inbox.remote("write").pack(), shown)
             member.client.publish(
-                f"{name}/{member.name}/{worker.name}",
+                f"{name}/{member.name}/{worker.name}/{index}",
                 msgspec.msgpack.encode(endpoint),
                 to=[worker.name],
             )
         for worker in self.workers:
-            key = f"{name}/{worker.name}/{member.name}"
+            key = f"{name}/{worker.name}/{member.name}/{index}"
             worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
         self.fates = Fates(member.client.welcome, name, self.index)
@@ -146,24 +143,25 @@ class Shard:
             raise ProtocolError(f"{worker.name} sent the head of round {head.step} in round {step}")
         return head
 
+    def reach(self, update: int, state: str) -> None:
+        """An update of a bucket has come to a place where tests let it fail."""
+        if failpoints.listener is not None:
+            failpoints.reach("primary", self.index, update, state)
+
+    def load(self, step: int, worker: int) -> None:
+        """Takes the rule's state from a worker, in that round."""
+        take_state(self.member, self.name, self.index, step, self.rule, worker)
+
     def receive(self, edge: Consumer, step: int) -> memoryview:
         """Waits as long as the job lives: how long workers compute is theirs to say, and they have a timeout."""
-        slot = self.while_job_lives(lambda seconds: edge.receive(step, seconds))
-        assert slot is not None
-        return slot
-
-    def while_job_lives(self, call: Callable[[float], T]) -> T:
-        """What a call returns, which waits so many seconds at most, and is made again as long as the job lives."""
         while True:
             try:
-                return call(_PATIENCE)
+                slot = edge.receive(step, _PATIENCE)
+                break
             except WaitTimeout:
                 self.member.check()
-
-    def keep(self, region: Region) -> Region:
-        """Memory that is freed with the store's."""
-        self._kept.append(region)
-        return region
+        assert slot is not None
+        return slot
 
     def _allocate_parameters(self, workers: int) -> Region:
         """On a device whose memory workers can map, if any worker is reached that way."""
@@ -185,6 +183,6 @@ class Shard:
         self.fates.close()
         for worker in self.workers:
             worker.close()
-        for region in (*self._regions.values(), *self._kept):
+        for region in self._regions.values():
             region.close()
         self.parameters.close()

@@ -1,9 +1,10 @@
 """From tensors to servers: one deterministic layout that every process computes for itself.
 
-Each tensor has a place in one address space, the *space* that a worker sees its parameters in. Big tensors are split
-over all servers, at multiples of the page and of 1,024 elements; small ones go whole to the server with the least
-bytes. A server's part of the space is its *shard*, cut into *buckets* of at most 4 MiB: the unit of transfer and of
-update. A bucket is contiguous in the space and in the shard, so that one write moves it.
+Each tensor has a place in one address space, the *space* that a worker sees its parameters in. It is divided into
+*shards*, which servers take in turn: by default one each. Big tensors are split over all shards, at multiples of the
+page and of 1,024 elements; small ones go whole to the shard with the least bytes. A shard is cut into *buckets* of at
+most 4 MiB: the unit of transfer and of update. A bucket is contiguous in the space and in the shard, so that one write
+moves it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CUT = 1024  # elements: vectorised optimizers give the same bits on both sides o
 BUCKET_BYTES = 4 << 20
 MOST_BUCKET_BYTES = 1 << 40
 MOST_BUCKETS = 1 << 22  # of a plan: every process makes all of it
+MOST_SHARDS = 1 << 16  # of a plan
 
 # What parameters, and the tensors that an optimizer keeps, may be made of.
 PARAMETER_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -65,11 +67,12 @@ class Piece:
 class Bucket:
     """``nbytes`` that travel and are updated together, at ``space`` in the space and at ``shard`` in the shard.
 
-    ``number`` is its own among all buckets of the plan, from 0; ``index`` among those of its server.
+    ``number`` is its own among all buckets of the plan, from 0; ``index`` among those of its shard.
     """
 
     number: int
     server: int
+    shard_number: int
     index: int
     space: int
     shard: int
@@ -86,19 +89,24 @@ class Bucket:
 class StorePlan:
     """Where everything lies. ``offsets[i]`` is tensor ``i``'s place in the space."""
 
+    servers: int
     tensors: tuple[ParameterSpec, ...]
     offsets: tuple[int, ...]
     space_bytes: int
     shard_bytes: tuple[int, ...]
-    buckets: tuple[tuple[Bucket, ...], ...]  # by server, in shard order
+    buckets: tuple[tuple[Bucket, ...], ...]  # by shard, in its order
 
     @property
-    def servers(self) -> int:
-        """Number of servers."""
+    def shards(self) -> int:
+        """Number of shards."""
         return len(self.shard_bytes)
 
+    def server_of(self, shard: int) -> int:
+        """Which server has a shard."""
+        return shard % self.servers
+
     def in_order(self) -> list[Bucket]:
-        """All buckets, servers taking turns, so that all of them have work from the start."""
+        """All buckets, shards taking turns, so that all servers have work from the start."""
         most = max((len(b) for b in self.buckets), default=0)
         return [b[i] for i in range(most) for b in self.buckets if i < len(b)]
 
@@ -119,22 +127,24 @@ class StorePlan:
         return found
 
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Maximal spans ``(server, space, shard, nbytes)`` that are contiguous on both sides, in whole pages."""
+        """Maximal spans ``(shard number, space, shard, nbytes)`` that are contiguous on both sides, in whole pages."""
         runs: list[tuple[int, int, int, int]] = []
         for bucket in sorted((b for s in self.buckets for b in s), key=lambda b: b.space):
             if runs:
-                server, space, shard, nbytes = runs[-1]
+                number, space, shard, nbytes = runs[-1]
                 gap = bucket.space - (space + nbytes)
-                if server == bucket.server and 0 <= gap < PAGE and bucket.shard == shard + nbytes + gap:
-                    runs[-1] = (server, space, shard, nbytes + gap + bucket.nbytes)
+                if number == bucket.shard_number and 0 <= gap < PAGE and bucket.shard == shard + nbytes + gap:
+                    runs[-1] = (number, space, shard, nbytes + gap + bucket.nbytes)
                     continue
-            runs.append((bucket.server, bucket.space, bucket.shard, bucket.nbytes))
-        return [(server, space, shard, round_up(nbytes, PAGE)) for server, space, shard, nbytes in runs]
+            runs.append((bucket.shard_number, bucket.space, bucket.shard, bucket.nbytes))
+        return [(number, space, shard, round_up(nbytes, PAGE)) for number, space, shard, nbytes in runs]
 
     def describe(self) -> str:
         """One line a tensor: what processes of a job must agree on."""
         lines = [f"{t.name} {list(t.shape)} {t.dtype} group {t.group}" for t in self.tensors]
-        return "\n".join([*lines, f"{self.servers} servers, {sum(map(len, self.buckets))} buckets"])
+        return "\n".join(
+            [*lines, f"{self.servers} servers, {self.shards} shards, {sum(map(len, self.buckets))} buckets"]
+        )
 
     def summary(self, workers: int, buffers: int = 1) -> str:
         """One line for people: what moves a step, and what servers register."""
@@ -151,7 +161,7 @@ class StorePlan:
 
     def registered_bytes(self, server: int, workers: int, buffers: int = 1) -> int:
         """What server ``server`` registers: its parameters, ``buffers`` times, and one gradient slot a worker."""
-        return self.shard_bytes[server] * (buffers + workers)
+        return sum(self.shard_bytes[server :: self.servers]) * (buffers + workers)
 
 
 def counted(number: int, what: str) -> str:
@@ -160,78 +170,83 @@ def counted(number: int, what: str) -> str:
 
 
 class _Builder:
-    def __init__(self, servers: int, bucket_bytes: int) -> None:
+    def __init__(self, servers: int, shards: int, bucket_bytes: int) -> None:
+        self.servers = servers
         self.space = 0
-        self.shards = [0] * servers
-        self.buckets: list[list[Bucket]] = [[] for _ in range(servers)]
+        self.shards = [0] * shards
+        self.buckets: list[list[Bucket]] = [[] for _ in range(shards)]
         self.bucket_bytes = bucket_bytes
 
-    def page(self, server: int) -> None:
+    def page(self, shard: int) -> None:
         """Starts a run: space and shard both at a page, so that one maps onto the other."""
         self.space = round_up(self.space, PAGE)
-        self.shards[server] = round_up(self.shards[server], PAGE)
+        self.shards[shard] = round_up(self.shards[shard], PAGE)
 
-    def add(self, server: int, pieces: Sequence[Piece], nbytes: int) -> None:
-        mine = self.buckets[server]
-        number = sum(map(len, self.buckets))
-        mine.append(Bucket(number, server, len(mine), self.space, self.shards[server], nbytes, tuple(pieces)))
+    def add(self, shard: int, pieces: Sequence[Piece], nbytes: int) -> None:
+        mine, number, at = self.buckets[shard], sum(map(len, self.buckets)), self.shards[shard]
+        mine.append(Bucket(number, shard % self.servers, shard, len(mine), self.space, at, nbytes, tuple(pieces)))
         self.space += nbytes
-        self.shards[server] += nbytes
+        self.shards[shard] += nbytes
 
-    def skip(self, server: int, alignment: int) -> None:
+    def skip(self, shard: int, alignment: int) -> None:
         gap = round_up(self.space, alignment) - self.space
         self.space += gap
-        self.shards[server] += gap
+        self.shards[shard] += gap
 
-    def chunks(self, server: int, tensor: int, start: int, stop: int, size: int, chunk: int) -> None:
+    def chunks(self, shard: int, tensor: int, start: int, stop: int, size: int, chunk: int) -> None:
         """Elements ``start`` to ``stop`` of one tensor, in buckets of ``chunk`` elements."""
         for at in range(start, stop, chunk):
             end = min(at + chunk, stop)
-            self.add(server, [Piece(tensor, at, end, 0)], (end - at) * size)
+            self.add(shard, [Piece(tensor, at, end, 0)], (end - at) * size)
 
 
 def make_plan(
     tensors: Sequence[ParameterSpec],
     servers: int,
     *,
+    shards: int | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     whole: bool = False,
     together: bool = False,
     apart: bool = False,
 ) -> StorePlan:
-    """Lays ``tensors`` out over ``servers``.
+    """Lays ``tensors`` out over ``shards``, by default as many as there are ``servers``.
 
-    ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are on the first server, for rules
+    ``whole``: no tensor is cut, for rules that need whole ones. ``together``: all are in the first shard, for rules
     that look at all of them. ``apart``: no two tensors share a bucket.
 
-    Raises `ArgumentError` for no servers, duplicate names, a bad bucket size, or more buckets than a plan may have;
-    `Unsupported` for a dtype.
+    Raises `ArgumentError` for no servers or shards, duplicate names, a bad bucket size, or more buckets than a plan may
+    have; `Unsupported` for a dtype.
     """
-    _check(tensors, servers, bucket_bytes)
-    build = _Builder(servers, bucket_bytes)
+    count = servers if shards is None else shards
+    _check(tensors, servers, count, bucket_bytes)
+    build = _Builder(servers, count, bucket_bytes)
     offsets = [0] * len(tensors)
-    big = [] if whole or servers == 1 else [i for i, t in enumerate(tensors) if t.nbytes >= servers * bucket_bytes]
+    big = [] if whole or count == 1 else [i for i, t in enumerate(tensors) if t.nbytes >= count * bucket_bytes]
     for i in big:
         _split(build, tensors[i], i, offsets)
     load = list(build.shards)
-    placed: list[list[int]] = [[] for _ in range(servers)]
+    placed: list[list[int]] = [[] for _ in range(count)]
     split = set(big)
     for i in sorted((i for i in range(len(tensors)) if i not in split), key=lambda i: (-tensors[i].nbytes, i)):
-        server = 0 if together else min(range(servers), key=lambda s: (load[s], s))
-        load[server] += tensors[i].nbytes
-        placed[server].append(i)
-    for server, mine in enumerate(placed):
-        build.page(server)
-        _gather(build, server, sorted(mine), tensors, offsets, whole=whole, apart=apart)
-    shards = tuple(round_up(n, PAGE) for n in build.shards)
-    return StorePlan(
-        tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shards, tuple(tuple(b) for b in build.buckets)
-    )
+        shard = 0 if together else min(range(count), key=lambda s: (load[s], s))
+        load[shard] += tensors[i].nbytes
+        placed[shard].append(i)
+    for shard, mine in enumerate(placed):
+        build.page(shard)
+        _gather(build, shard, sorted(mine), tensors, offsets, whole=whole, apart=apart)
+    shard_bytes, buckets = tuple(round_up(n, PAGE) for n in build.shards), tuple(map(tuple, build.buckets))
+    return StorePlan(servers, tuple(tensors), tuple(offsets), round_up(build.space, PAGE), shard_bytes, buckets)
 
 
-def _check(tensors: Sequence[ParameterSpec], servers: int, bucket_bytes: int) -> None:
+def _check(tensors: Sequence[ParameterSpec], servers: int, shards: int, bucket_bytes: int) -> None:
     if servers < 1:
         raise ArgumentError("a store needs at least one server")
+    if isinstance(shards, bool) or not isinstance(shards, int) or not servers <= shards <= MOST_SHARDS:
+        least = counted(servers, "server")
+        raise ArgumentError(
+            f"shards must be a whole number from {servers}, for {least}, to {MOST_SHARDS}, not {shards!r:.100}"
+        )
     whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if not whole or not PAGE <= bucket_bytes <= MOST_BUCKET_BYTES or bucket_bytes % PAGE:
         most = f"{MOST_BUCKET_BYTES >> 40} TiB"
@@ -257,21 +272,21 @@ def _chunk(size: int, bucket_bytes: int) -> int:
 
 def _split(build: _Builder, tensor: ParameterSpec, index: int, offsets: list[int]) -> None:
     size = DTYPES[tensor.dtype]
-    servers = len(build.shards)
+    shards = len(build.shards)
     cut = max(CUT, PAGE // size)
-    share = round_up((tensor.elements + servers - 1) // servers, cut)
+    share = round_up((tensor.elements + shards - 1) // shards, cut)
     build.page(0)
     offsets[index] = build.space
-    for server in range(servers):
-        start, stop = min(server * share, tensor.elements), min((server + 1) * share, tensor.elements)
+    for shard in range(shards):
+        start, stop = min(shard * share, tensor.elements), min((shard + 1) * share, tensor.elements)
         if start < stop:
-            build.page(server)
-            build.chunks(server, index, start, stop, size, _chunk(size, build.bucket_bytes))
+            build.page(shard)
+            build.chunks(shard, index, start, stop, size, _chunk(size, build.bucket_bytes))
 
 
 def _gather(
     build: _Builder,
-    server: int,
+    shard: int,
     mine: list[int],
     tensors: Sequence[ParameterSpec],
     offsets: list[int],
@@ -287,18 +302,18 @@ def _gather(
         nonlocal pieces
         if pieces:
             nbytes = build.space - start
-            build.space, build.shards[server] = build.space - nbytes, build.shards[server] - nbytes
-            build.add(server, pieces, nbytes)
+            build.space, build.shards[shard] = build.space - nbytes, build.shards[shard] - nbytes
+            build.add(shard, pieces, nbytes)
             pieces = []
 
     for i in mine:
         t = tensors[i]
-        build.skip(server, ALIGNMENT)
+        build.skip(shard, ALIGNMENT)
         if not whole and t.nbytes > build.bucket_bytes:
             close()
             offsets[i] = build.space
             size = DTYPES[t.dtype]
-            build.chunks(server, i, 0, t.elements, size, _chunk(size, build.bucket_bytes))
+            build.chunks(shard, i, 0, t.elements, size, _chunk(size, build.bucket_bytes))
             continue
         if pieces and (apart or build.space - start + t.nbytes > build.bucket_bytes):
             close()
@@ -307,5 +322,5 @@ def _gather(
         offsets[i] = build.space
         pieces.append(Piece(i, 0, t.elements, build.space - start))
         build.space += t.nbytes
-        build.shards[server] += t.nbytes
+        build.shards[shard] += t.nbytes
     close()

@@ -61,7 +61,7 @@ _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in 
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Worker ``worker`` wants the state. ``endpoints[s]`` opens a slot for server ``s``."""
+    """Worker ``worker`` wants the state. ``endpoints[s]`` opens a slot for shard ``s``."""
 
     worker: int
     endpoints: list[bytes]
@@ -72,9 +72,9 @@ def ask_key(store: str, number: int) -> str:
     return f"{store}/ask/{number}"
 
 
-def load_key(store: str, step: int, server: int) -> str:
-    """Where ``server`` publishes the slot that worker 0 sends the state to in round ``step``."""
-    return f"{store}/load/{step}/server {server}"
+def load_key(store: str, step: int, server: str, shard: int) -> str:
+    """Where the server of that name publishes the slot that a worker sends a shard's state to in round ``step``."""
+    return f"{store}/load/{step}/{server}/{shard}"
 
 
 class StateSender:

@@ -33,17 +33,17 @@ _TILE = 2 << 20
 
 
 class _Server:
-    """What this worker shares with one server."""
+    """What this worker shares with the server of one shard."""
 
     def __init__(self, client: StoreClient, index: int) -> None:
         plan, spec, member = client.plan, client.spec, client.member
         self.index = index
-        self.name = member_name("server", index)
+        self.name = member_name("server", plan.server_of(index))
         self._timeout = client.timeout
         self._own_clock = client.own_clock
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel(self.name)
-        key = f"{client.name}/{self.name}/{member.name}"
+        key = f"{client.name}/{self.name}/{member.name}/{index}"
         endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
         self.inbox = RemoteRegion.unpack(endpoint.inbox)
         if self.inbox.device != self.channel.device.name:
@@ -147,7 +147,7 @@ class StoreClient:
         self.asks = 0  # for the optimizer's state, that are known to have been published
         self._kept: list[Region] = []  # memory that is given back in the end
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
-        self._servers = [_Server(self, s) for s in range(plan.servers)]
+        self._servers = [_Server(self, shard) for shard in range(plan.shards)]
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.buffers)]
         self.gradients = self._place_gradients()
@@ -160,7 +160,7 @@ class StoreClient:
         self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
         self._updating = False  # in a round whose pushes are gradients
         self._setting = False  # in one that sets values or state
-        self._produced = [0] * plan.servers  # pushes of gradients, by server
+        self._produced = [0] * plan.shards  # pushes of gradients, by shard
         self._log = FateLog(member.client.welcome, name, member.name)
         self._large = copy_is_large(sum(b.nbytes for b in self.order))
         self._space = self._place_parameters()
@@ -220,12 +220,12 @@ class StoreClient:
             ours = self._space.get(server.channel.device.name)
             parameters = None if ours is None else ours.remote("write").pack()
             endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
-            key = f"{self.name}/{self.member.name}/{server.name}"
+            key = f"{self.name}/{self.member.name}/{server.name}/{server.index}"
             self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[server.name])
 
     @property
     def channels(self) -> list[Channel]:
-        """To each server."""
+        """To the server of each shard."""
         return [server.channel for server in self._servers]
 
     # ---- one round
@@ -278,7 +278,7 @@ class StoreClient:
         """The memory that this round's gradients of a bucket are to be put into; it is the same in every round."""
         if self.own_clock:
             self._wait_for(bucket, self._pushed[bucket.number])
-        self._servers[bucket.server].pushes[bucket.index].slot(self.step, self.timeout)
+        self._servers[bucket.shard_number].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 
     def memory(self, bucket: Bucket) -> memoryview:
@@ -299,7 +299,7 @@ class StoreClient:
 
         Raises what became of that push, if it failed.
         """
-        server = self._servers[bucket.server]
+        server = self._servers[bucket.shard_number]
         if self.step < 0 or server.version(bucket.index).value < self._pushed[bucket.number]:
             return False
         server.pushes[bucket.index].flush(self.timeout)  # it has left: the server had it
@@ -328,13 +328,13 @@ class StoreClient:
             bucket: The bucket.
             present: One byte per piece, 0 where there is no gradient; None: there are all.
         """
-        server = self._servers[bucket.server]
+        server = self._servers[bucket.shard_number]
         here = b"\1" * len(bucket.pieces) if present is None else present
         news = None if self._present[bucket.number] == here else here
         self._present[bucket.number] = here
         self._pushed[bucket.number] = self.step
         if self._updating:
-            self._produced[bucket.server] += 1
+            self._produced[bucket.shard_number] += 1
             counters.add(pushes=1)
         nbytes = self._encode(bucket, here)
         if server.send_window is not None:
@@ -379,7 +379,7 @@ class StoreClient:
         self._reach("answered_some")
 
     def _wait_for(self, bucket: Bucket, step: int) -> None:
-        server = self._servers[bucket.server]
+        server = self._servers[bucket.shard_number]
         self._wait(server, partial(server.version(bucket.index).wait, step))
 
     def _wait(self, server: _Server, wait: Callable[[float], object]) -> None:
@@ -497,5 +497,5 @@ class StoreClient:
         finally:
             self.step = -1
         produced = enumerate(self._produced)
-        self._log.add(*(Produced(self.name, server, self.member.index, pushes) for server, pushes in produced))
+        self._log.add(*(Produced(self.name, shard, self.member.index, pushes) for shard, pushes in produced))
         self._log.close()

@@ -39,7 +39,8 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     rounds are its own. ``compression``: the name of what pushes are coded by; empty: they are not. ``table``: the only
     tensor is a table, of whose rows some travel. ``alike``: all workers' options must be the same in a round, because
     they stand for the parameters that each computes on; the last tensor, of float64, says of which others a worker has
-    a gradient, and is not coded.
+    a gradient, and is not coded. ``shards``: into how many the space is divided, which servers take in turn; None: one
+    per server.
     """
 
     versions: str
@@ -60,6 +61,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
     compression: str = ""
     table: TableSpec | None = None
     alike: bool = False
+    shards: int | None = None
 
     @property
     def mode(self) -> Mode:
@@ -73,6 +75,7 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
         return make_plan(
             self.tensors,
             servers,
+            shards=self.shards,
             bucket_bytes=self.bucket_bytes,
             whole=self.whole,
             together=self.together,
@@ -98,10 +101,10 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The layout of a worker's inbox on a server: arrival words, the head, the norm, what is present, the slots.
+    """The layout of a worker's inbox at a shard: arrival words, the head, the norm, what is present, the slots.
 
     What is present: a byte a piece, whether this worker has a gradient for it. The slots begin at a page, and lie as
-    their buckets do in the shard: so a window shows those of a tensor side by side, whatever servers they are on.
+    their buckets do in the shard: so a window shows those of a tensor side by side, whatever shards they are in.
     """
 
     head: int
@@ -125,9 +128,9 @@ class Inbox(msgspec.Struct, frozen=True):
         return WORD * (2 + bucket)
 
 
-def inbox(plan: StorePlan, server: int, options: int) -> Inbox:
-    """The inbox every worker has on ``server``."""
-    buckets = plan.buckets[server]
+def inbox(plan: StorePlan, shard: int, options: int) -> Inbox:
+    """The inbox that every worker has at a shard."""
+    buckets = plan.buckets[shard]
     norm = WORD * (2 + len(buckets))
     head = norm + WORD
     end = head + header_bytes(options)
@@ -136,14 +139,14 @@ def inbox(plan: StorePlan, server: int, options: int) -> Inbox:
         present.append((end, len(bucket.pieces)))
         end += len(bucket.pieces)
     slots = round_up(end, PAGE)
-    return Inbox(head, norm, tuple(present), slots, slots + plan.shard_bytes[server])
+    return Inbox(head, norm, tuple(present), slots, slots + plan.shard_bytes[shard])
 
 
 class Outbox(msgspec.Struct, frozen=True):
-    """The layout of what a worker opens to one server: a version word a bucket, the norm with its word, and a word that
+    """The layout of what a worker opens to one shard: a version word a bucket, the norm with its word, and a word that
     says in which round all idle workers go on together.
 
-    A server without buckets has one word all the same: it says that the round's head has been read.
+    A shard without buckets has one word all the same: it says that the round's head has been read.
     """
 
     buckets: int
@@ -174,14 +177,14 @@ class Outbox(msgspec.Struct, frozen=True):
 
 
 class ServerEndpoint(msgspec.Struct, frozen=True):
-    """What a server opens to one worker: its inbox there, and the parameters to look at."""
+    """What a server opens to one worker, for a shard: its inbox there, and the parameters to look at."""
 
     inbox: bytes
     parameters: bytes
 
 
 class WorkerEndpoint(msgspec.Struct, frozen=True):
-    """What a worker opens to one server: version words, and (where it cannot map) memory for the parameters."""
+    """What a worker opens to one shard: version words, and (where it cannot map) memory for the parameters."""
 
     versions: bytes
     parameters: bytes | None

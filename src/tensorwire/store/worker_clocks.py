@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 
 from tensorwire.control import Member
+from tensorwire.store import rounds
 from tensorwire.store.consensus import Finished, agreed
+from tensorwire.store.rounds import Members
 from tensorwire.store.step_header import StepOperation
 
 _PATIENCE = 60.0  # between looks at the job while others compute
@@ -17,17 +19,11 @@ class WorkerClocks:
 
     def __init__(self, member: Member, workers: int) -> None:
         self._member = member
-        self._clocks = dict.fromkeys(range(workers), 0)  # of those that have not finished
-        self._left: list[int] = []
+        self.members = Members.first(workers)  # changed as a whole: it may be read at any time
+        self._clocks = dict.fromkeys(self.members.active, 0)
         self._here: dict[int, StepOperation] = {}
         self._ended = 0
         self._changed = threading.Condition()
-
-    @property
-    def active(self) -> set[int]:
-        """Who has not finished."""
-        with self._changed:
-            return set(self._clocks)
 
     def tick(self, worker: int, step: bool) -> None:
         """A worker has taken a step, if ``step``."""
@@ -39,22 +35,21 @@ class WorkerClocks:
     def leave(self, worker: int) -> None:
         """A worker has finished."""
         with self._changed:
-            del self._clocks[worker]
-            self._left.append(worker)
+            self.members = self.members.finish(worker)
             self._changed.notify_all()
 
-    def ahead(self, worker: int) -> int:
-        """By how many steps a worker is ahead of the slowest of the others, before its present one counts."""
+    def may_read(self, worker: int, bound: int) -> bool:
+        """Whether a worker may have present values, after the step that it takes now."""
         with self._changed:
-            slowest = min((c for w, c in self._clocks.items() if w != worker), default=None)
-            return -1 if slowest is None else self._clocks[worker] - slowest
+            return rounds.may_read(self.members, self._clocks, worker, self._clocks[worker] + 1, bound)
 
     def wait_for_slowest(self, worker: int, bound: int) -> None:
-        """Returns when the slowest worker is at most ``bound`` steps behind. Raises what ended the job."""
-        self._wait(lambda: self._clocks[worker] - min(self._clocks.values()) <= bound)
+        """Returns when a worker may have present values, after its last step. Raises what ended the job."""
+        self._wait(lambda: rounds.may_read(self.members, self._clocks, worker, self._clocks[worker], bound))
 
     def enter(self, worker: int, operation: StepOperation) -> bool:
-        """Waits for all others. True, for worker 0: do what is to be done, and then ``end()``. Others return after it.
+        """Waits for all others. True, for their leader: do what is to be done, and then ``end()``; others return after
+        that.
 
         Raises `Finished` or `Disagreement`, or what ended the job.
         """
@@ -62,19 +57,19 @@ class WorkerClocks:
             self._here[worker] = operation
             ended = self._ended
             self._changed.notify_all()
-        self._wait(lambda: bool(self._left) or self._ended > ended or (worker == 0 and self._all_here()))
+        self._wait(lambda: bool(self.members.finished) or self._ended > ended or self._leads(worker))
         if self._ended > ended:
             return False
-        if self._left:
+        if self.members.finished:
             raise Finished(
-                self._left[0],
+                min(self.members.finished),
                 f"finished, and worker {worker} sets parameters or state, which all workers have to do together",
             )
-        agreed(self._here, [], self._clocks[0])
+        agreed(self._here, [], self._clocks[worker])
         return True
 
-    def _all_here(self) -> bool:
-        return self._here.keys() == self._clocks.keys()
+    def _leads(self, worker: int) -> bool:
+        return worker == self.members.leader and rounds.is_complete(self.members, self._here.__contains__)
 
     def end(self) -> None:
         """What all waited for is done."""

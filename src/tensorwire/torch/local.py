@@ -41,12 +41,13 @@ class LocalTraining:
         inner: Callable[[], None],
         bucket_bytes: int,
         compression: str,
+        shards: int | None,
         course: Course,
     ) -> None:
         self._worker, self._mode, self._inner = worker, mode, inner
         self.params = [p for _, p in named]
         tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
-        spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression)
+        spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression, shards)
         self.client: StoreClient = join_store(worker, spec)
         self.client.course = course
         if worker.rank == 0:

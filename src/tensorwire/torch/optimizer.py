@@ -96,6 +96,8 @@ class StoreOptimizer(torch.optim.Optimizer):
         compression: By what code workers push, the same on all of them: ``"fp16"``, ``"bf16"``, ``"2bit(threshold)"``,
             ``"topk(fraction)"`` or ``"int8(block)"``. What a code leaves out is kept by the worker, which adds it to
             its next push. None: pushes are not coded. What servers send never is.
+        shards: Into how many shards the store is divided, which servers take in turn: at least as many as there are
+            servers. None: one per server.
         **options: Options of the class or the function, such as ``lr``. ``step()`` reads them again from
             ``param_groups``; worker 0's count.
 
@@ -125,6 +127,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         mode: Mode = _SYNC,
         compression: str | None = None,
+        shards: int | None = None,
         **options: Any,
     ) -> None:
         self._worker = current_worker()
@@ -142,6 +145,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._settings = replace(
             _settings(origin, bucket_bytes, reduce, overlap, mode),
             compression=str(parse_compression(compression) or ""),
+            shards=shards,
         )
         self.max_grad_norm = max_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
@@ -180,7 +184,14 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._link_inner()
         named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
         self._local = LocalTraining(
-            self._worker, named, mode, self._inner.step, bucket_bytes, self._settings.compression, self._course
+            self._worker,
+            named,
+            mode,
+            self._inner.step,
+            bucket_bytes,
+            self._settings.compression,
+            self._settings.shards,
+            self._course,
         )
         params = self._local.params
         self._owned.add(self._local, watch_loading(params, owners(params, modules), self._local.note_written))

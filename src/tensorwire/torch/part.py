@@ -49,6 +49,7 @@ class StoreSettings:
     folders: list[str] = field(default_factory=list)
     mode: Mode = field(default_factory=Sync)
     compression: str = ""  # by name; empty: none
+    shards: int | None = None  # one per server
 
 
 class Part:
@@ -119,6 +120,7 @@ class Part:
             looks_at_all(settings.rule),
             settings_of(settings.mode),
             compression=settings.compression,
+            shards=settings.shards,
         )
         return join_store(worker, spec)
 

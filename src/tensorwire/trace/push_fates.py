@@ -100,10 +100,10 @@ def totals(lines: Sequence[Line]) -> list[WorkerFates]:
 def problems(lines: Sequence[Line]) -> list[str]:
     """What does not add up in one job, in words."""
     fates = [line for line in lines if isinstance(line, Fate)]
-    pushes = Counter((f.store, f.server, f.bucket, f.worker, f.round) for f in fates)
+    pushes = Counter((f.store, f.shard, f.bucket, f.worker, f.round) for f in fates)
     found = []
-    for store, server, bucket, worker, number in [push for push, count in pushes.items() if count > 1][:_MOST_SHOWN]:
-        push = f"worker {worker}'s push of round {number}, bucket {bucket} of server {server},"
+    for store, shard, bucket, worker, number in [push for push, count in pushes.items() if count > 1][:_MOST_SHOWN]:
+        push = f"worker {worker}'s push of round {number}, bucket {bucket} of shard {shard},"
         found.append(f"{store}: {push} has two fates")
     found += _versions(fates)
     lacking = _lacking(lines)
@@ -118,8 +118,9 @@ def problems(lines: Sequence[Line]) -> list[str]:
 
 def _lacking(lines: Sequence[Line]) -> dict[str, list[str]]:
     """By store: the logs of its workers and servers that are not there, or not whole."""
-    begun = {(line.store, line.process) for line in lines if isinstance(line, Begun)}
-    ended = {(line.store, line.process) for line in lines if isinstance(line, Ended)}
+    # A server has a log for each of its shards.
+    begun = Counter((line.store, line.process) for line in lines if isinstance(line, Begun))
+    ended = Counter((line.store, line.process) for line in lines if isinstance(line, Ended))
     found: dict[str, list[str]] = {}
     for line in {line.store: line for line in lines if isinstance(line, Begun)}.values():
         everyone = [member_name("worker", w) for w in range(line.workers)]
@@ -128,7 +129,7 @@ def _lacking(lines: Sequence[Line]) -> dict[str, list[str]]:
             if (line.store, name) not in begun:
                 why = f"{line.store}: {name} has no log here: was it on another machine, or did the job end before?"
                 found.setdefault(line.store, []).append(why)
-            elif (line.store, name) not in ended:
+            elif ended[line.store, name] < begun[line.store, name]:
                 why = f"{line.store}: the log of {name} has no end: it still runs, or it failed or was killed"
                 found.setdefault(line.store, []).append(why)
     return found
@@ -140,9 +141,9 @@ def _versions(fates: Sequence[Fate]) -> list[str]:
     versions: dict[tuple[str, int, int], Counter[int]] = {}
     for f in fates:
         if f.fate != "discarded":
-            versions.setdefault((f.store, f.server, f.bucket), Counter())[f.version] += f.fate == "applied"
-    for (store, server, bucket), seen in sorted(versions.items()):
-        where = f"{store}: bucket {bucket} of server {server}"
+            versions.setdefault((f.store, f.shard, f.bucket), Counter())[f.version] += f.fate == "applied"
+    for (store, shard, bucket), seen in sorted(versions.items()):
+        where = f"{store}: bucket {bucket} of shard {shard}"
         found += [f"{where} has no version {v + 1}" for v, after in pairwise(sorted(seen)) if after > v + 1][:1]
         found += [f"{where}: {count} pushes were applied as version {v}" for v, count in seen.items() if count > 1]
     return found[:_MOST_SHOWN]

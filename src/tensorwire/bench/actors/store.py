@@ -61,7 +61,7 @@ class Server:
         torch.set_num_threads(1)
         try:
             spec = msgspec.msgpack.decode(self._member.client.lookup(_NAME, SECONDS), type=StoreSpec)
-            self._store = StoreServer(self._member, _NAME, spec, self._workers, self._servers)
+            self._store = StoreServer(self._member, _NAME, spec, self._workers, self._servers, self._member.index)
             self._store.run()
         except BaseException:
             traceback.print_exc()
