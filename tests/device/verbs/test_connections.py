@@ -26,7 +26,7 @@ OPEN, AGAIN = 1, 2
 def frame(
     kind: int = OPEN, *, lane: int = 0, count: int = 1, receives: int = 32, magic: bytes = b"TWV1", ends: bytes = b""
 ) -> bytes:
-    """What one side says of its queue pairs; docs/verbs.md."""
+    """One side's description of its queue pairs; `tensorwire.device.verbs.connection` has the layout."""
     return struct.pack("<4sBBHI", magic, kind, lane, count, receives) + ends
 
 

@@ -1,7 +1,12 @@
 """Connecting the two ends of a channel's queue pairs over a socket, and reconnecting them after a refusal.
 
-The socket is authenticated by the target's token, which travels with its address on the job's control connection. It
-stays open: its end is the peer's. No payload passes. A frame: docs/verbs.md.
+The control connection carries the target's token, which authenticates the socket. The socket stays open: its end means
+the end of the peer. No payload passes.
+
+The initiator asks, and the target answers with the same kind, lane and count: ``TWV1``, kind (u8: 1 all lanes, first; 2
+one lane, again), lane (u8, of kind 2), count (u16), receives posted at each (u32), and per queue pair its number (u32),
+first packet (u32), LID (u16), GID (16 bytes), port (u8) and MTU (u8: 1 for 256 to 5 for 4096). Integers are
+little-endian, except in the queue pairs, which have network order.
 """
 
 from __future__ import annotations
