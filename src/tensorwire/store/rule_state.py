@@ -1,28 +1,27 @@
-"""The state that torch's optimizers keep for the pieces of one server, to entries and back."""
+"""The state that torch's optimizers keep for the pieces of one server; and tensors as items, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from tensorwire.errors import ProtocolError
-from tensorwire.store.sharding import PARAMETER_DTYPES, ParameterSpec, Piece
-from tensorwire.store.state_transfer import MASTER, NUMBER, Entry, Item
+from tensorwire.store.kept import Held, Outline, load_held, number_item, value_of
+from tensorwire.store.sharding import PARAMETER_DTYPES
+from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
 
 
-@dataclass(frozen=True)
-class OptimizerPiece:
-    """One piece of a tensor, and what is updated for it: flat, or (``whole``) in the tensor's shape.
+@dataclass(eq=False)
+class OptimizerPiece(Held):
+    """What is updated for a piece: flat, or (``whole``) in the tensor's shape.
 
     ``kept``: where an optimizer keeps its state, by what it updates.
     """
 
-    piece: Piece
-    spec: ParameterSpec
     master: torch.nn.Parameter
     kept: MutableMapping[torch.Tensor, Any]
     whole: bool
@@ -44,85 +43,47 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return array.data
 
 
+def outline(value: object) -> Outline | None:
+    """That of a tensor; None for others."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    return (dtype, tuple(value.shape), tensor_bytes(value)) if dtype in PARAMETER_DTYPES else None
+
+
+def whole_item(tensor: int, key: str, value: object, rows: bool) -> Item:
+    """A whole value, a tensor or a number; ``rows``: it is cut with the tensor of that number in the plan."""
+    found = outline(value)
+    if found is None:
+        return number_item(tensor, key, value)
+    dtype, shape, data = found
+    return Entry(tensor, key, dtype, shape, rows, 0, prod(shape)), data
+
+
+def tensor_of(entry: Entry, data: memoryview) -> Any:
+    """A whole value: a number, or a tensor over the same memory."""
+    if entry.kind in (NUMBER, GROUP):
+        return value_of(entry, data)
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return (
+        torch.frombuffer(data, dtype=dtype).view(entry.shape) if data.nbytes else torch.empty(entry.shape, dtype=dtype)
+    )
+
+
 def entries(held: Iterable[OptimizerPiece]) -> Iterator[Item]:
-    """All state, value by value. What a tensor has once comes with its first piece."""
+    """All state, value by value."""
     for h in held:
         values = dict(h.kept.get(h.master, {}))
         if h.is_rounded and not torch.equal(h.rounded(h.master).float(), h.master):
             values[MASTER] = h.master
-        for key, value in values.items():
-            if value is None:
-                continue
-            if not isinstance(value, torch.Tensor) or str(value.dtype).removeprefix("torch.") not in PARAMETER_DTYPES:
-                if h.piece.start == 0:
-                    yield number_item(h.piece.tensor, key, value)
-                continue
-            rows = not h.whole and value.shape == h.master.shape
-            if not rows and h.piece.start > 0:
-                continue
-            start = h.piece.start if rows else 0
-            shape = h.spec.shape if rows else tuple(value.shape)
-            dtype = str(value.dtype).removeprefix("torch.")
-            entry = Entry(h.piece.tensor, key, dtype, shape, rows, start, start + value.numel())
-            yield entry, tensor_bytes(value)
-
-
-def number_item(tensor: int, key: str, value: object, kind: str = NUMBER) -> Item:
-    """A number of a tensor's state, or of its group; for what is none, only its type is said."""
-    try:
-        if not isinstance(value, (bool, int, float)):
-            raise TypeError
-        found = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    except (TypeError, OverflowError, RuntimeError):
-        found, kind = torch.zeros((), dtype=torch.uint8), type(value).__name__
-    return Entry(tensor, key, str(found.dtype).removeprefix("torch."), (), False, 0, 1, kind), tensor_bytes(found)
-
-
-def number_of(entry: Entry, data: memoryview) -> bool | int | float:
-    """What `number_item` was given."""
-    found: bool | int | float = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry.dtype))[0].item()
-    return found
-
-
-@dataclass
-class _New:
-    held: OptimizerPiece
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def put(self, entry: Entry, data: memoryview) -> None:
-        """Keeps the elements that belong to this piece."""
-        if entry.kind == NUMBER:
-            self.values[entry.key] = number_of(entry, data)
-            return
-        begin = self.held.piece.start if entry.rows else 0
-        if entry.key not in self.values:
-            shape = self.held.master.shape if entry.rows else entry.shape
-            self.values[entry.key] = torch.zeros(shape, dtype=getattr(torch, entry.dtype))
-        target = self.values[entry.key]
-        start, stop = entry.start - begin, entry.stop - begin
-        if start < 0 or stop > target.numel():
-            raise ProtocolError(f"worker 0 loads state that does not fit: {entry}")
-        target.view(-1)[start:stop].view(torch.uint8).numpy()[:] = data
+        yield from h.items(values, outline, rows=False if h.whole else None)
 
 
 def load_entries(held: Iterable[OptimizerPiece], items: Iterable[Item]) -> None:
     """The state becomes ``items`` and nothing else, once all of them have come. Raises `ProtocolError`."""
-    new: dict[int, list[_New]] = {}
-    for h in held:
-        new.setdefault(h.piece.tensor, []).append(_New(h))
-    for entry, data in items:
-        found = [n for n in new.get(entry.tensor, []) if not entry.rows or _within(n.held.piece, entry)]
-        if not found:
-            raise ProtocolError(f"worker 0 loads state for what is not here: {entry}")
-        for n in found:
-            n.put(entry, data)
-    for pieces in new.values():
-        for n in pieces:
-            _hold(n.held, n.values)
-
-
-def _within(piece: Piece, entry: Entry) -> bool:
-    return piece.start <= entry.start and entry.stop <= piece.stop
+    pieces = list(held)
+    for h, found in zip(pieces, load_held(pieces, items), strict=True):
+        _hold(h, {key: tensor_of(*item) for key, item in found.items()})
 
 
 @torch.no_grad()

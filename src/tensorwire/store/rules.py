@@ -18,13 +18,15 @@ import torch
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import round_up
 from tensorwire.store.arithmetic_rules import Rule
-from tensorwire.store.array_functions import like
-from tensorwire.store.foreign import import_path, is_elementwise, load_rule
+from tensorwire.store.find_rule import rule_of
+from tensorwire.store.foreign import import_path, is_elementwise
 from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.kept import number_item, value_of
 from tensorwire.store.pushes import Push
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.store.rule_names import ELEMENTWISE, WHOLE, is_foreign
-from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
+from tensorwire.store.rule_options import set_option, tuples
+from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
 from tensorwire.store.state_transfer import GROUP, Item
 from tensorwire.store.store_layout import StoreSpec
@@ -58,12 +60,10 @@ def looks_at_all(rule: str) -> bool:
 
 
 def optimizer_class(spec: StoreSpec) -> type[torch.optim.Optimizer]:
-    """The class that a server applies. Raises `Unsupported` or `PlanMismatch`."""
-    if is_foreign(spec.rule):
-        loaded = load_rule(spec.rule, spec.folders, spec.sources)
-        return loaded if isinstance(loaded, type) else FunctionOptimizer
-    found: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
-    return found
+    """The class that a server applies. Raises as `rule_of`."""
+    found = rule_of(spec)
+    chosen: type[torch.optim.Optimizer] = found if isinstance(found, type) else FunctionOptimizer
+    return chosen
 
 
 def with_implementation(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class OptimizerRule(Rule):
         groups = [{**self.spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
         if is_foreign(self.spec.rule):
             arguments = {"function": self.spec.rule} if cls is FunctionOptimizer else {}
-            return cls(groups, **{**arguments, **{k: _tuples(v) for k, v in self.spec.arguments.items()}})
+            return cls(groups, **{**arguments, **{k: tuples(v) for k, v in self.spec.arguments.items()}})
         # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
         known = inspect.signature(cls).parameters
         return cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
@@ -144,7 +144,7 @@ class OptimizerRule(Rule):
         groups = dict(zip(numbers, optimizer.param_groups, strict=False))
         for (group, option, index), value, old in zip(self.spec.numeric, values, before, strict=False):
             if value != old and group in groups:
-                _set_option(groups[group], self.spec.groups[group][option], option, index, value)
+                set_option(groups[group], self.spec.groups[group][option], option, index, value)
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
@@ -199,7 +199,7 @@ class OptimizerRule(Rule):
         """Takes the numbers of groups out of ``items``."""
         for entry, data in items:
             if entry.kind == GROUP:
-                found.append((entry.tensor, entry.key, number_of(entry, data)))
+                found.append((entry.tensor, entry.key, value_of(entry, data)))
             else:
                 yield entry, data
 
@@ -347,7 +347,8 @@ class _BucketRule:
         kept = {} if self.optimizer is None else self.optimizer.state
         for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
             if master is not None:
-                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, kept, self._whole)
+                spec, shape = self._tensors[piece.tensor], tuple(master.shape)
+                yield OptimizerPiece(piece, spec, shape, master, kept, self._whole)
 
 
 def _is_half(tensor: torch.Tensor) -> bool:
@@ -380,17 +381,3 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: float)
     if math.frexp(divisor)[0] == 0.5:  # a power of two
         return total if divisor == 1 else total.mul_(1 / divisor)  # the same bits, and faster
     return total.div_(divisor)
-
-
-def _set_option(group: dict[str, Any], template: Any, option: str, index: int, value: float) -> None:
-    if index < 0:
-        group[option] = like(template, value)
-        return
-    parts = list(group[option])
-    parts[index] = like(template[index], value)
-    group[option] = tuple(parts)
-
-
-def _tuples(value: Any) -> Any:
-    """A list that was a tuple before it travelled."""
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
