@@ -7,6 +7,7 @@ between them: reduce, apply.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import MissingPackage, ProtocolError
 from tensorwire.extras import how_to_install
-from tensorwire.store.arithmetic import Array, ArrayFunction, reduced
+from tensorwire.store.arithmetic import NAMED, ArrayFunction, reduced
 from tensorwire.store.find_rule import array_function
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.kept import Held, load_held, outline, value_of
@@ -113,41 +114,70 @@ class PieceValues(Held):
     """The values of one piece, and what was pushed for them; of half precision in float32, if they have a ``master``.
 
     ``master``: what is changed; the values themselves, or the float32 that those of half precision are rounded from.
+    A framework has a subclass with arrays of its own.
     """
 
-    def __init__(
-        self, number: int, piece: Piece, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview], *, masters: bool
-    ) -> None:
+    outline = staticmethod(outline)
+    value_of = staticmethod(value_of)
+    rows: bool | None = None  # as in `Held.items`
+
+    def __init__(self, number: int, piece: Piece, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
         spec = rule.plan.tensors[piece.tensor]
         super().__init__(piece, spec, spec.shape if rule.spec.whole else (piece.stop - piece.start,))
         self.number = number
-        self.half = masters and self.spec.dtype in _HALF
+        self.half = self.spec.dtype in _HALF and self.has_master(rule.spec)
         self.own = [self.view(buffer, bucket.shard) for buffer in buffers]
-        self.master = self.read(self.own[0]) if self.half else self.own[0]
-        self.found: Array | None = None  # what the pushes of a round came to
-        self.room: Array | None = None  # for it
-        self._slots: dict[int, Array] = {}  # by worker; a slot never moves
+        self.master: Any = self.read(self.own[0])
+        self.found: Any = None  # what the pushes of a round came to
+        self.room: Any = None  # for it
+        self._slots: dict[int, Any] = {}  # by worker; a slot never moves
         self.kept: dict[str, Any] = {}  # by a function
 
-    def view(self, memory: memoryview, start: int) -> Array:
+    def has_master(self, spec: StoreSpec) -> bool:
+        """Whether values of half precision have one."""
+        return not spec.keys
+
+    def view(self, memory: memoryview, start: int) -> Any:
         """The piece where the bucket begins at ``start``; of bfloat16, the bits."""
         dtype = "uint16" if self.spec.dtype == "bfloat16" else self.spec.dtype
         count, offset = self.piece.stop - self.piece.start, start + self.piece.offset
         return np.frombuffer(memory, dtype, count, offset).reshape(self.shape)
 
-    def read(self, values: Array) -> Array:
+    def read(self, values: Any) -> Any:
         """Values as what is computed with: a copy where there is a master."""
         return half_to_single(values) if self.half else values
 
-    def rounded(self, values: Array) -> Array:
-        """Values as they are read back after they were put."""
-        return self.read(single_to_half(values, self.spec.dtype))
-
-    def put(self, values: Array, out: Array) -> None:
+    def put(self, values: Any, out: Any) -> None:
         """Rounds them, if need be."""
         np.copyto(out, single_to_half(values, self.spec.dtype) if self.half else values)
 
-    def slot(self, push: Push) -> Array:
+    def rounded(self, values: Any) -> Any:
+        """Values as they are read back after they were put."""
+        return self.read(single_to_half(values, self.spec.dtype))
+
+    def assigned(self, step: int) -> None:
+        """The values of the buffer of ``step`` are new ones. A master that rounds to its value says more than it."""
+        if self.half:
+            new = self.read(self.own[step % len(self.own)])
+            other = self.rounded(self.master) != new
+            self.master[other] = new[other]
+
+    def saved(self) -> Iterator[Item]:
+        """What is kept for them; a master only if it says more than the values do."""
+        more = self.half and not bool((self.rounded(self.master) == self.master).all())
+        yield from self.items({**({MASTER: self.master} if more else {}), **self.kept}, self.outline, rows=self.rows)
+
+    def load(self, found: dict[str, Item]) -> None:
+        """What is kept becomes ``found``, which changes no value: a master counts where it rounds to the value."""
+        kept = {key: self.value_of(*item) for key, item in found.items()}
+        master = kept.pop(MASTER, None) if self.half else None
+        self.kept = kept
+        if master is not None:
+            master = master.reshape(self.shape)
+            same = self.rounded(master) == self.rounded(self.master)
+            self.master[same] = master[same]
+
+    def slot(self, push: Push) -> Any:
         """What a worker has pushed, where it lies."""
         if push.worker not in self._slots:
             self._slots[push.worker] = self.view(push.slot, 0)
@@ -159,7 +189,7 @@ class PieceValues(Held):
         values = (self.read(self.slot(push)) for push in mine)
         self.found = reduced(values, [push.weight for push in mine], divisor, self._sum) if mine else None
 
-    def _sum(self) -> Array:
+    def _sum(self) -> Any:
         if self.room is None:
             self.room = np.empty(self.shape, np.float32 if self.spec.dtype == "float16" else self.master.dtype)
         return self.room
@@ -167,6 +197,8 @@ class PieceValues(Held):
 
 class Pieces(Rule):
     """Floating-point pieces, which a function of arrays changes by what ``reduce`` found: flat parts of parameters."""
+
+    kind = PieceValues
 
     def __init__(
         self,
@@ -179,9 +211,10 @@ class Pieces(Rule):
         super().__init__(spec, plan, server, parameters)
         self._values = [
             [
-                PieceValues(number, piece, self, bucket, self._buffers, masters=not spec.keys)
+                self.kind(number, piece, self, bucket, self._buffers)
                 for number, piece in enumerate(bucket.pieces)
-                if spec.keys or ("float" in plan.tensors[piece.tensor].dtype and piece.stop > piece.start)
+                if (spec.keys and function)
+                or ("float" in plan.tensors[piece.tensor].dtype and piece.stop > piece.start)
             ]
             for bucket in plan.buckets[server]
         ]
@@ -196,9 +229,7 @@ class Pieces(Rule):
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
         for part in self._values[bucket]:
-            if part.half:  # what rounds to the value that was loaded says more than it does
-                new = part.read(part.own[step % len(part.own)])
-                part.master = np.where(part.rounded(part.master) == new, part.master, new)
+            part.assigned(step)
 
     def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
         for part in self._values[bucket]:
@@ -226,27 +257,22 @@ class Pieces(Rule):
                 part.put(part.master, out)
 
     def state(self) -> Iterator[Iterable[Item]]:
-        return map(self._kept, self._values)
-
-    def _kept(self, pieces: Sequence[PieceValues]) -> Iterator[Item]:
-        """What is kept for a bucket."""
-        for part in pieces:
-            more = part.half and not np.array_equal(part.rounded(part.master), part.master)
-            yield from part.items({**({MASTER: part.master} if more else {}), **part.kept}, outline)
+        return (chain.from_iterable(part.saved() for part in parts) for parts in self._values)
 
     def load_state(self, items: Iterable[Item]) -> None:
-        pieces = [each for bucket in self._values for each in bucket]
-        loaded = [{key: value_of(*item) for key, item in found.items()} for found in load_held(pieces, items)]
-        masters = [kept.pop(MASTER, None) if part.half else None for part, kept in zip(pieces, loaded, strict=True)]
-        if any(loaded) and not is_foreign(self.spec.rule):
-            raise ProtocolError(f"{self.spec.rule} keeps no such state as {next(filter(None, loaded)).keys()}")
-        for part, kept, master in zip(pieces, loaded, masters, strict=True):
-            part.kept = kept
-            if part.half:
-                part.master = part.read(part.own[0])
-            if master is not None:
-                # Loading changes no parameter: a master counts where the parameter is what it rounds to.
-                np.copyto(part.master, master, where=part.rounded(master) == part.master)
+        parts = [part for parts in self._values for part in parts]
+        loaded = load_held(parts, items)
+        strange = {key for found in loaded for key in found} - {MASTER}
+        if strange and self.spec.rule in (*NAMED, ELASTIC):
+            raise ProtocolError(f"{self.spec.rule} keeps nothing, and worker 0 loads {min(strange)!r}")
+        for part, found in zip(parts, loaded, strict=True):
+            self.forget(part)
+            part.load(found)
+
+    def forget(self, part: PieceValues) -> None:
+        """State is about to be loaded: a master that is not in it is what the value says."""
+        if part.half:
+            part.master = part.read(part.own[0])
 
 
 class Elastic(Pieces):

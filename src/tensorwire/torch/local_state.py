@@ -14,10 +14,10 @@ import torch
 from tensorwire.errors import ArgumentError
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.kept import join, pieces_of
-from tensorwire.store.rule_state import tensor_bytes, tensor_of, whole_item
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.state_transfer import MASTER, VALUE, Item
 from tensorwire.store.store_client import StoreClient
+from tensorwire.store.tensor_items import tensor_bytes, tensor_of, whole_item
 
 KEY = "store"
 State = dict[str, dict[str, torch.Tensor]]  # by the names of parameters, and the optimizer's own

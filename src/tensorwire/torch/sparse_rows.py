@@ -24,7 +24,7 @@ from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, TableSpec
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
-from tensorwire.store.rule_state import tensor_of
+from tensorwire.store.tensor_items import tensor_of
 from tensorwire.torch import options
 
 _NOT_SENT = {"foreach", "fused", "differentiable", "capturable", "params"}

@@ -19,11 +19,11 @@ from tensorwire.store.client_state import fetch_state
 from tensorwire.store.foreign import is_elementwise
 from tensorwire.store.kept import join, number_item, pieces_of
 from tensorwire.store.rule_names import is_foreign
-from tensorwire.store.rule_state import tensor_bytes, tensor_of, whole_item
 from tensorwire.store.rules import is_whole
 from tensorwire.store.sharding import ParameterSpec
 from tensorwire.store.state_transfer import GROUP, MASTER, VALUE, Entry, Item
 from tensorwire.store.store_client import StoreClient
+from tensorwire.store.tensor_items import tensor_bytes, tensor_of, whole_item
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 from tensorwire.torch.options import plain
