@@ -247,7 +247,7 @@ def push_late(job: tw.Job, folder: str, rule: str, most: int) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize(("rule", "sign"), [("SGD", -1), ("tensorwire.store.function_rules:add", 1)])
+@pytest.mark.parametrize(("rule", "sign"), [("SGD", -1), ("tensorwire.store.arithmetic:add", 1)])
 def test_what_is_too_stale_is_discarded(rule: str, sign: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     _, late = run_job(push_late, folder, rule, 1, prepare=partial(log_into, folder)).ok()

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from tensorwire._native import Liveness, Memory, Path, put, put_signal
-from tensorwire.device.contract import (
-    DONE,
-    Channel,
-    Completion,
-    Device,
-    Failed,
-    Signal,
-    check_fillable,
-    check_signal,
-    check_sizes,
-    check_value,
-    check_word,
-)
+from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word
+from tensorwire.device.contract import DONE, Channel, Completion, Device, Failed, Signal
 from tensorwire.device.operands import explain
 from tensorwire.device.region import RemoteRegion, RemoteView, View
 from tensorwire.errors import RegionClosed, RemoteAccessError

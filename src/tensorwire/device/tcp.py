@@ -19,19 +19,8 @@ from tensorwire._native import NO_SIGNAL, Connection, Engine, Liveness, Memory, 
 from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
-from tensorwire.device.contract import (
-    Capabilities,
-    Channel,
-    Completion,
-    Device,
-    Signal,
-    check_fillable,
-    check_signal,
-    check_sizes,
-    check_value,
-    check_word,
-    refused,
-)
+from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word, refused
+from tensorwire.device.contract import Capabilities, Channel, Completion, Device, Signal
 from tensorwire.device.operands import explain
 from tensorwire.device.peer_monitor import check_heartbeat, milliseconds
 from tensorwire.device.region import Access, Region, RemoteView, View

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorwire._native import gather
-from tensorwire.device.contract import check_plain
+from tensorwire.device.checks import check_plain
 from tensorwire.errors import ArgumentError
 
 # Bytes of an element: what numpy and torch share, and the short floats that only torch has. A dtype's place here is

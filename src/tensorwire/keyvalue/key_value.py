@@ -35,11 +35,12 @@ from tensorwire.store.admission import versions
 from tensorwire.store.compression import parse_compression
 from tensorwire.store.course import Course
 from tensorwire.store.foreign import named_by
+from tensorwire.store.kept import KeptArray
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_client import KeyClient, pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_layout import KeyOperation
-from tensorwire.store.key_state import KeptArray, fetch_arrays, load_arrays
+from tensorwire.store.key_state import fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.rule_names import (
     ASSIGN,

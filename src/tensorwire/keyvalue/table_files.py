@@ -5,6 +5,7 @@ Arrays are written and read block by block, so that no worker has to hold the ta
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +17,12 @@ from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.keyvalue.row_table import Table
 from tensorwire.keyvalue.table_folder import INDEX, VALUES, TableIndex, folder_to_read, read_index, replace_folder
 from tensorwire.store.client_state import fetch_state, send_state
+from tensorwire.store.kept import KeptArray, cut, join, outline_of
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_files import reason
-from tensorwire.store.key_state import KeptArray
 from tensorwire.store.row_layout import Array, RowOperation
-from tensorwire.store.state_transfer import NUMBER, Entry, Item
+from tensorwire.store.sharding import Piece
+from tensorwire.store.state_transfer import NUMBER, Entry
 
 _BLOCK = 1 << 14  # rows
 
@@ -38,14 +40,17 @@ def _write(table: Table, folder: Path) -> None:
         values[block[0] : block[-1] + 1] = pull.result
     index = TableIndex(table.client.spec.rule, [], {})
     arrays: dict[str, Any] = {}
+
+    def room(entry: Entry) -> memoryview | None:
+        if not entry.rows:
+            return None
+        arrays[entry.key] = _open(folder / index.file(entry.key), entry.shape, np.dtype(entry.dtype))
+        return outline_of(arrays[entry.key])[2]
+
     with table.calls:
-        for entry, data in fetch_state(table.client):
+        for entry, data in join(fetch_state(table.client), room).values():
             if not entry.rows:
                 index.numbers[entry.key] = float(np.frombuffer(data, entry.dtype)[0])
-                continue
-            if entry.key not in arrays:
-                arrays[entry.key] = _open(folder / index.file(entry.key), entry.shape, np.dtype(entry.dtype))
-            arrays[entry.key].reshape(-1)[entry.start : entry.stop] = np.frombuffer(data, entry.dtype)
     for array in (values, *arrays.values()):
         array.flush()
     index.arrays.extend(sorted(arrays))
@@ -71,9 +76,7 @@ def check_folder(table: Table, folder: str | os.PathLike[str]) -> str:
         if values.shape != table.shape or values.dtype != table.dtype:
             wanted = f"{table.dtype}{list(table.shape)}"
             return f"{folder} has {values.dtype}{list(values.shape)}, and {table.name!r} is {wanted}"
-        kept = [KeptArray(0, name, "", True, array) for name, array in arrays.items()]
-        kept += [KeptArray(0, name, NUMBER, False, np.array([number])) for name, number in index.numbers.items()]
-        check_kept(spec, table.options, kept)
+        check_kept(spec, table.options, _kept(index.numbers, arrays))
     except TensorwireError as error:
         return str(error) if str(folder) in str(error) else f"{folder} does not fit: {error}"
     return ""
@@ -123,20 +126,16 @@ def _load(table: Table, folder: str | os.PathLike[str]) -> None:
 
 def set_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> None:
     """Worker 0: what the rule keeps becomes this. Raises `WaitTimeout` or `JobEnded`."""
-    client = table.client
+    client, tensors = table.client, table.client.spec.tensors
+    row = tensors[0].elements // tensors[0].shape[0]
+    pieces = [Piece(0, first * row, end * row, 0) for first, end in itertools.pairwise(client.starts)]
     requests = client.announce(RowOperation.LOAD, table.options)
-    send_state(client, requests, lambda server: _items(table, numbers, arrays, server))
+    whole = [each.item for each in _kept(numbers, arrays)]
+    send_state(client, requests, lambda server: cut(whole, tensors, pieces[server : server + 1]))
     client.wait_applied(requests)
 
 
-def _items(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array], server: int) -> Iterator[Item]:
-    """A server's share: its rows, block by block, and all numbers."""
-    for name, number in numbers.items():
-        yield Entry(0, name, "float64", (1,), False, 0, 1, NUMBER), np.array([number]).view(np.uint8).data
-    first, end = table.client.starts[server : server + 2]
-    for name, array in arrays.items():
-        width = array.size // len(array)
-        for start in range(first, end, _BLOCK):
-            rows = np.ascontiguousarray(array[start : min(end, start + _BLOCK)]).reshape(-1)
-            entry = Entry(0, name, array.dtype.name, array.shape, True, start * width, start * width + rows.size)
-            yield entry, rows.view(np.uint8).data
+def _kept(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> list[KeptArray]:
+    """What the rule keeps, as `check_kept` and `cut` take it."""
+    kept = [KeptArray(0, name, "", True, array) for name, array in arrays.items()]
+    return kept + [KeptArray(0, name, NUMBER, False, np.array([number])) for name, number in numbers.items()]

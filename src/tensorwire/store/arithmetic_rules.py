@@ -1,12 +1,13 @@
-"""What a server does with its buckets, and the rules that only add, average and copy. Nothing of this imports torch.
+"""What a server does with its buckets, and rules that are functions of arrays. Nothing of this imports torch.
 
-Sums are taken in worker order, in float32 for half-precision parameters, which have float32 masters. A rule works in
-steps, so that a norm over all servers can be taken between them: reduce, apply.
+Half-precision parameters have float32 masters. A rule works in steps, so that a norm over all servers can be taken
+between them: reduce, apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,26 @@ import numpy as np
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import MissingPackage, ProtocolError
 from tensorwire.extras import how_to_install
-from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, load_part
+from tensorwire.store.arithmetic import NAMED, ArrayFunction, reduced
+from tensorwire.store.find_rule import array_function
 from tensorwire.store.half_precision import half_to_single, single_to_half
+from tensorwire.store.kept import Held, load_held, outline, value_of
 from tensorwire.store.pushes import Push
-from tensorwire.store.rule_names import ELASTIC, KEEP, MEAN, SUM
+from tensorwire.store.rule_names import ELASTIC, KEEP, is_foreign
+from tensorwire.store.rule_options import OptionsInForce, numbers_in
 from tensorwire.store.sharding import Bucket, Piece, StorePlan
-from tensorwire.store.state_transfer import MASTER, Entry, Item
+from tensorwire.store.state_transfer import MASTER, Item
 from tensorwire.store.store_layout import StoreSpec
 
-Array = np.ndarray[Any, Any]
 _HALF = ("bfloat16", "float16")
 
 
 def make_rule(spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> Rule:
     """The rule of one server's share. ``parameters``: the memory of all buffers, one after the other."""
-    kind = {KEEP: Keep, SUM: Sum, MEAN: Mean, ELASTIC: Elastic}.get(spec.rule)
-    if kind is not None:
-        return kind(spec, plan, server, parameters)
+    if spec.rule in (KEEP, ELASTIC):
+        return (Keep if spec.rule == KEEP else Elastic)(spec, plan, server, parameters)
     if function := array_function(spec):
-        return ArrayFunctionRule(function, spec, plan, server, parameters)
+        return Pieces(spec, plan, server, parameters, function)
     try:
         from tensorwire.store.rules import OptimizerRule
     except ImportError as error:
@@ -88,6 +90,12 @@ class Rule:
         if len(self._bytes) > 1:
             np.copyto(self._bytes[step % len(self._bytes)][bucket], self._bytes[(step - 1) % len(self._bytes)][bucket])
 
+    def update(self, bucket: int, pushes: Sequence[Push], options: bytes) -> None:
+        """A round of a bucket whose rounds are its own: a key's. ``options``: a packed option block."""
+        self.set_options(numbers_in(options), bucket)
+        self.reduce(bucket, pushes, float(len(pushes)) if self.spec.reduce == "mean" else 1.0, keep=True)
+        self.apply(bucket, 0)
+
     def state(self) -> Iterator[Iterable[Item]]:
         """All that is kept beside the parameters, to be saved: a part for each bucket."""
         return iter(())
@@ -102,38 +110,74 @@ class Keep(Rule):
     """Leaves the parameters as they are: for measuring all of a step but the update."""
 
 
-class _Floats:
-    """The floating-point values of one piece, and what was pushed for them.
+class PieceValues(Held):
+    """The values of one piece, and what was pushed for them; of half precision in float32, if they have a ``master``.
 
     ``master``: what is changed; the values themselves, or the float32 that those of half precision are rounded from.
+    A framework has a subclass with arrays of its own.
     """
 
-    def __init__(
-        self, number: int, piece: Piece, plan: StorePlan, bucket: Bucket, buffers: Sequence[memoryview]
-    ) -> None:
-        self.number, self.piece, self.spec = number, piece, plan.tensors[piece.tensor]
-        self.half = self.spec.dtype in _HALF
+    outline = staticmethod(outline)
+    value_of = staticmethod(value_of)
+    rows: bool | None = None  # as in `Held.items`
+
+    def __init__(self, number: int, piece: Piece, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
+        spec = rule.plan.tensors[piece.tensor]
+        super().__init__(piece, spec, spec.shape if rule.spec.whole else (piece.stop - piece.start,))
+        self.number = number
+        self.half = self.spec.dtype in _HALF and self.has_master(rule.spec)
         self.own = [self.view(buffer, bucket.shard) for buffer in buffers]
-        self.master = self.read(self.own[0]) if self.half else self.own[0]
-        self.found: Array | None = None  # what the pushes of a round came to
-        self._room: Array | None = None
-        self._slots: dict[int, Array] = {}  # by worker; a slot never moves
+        self.master: Any = self.read(self.own[0])
+        self.found: Any = None  # what the pushes of a round came to
+        self.room: Any = None  # for it
+        self._slots: dict[int, Any] = {}  # by worker; a slot never moves
         self.kept: dict[str, Any] = {}  # by a function
 
-    def view(self, memory: memoryview, start: int) -> Array:
+    def has_master(self, spec: StoreSpec) -> bool:
+        """Whether values of half precision have one."""
+        return not spec.keys
+
+    def view(self, memory: memoryview, start: int) -> Any:
         """The piece where the bucket begins at ``start``; of bfloat16, the bits."""
         dtype = "uint16" if self.spec.dtype == "bfloat16" else self.spec.dtype
-        return np.frombuffer(memory, dtype, self.piece.stop - self.piece.start, start + self.piece.offset)
+        count, offset = self.piece.stop - self.piece.start, start + self.piece.offset
+        return np.frombuffer(memory, dtype, count, offset).reshape(self.shape)
 
-    def read(self, values: Array) -> Array:
-        """Values as what is computed with: a copy for those of half precision."""
+    def read(self, values: Any) -> Any:
+        """Values as what is computed with: a copy where there is a master."""
         return half_to_single(values) if self.half else values
 
-    def put(self, values: Array, out: Array) -> None:
+    def put(self, values: Any, out: Any) -> None:
         """Rounds them, if need be."""
         np.copyto(out, single_to_half(values, self.spec.dtype) if self.half else values)
 
-    def slot(self, push: Push) -> Array:
+    def rounded(self, values: Any) -> Any:
+        """Values as they are read back after they were put."""
+        return self.read(single_to_half(values, self.spec.dtype))
+
+    def assigned(self, step: int) -> None:
+        """The values of the buffer of ``step`` are new ones. A master that rounds to its value says more than it."""
+        if self.half:
+            new = self.read(self.own[step % len(self.own)])
+            other = self.rounded(self.master) != new
+            self.master[other] = new[other]
+
+    def saved(self) -> Iterator[Item]:
+        """What is kept for them; a master only if it says more than the values do."""
+        more = self.half and not bool((self.rounded(self.master) == self.master).all())
+        yield from self.items({**({MASTER: self.master} if more else {}), **self.kept}, self.outline, rows=self.rows)
+
+    def load(self, found: dict[str, Item]) -> None:
+        """What is kept becomes ``found``, which changes no value: a master counts where it rounds to the value."""
+        kept = {key: self.value_of(*item) for key, item in found.items()}
+        master = kept.pop(MASTER, None) if self.half else None
+        self.kept = kept
+        if master is not None:
+            master = master.reshape(self.shape)
+            same = self.rounded(master) == self.rounded(self.master)
+            self.master[same] = master[same]
+
+    def slot(self, push: Push) -> Any:
         """What a worker has pushed, where it lies."""
         if push.worker not in self._slots:
             self._slots[push.worker] = self.view(push.slot, 0)
@@ -142,154 +186,93 @@ class _Floats:
     def reduce(self, pushes: Sequence[Push], divisor: float) -> None:
         """Their sum, in their order, each times its weight, over ``divisor``."""
         mine = [push for push in pushes if push.present[self.number]]
-        self.found = None
-        if not mine:
-            return
-        plain = all(push.weight == 1.0 for push in mine)
-        if len(mine) == 1 and plain and divisor == 1.0:
-            self.found = self.read(self.slot(mine[0]))
-            return
-        if self._room is None:
-            self._room = np.empty_like(self.master)
-        total = self._room
-        if plain and len(mine) > 1:
-            np.add(self.read(self.slot(mine[0])), self.read(self.slot(mine[1])), out=total)
-            mine = mine[2:]
-        else:
-            total[:] = 0
-        for push in mine:
-            value = self.read(self.slot(push))
-            total += value if push.weight == 1.0 else value * total.dtype.type(push.weight)
-        if divisor != 1.0:
-            total /= total.dtype.type(divisor)
-        self.found = total
+        values = (self.read(self.slot(push)) for push in mine)
+        self.found = reduced(values, [push.weight for push in mine], divisor, self._sum) if mine else None
+
+    def _sum(self) -> Any:
+        if self.room is None:
+            self.room = np.empty(self.shape, np.float32 if self.spec.dtype == "float16" else self.master.dtype)
+        return self.room
 
 
 class Pieces(Rule):
-    """A rule that changes floating-point pieces by what ``reduce`` found, and keeps nothing but their masters."""
+    """Floating-point pieces, which a function of arrays changes by what ``reduce`` found: flat parts of parameters."""
 
-    def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
+    kind = PieceValues
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        plan: StorePlan,
+        server: int,
+        parameters: memoryview,
+        function: ArrayFunction | None = None,
+    ) -> None:
         super().__init__(spec, plan, server, parameters)
-        self._floats = [
+        self._values = [
             [
-                _Floats(number, piece, plan, bucket, self._buffers)
+                self.kind(number, piece, self, bucket, self._buffers)
                 for number, piece in enumerate(bucket.pieces)
-                if "float" in plan.tensors[piece.tensor].dtype and piece.stop > piece.start
+                if (spec.keys and function)
+                or ("float" in plan.tensors[piece.tensor].dtype and piece.stop > piece.start)
             ]
             for bucket in plan.buckets[server]
         ]
+        self._function, self._in_force = function, OptionsInForce(spec)
+        self._options: list[dict[str, Any]] = [{} for _ in self._values]
+
+    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        options = self._in_force.with_numbers(values)
+        for number in range(len(self._options)) if bucket is None else [bucket]:
+            self._options[number] = options
 
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
-        for floats in self._floats[bucket]:
-            if floats.half:  # what rounds to the value that was loaded says more than it does
-                new = floats.own[step % len(floats.own)]
-                same = floats.read(single_to_half(floats.master, floats.spec.dtype)) == floats.read(new)
-                floats.master = np.where(same, floats.master, floats.read(new))
+        for part in self._values[bucket]:
+            part.assigned(step)
 
     def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
-        for floats in self._floats[bucket]:
-            floats.reduce(pushes, divisor)
+        for part in self._values[bucket]:
+            part.reduce(pushes, divisor)
 
     def norm2(self, bucket: int) -> float:
-        found = [floats.found for floats in self._floats[bucket] if floats.found is not None]
+        found = [part.found for part in self._values[bucket] if part.found is not None]
         return sum(float(np.linalg.norm(each.astype(np.float64, copy=False))) ** 2 for each in found)
 
     def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        assert self._function is not None
         self.carry(bucket, step)
-        for floats in self._floats[bucket]:
-            out = floats.own[step % len(floats.own)]
-            if not floats.half:
-                floats.master = out
-            if floats.found is None:
+        for part in self._values[bucket]:
+            out = part.own[step % len(part.own)]
+            if not part.half:
+                part.master = out
+            if part.found is None:
                 continue
-            found = floats.found if scale == 1.0 else floats.found * floats.found.dtype.type(scale)
-            self.change(floats, found)
-            if floats.half:
-                floats.put(floats.master, out)
-
-    def change(self, floats: _Floats, pushed: Array) -> None:
-        """Changes the master of a piece in place."""
-        raise NotImplementedError
+            found = part.found if scale == 1.0 else part.found * part.found.dtype.type(scale)
+            if is_foreign(self.spec.rule):  # the store's own keep the precision of the sum
+                found = found.astype(part.master.dtype, copy=False)
+            if found is not part.master:
+                self._function(part.master, found, part.kept, self._options[bucket])
+            if part.half:
+                part.put(part.master, out)
 
     def state(self) -> Iterator[Iterable[Item]]:
-        return map(self._kept, self._floats)
-
-    def _kept(self, pieces: Sequence[_Floats]) -> Iterator[Item]:
-        """What is kept for a bucket."""
-        for floats in (each for each in pieces if each.half):
-            rounded = floats.read(single_to_half(floats.master, floats.spec.dtype))
-            if not np.array_equal(rounded, floats.master):
-                piece, shape = floats.piece, floats.spec.shape
-                entry = Entry(piece.tensor, MASTER, "float32", shape, True, piece.start, piece.stop)
-                yield entry, floats.master.view(np.uint8).data
+        return (chain.from_iterable(part.saved() for part in parts) for parts in self._values)
 
     def load_state(self, items: Iterable[Item]) -> None:
-        pieces = [each for bucket in self._floats for each in bucket if each.half]
-        loaded: list[tuple[_Floats, Entry, Array]] = []
-        for entry, data in items:
-            mine = [f for f in pieces if f.piece.tensor == entry.tensor and f.piece.start <= entry.start]
-            mine = [f for f in mine if entry.stop <= f.piece.stop]
-            if entry.key != MASTER or entry.dtype != "float32" or len(data) != entry.nbytes or not mine:
-                raise ProtocolError(f"{self.spec.rule} keeps no such state, and worker 0 loads {entry}")
-            loaded.append((mine[0], entry, np.frombuffer(bytes(data), np.float32)))
-        for floats in pieces:
-            floats.master = floats.read(floats.own[0])
-        for floats, entry, values in loaded:
-            part = floats.master[entry.start - floats.piece.start : entry.stop - floats.piece.start]
-            # Loading changes no parameter: a master counts where the parameter is what it rounds to.
-            same = floats.read(single_to_half(values, floats.spec.dtype)) == part
-            np.copyto(part, values, where=same)
+        parts = [part for parts in self._values for part in parts]
+        loaded = load_held(parts, items)
+        strange = {key for found in loaded for key in found} - {MASTER}
+        if strange and self.spec.rule in (*NAMED, ELASTIC):
+            raise ProtocolError(f"{self.spec.rule} keeps nothing, and worker 0 loads {min(strange)!r}")
+        for part, found in zip(parts, loaded, strict=True):
+            self.forget(part)
+            part.load(found)
 
-
-class Sum(Pieces):
-    """Adds what is pushed to the parameters."""
-
-    def change(self, floats: _Floats, pushed: Array) -> None:
-        np.add(floats.master, pushed, out=floats.master)
-
-
-class Mean(Pieces):
-    """The parameters become what is pushed, its mean over the workers."""
-
-    def change(self, floats: _Floats, pushed: Array) -> None:
-        np.copyto(floats.master, pushed)
-
-
-class ArrayFunctionRule(Pieces):
-    """A function of arrays, which gets flat parts of parameters."""
-
-    def __init__(
-        self, function: ArrayFunction, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview
-    ) -> None:
-        super().__init__(spec, plan, server, parameters)
-        self._function, self._in_force = function, OptionsInForce(spec)
-        self._options: dict[str, Any] = {}
-
-    def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
-        self._options = self._in_force.with_numbers(values)
-
-    def change(self, floats: _Floats, pushed: Array) -> None:
-        self._function(floats.master, pushed, floats.kept, self._options)
-
-    def _kept(self, pieces: Sequence[_Floats]) -> Iterator[Item]:
-        yield from super()._kept(pieces)
-        for floats in pieces:
-            piece = floats.piece
-            yield from kept_items(piece.tensor, floats.kept, floats.master, piece.start, floats.spec.shape)
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        pieces = [each for bucket in self._floats for each in bucket]
-        for floats in pieces:
-            floats.kept = {}
-        masters = []
-        for entry, data in items:
-            if entry.key == MASTER:
-                masters.append((entry, memoryview(bytes(data))))
-                continue
-            for floats in pieces:
-                load_part(floats.kept, entry, data, floats.piece)
-        super().load_state(masters)
+    def forget(self, part: PieceValues) -> None:
+        """State is about to be loaded: a master that is not in it is what the value says."""
+        if part.half:
+            part.master = part.read(part.own[0])
 
 
 class Elastic(Pieces):
@@ -312,17 +295,17 @@ class Elastic(Pieces):
     def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
         push = self._pushed[bucket]
         assert push is not None
-        here = {floats.number: floats for floats in self._floats[bucket]}
+        here = {part.number: part for part in self._values[bucket]}
         for number, piece in enumerate(self.plan.buckets[self._server][bucket].pieces):
-            floats = here.get(number)
-            if floats is None:
+            part = here.get(number)
+            if part is None:
                 nbytes = DTYPES[self.plan.tensors[piece.tensor].dtype] * (piece.stop - piece.start)
                 np.frombuffer(push.slot, np.uint8, nbytes, piece.offset)[:] = 0
                 continue
-            slot, own = floats.slot(push), floats.own[0]
+            slot, own = part.slot(push), part.own[0]
             # As the worker computes: in its dtype.
-            floats.put(floats.read(slot) - floats.read(own), slot)
-            floats.put(floats.read(slot) * floats.master.dtype.type(self._alpha), slot)
-            floats.master += floats.read(slot)
-            if floats.half:
-                floats.put(floats.master, own)
+            part.put(part.read(slot) - part.read(own), slot)
+            part.put(part.read(slot) * part.master.dtype.type(self._alpha), slot)
+            part.master += part.read(slot)
+            if part.half:
+                part.put(part.master, own)

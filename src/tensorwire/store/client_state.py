@@ -17,9 +17,9 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Channel
-from tensorwire.errors import AlreadyPublished, JobEnded, WaitTimeout
+from tensorwire.errors import AlreadyPublished, JobEnded, Unsupported, WaitTimeout
 from tensorwire.store.sharding import StorePlan
-from tensorwire.store.state_transfer import Ask, Item, StateReceiver, StateSender, ask_key, load_key
+from tensorwire.store.state_transfer import KINDS, Ask, Item, StateReceiver, StateSender, ask_key, load_key
 from tensorwire.store.step_header import StepOperation
 from tensorwire.store.store_client import StoreClient
 
@@ -44,7 +44,8 @@ class StateClient(Protocol):
 def fetch_state(client: StateClient) -> Iterator[Item]:
     """What the servers keep for the optimizer, shard after shard; each memory is valid until the next is asked for.
 
-    Any worker may call it between two of its steps. Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
+    Any worker may call it between two of its steps. Raises `Unsupported` for what is no number and no array,
+    `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
     if client.step < 0:
         raise JobEnded(f"this worker has left the job, and {client.name} is on its servers: save before job.close()")
@@ -54,7 +55,14 @@ def fetch_state(client: StateClient) -> Iterator[Item]:
             receivers.append(StateReceiver(channel))
         _publish(client, Ask(client.member.index, [r.endpoint for r in receivers]))
         for receiver in receivers:
-            yield from receiver.receive(client.timeout)
+            for entry, data in receiver.receive(client.timeout):
+                if entry.kind not in KINDS:
+                    name = client.plan.tensors[entry.tensor].name
+                    raise Unsupported(
+                        f"the rule keeps {entry.key!r} of {name!r} as a {entry.kind}, which is neither a number nor an "
+                        "array of a dtype that servers save"
+                    )
+                yield entry, data
     finally:
         for receiver in receivers:
             receiver.close()

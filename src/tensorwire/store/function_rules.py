@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tensorwire.store.foreign import imported
-from tensorwire.store.rule_names import ASSIGN, MEAN, SUM
 
 _NOT_OPTIONS = ("params", "param_names", "function")
 
@@ -39,16 +38,3 @@ class FunctionOptimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     function(p, p.grad, self.state[p], options)
         return loss
-
-
-def add(parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-    """The rule ``"sum"``, where a worker applies it by itself."""
-    parameter.add_(gradient)
-
-
-def assign(parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
-    """The rules ``"assign"`` and ``"mean"``, where a worker applies them by itself."""
-    parameter.copy_(gradient)
-
-
-NAMED = {SUM: f"{__name__}:add", ASSIGN: f"{__name__}:assign", MEAN: f"{__name__}:assign"}  # by the rule's name

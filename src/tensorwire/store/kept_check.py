@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tensorwire.errors import ArgumentError
-from tensorwire.store.key_state import KeptArray
+from tensorwire.store.kept import KeptArray
 from tensorwire.store.pushes import Push
 from tensorwire.store.rule_names import is_foreign
 from tensorwire.store.server_state import Stateful

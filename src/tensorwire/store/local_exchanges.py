@@ -80,6 +80,8 @@ class LocalExchanges:
 
     Attributes:
         steps: Steps that this worker has taken.
+        sends_change: Whether it contributes the last version less its parameters, in place of these.
+        shares: What its own values and an answer are multiplied by; the sum is what it goes on with.
         tokens: By fragment, what its next contribution weighs.
     """
 
@@ -87,6 +89,9 @@ class LocalExchanges:
         mode = client.spec.mode
         assert isinstance(mode, Local)
         self._client, self._mode, self._fill, self._mix = client, mode, fill, mix
+        self.sends_change = isinstance(mode, DiLoCo)
+        kept = mode.alpha if isinstance(mode, DiLoCo) else 0.0
+        self.shares = (1.0, -1.0) if isinstance(mode, EASGD) else (kept, 1.0 - kept)
         count = mode.fragments if isinstance(mode, DiLoCo) else 1
         numbers = client.plan.fragments(count)
         self._fragments = [[b for b in client.order if numbers[b.number] == f] for f in range(count)]

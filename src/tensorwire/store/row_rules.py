@@ -5,9 +5,7 @@ An optimizer gets a sparse gradient, and changes the rows that it names and thei
 
 from __future__ import annotations
 
-import itertools
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,14 +13,18 @@ import numpy as np
 
 from tensorwire._native import add_rows
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
-from tensorwire.store.array_functions import ArrayFunction, OptionsInForce, array_function, kept_items, like, load_item
+from tensorwire.store.arithmetic import NAMED, ArrayFunction
+from tensorwire.store.find_rule import array_function, rule_of
+from tensorwire.store.kept import Held, load_held, outline, value_of
 from tensorwire.store.row_layout import BLOCK, Array, TableSpec
-from tensorwire.store.rule_names import is_foreign
-from tensorwire.store.state_transfer import Entry, Item
+from tensorwire.store.rule_names import ASSIGN, SUM, is_foreign
+from tensorwire.store.rule_options import OptionsInForce, numbers_in, set_option, tuples
+from tensorwire.store.sharding import Piece
+from tensorwire.store.state_transfer import Item
 from tensorwire.store.store_layout import StoreSpec
 
 ROW_OPTIMIZERS = ("Adagrad", "SGD", "SparseAdam")
-ROW_RULES = ("sum", "assign", *ROW_OPTIMIZERS)
+ROW_RULES = (SUM, ASSIGN, *ROW_OPTIMIZERS)
 _MOVES_ALL = ("momentum", "weight_decay")  # options that change rows without a gradient
 
 
@@ -38,14 +40,15 @@ def check_row_rule(rule: str, options: dict[str, Any]) -> None:
 
 def make_row_rule(spec: StoreSpec, first: int, values: Array) -> RowRule:
     """The rule for ``values``, whose first row is number ``first`` of the table."""
+    if spec.rule in NAMED:
+        return RowRule(spec, first, values)
     if function := array_function(spec):
         return _FunctionRows(function, spec, first, values)
     if is_foreign(spec.rule):
         raise Unsupported(
             f"rows take functions of numpy arrays, with an attribute numpy = True, and {spec.rule} is none"
         )
-    kind = _OptimizerRows if spec.rule in ROW_OPTIMIZERS else RowRule
-    return kind(spec, first, values)
+    return _OptimizerRows(spec, first, values)
 
 
 def draw(table: TableSpec, values: Array, first: int) -> None:
@@ -66,14 +69,29 @@ def draw(table: TableSpec, values: Array, first: int) -> None:
 
 
 class RowRule:
-    """The rules ``sum`` and ``assign``, which keep nothing beside the values."""
+    """The rules ``sum`` and ``assign``, which keep nothing beside the values; others keep numbers, and rows.
+
+    Attributes:
+        numbers: What is kept for all rows together, by key.
+        rows: What is kept for each row: arrays with as many rows as the values, by key.
+    """
 
     def __init__(self, spec: StoreSpec, first: int, values: Array) -> None:
-        self.spec, self.first, self.values = spec, first, values
+        self.spec, self.values = spec, values
+        self.numbers: dict[str, Any] = {}
+        self.rows: dict[str, Array] = {}
+        self._first = first
+        self._held = self._holding(0, len(values))
+
+    def _holding(self, start: int, stop: int) -> Held:
+        """Rows ``start`` to ``stop`` of the values."""
+        row, shape = math.prod(self.values.shape[1:]), (stop - start, *self.values.shape[1:])
+        piece = Piece(0, (self._first + start) * row, (self._first + stop) * row, 0)
+        return Held(piece, self.spec.tensors[0], shape)
 
     def update(self, indices: Array, rows: Array, options: bytes) -> None:
         """Changes the rows of these numbers, each of which comes once, in ascending order."""
-        if self.spec.rule != "sum":
+        if self.spec.rule != SUM:
             self.values[indices] = rows
         elif self.values.dtype.kind == "f":
             wide = self.values.itemsize == 8
@@ -82,13 +100,26 @@ class RowRule:
             self.values[indices] += rows
 
     def state(self) -> Iterator[Iterable[Item]]:
-        """Nothing."""
-        return iter(())
+        """What is kept, some rows at a time."""
+        yield self._held.items(self.numbers, outline, rows=False)
+        for start in range(0, len(self.values), BLOCK):
+            block = {key: kept[start : start + BLOCK] for key, kept in self.rows.items()}
+            held = self._holding(start, min(start + BLOCK, len(self.values)))
+            yield held.items(block, outline, rows=True)
 
     def load_state(self, items: Iterable[Item]) -> None:
         """As `Stateful`."""
-        for entry, _ in items:
-            raise ProtocolError(f"this rule keeps nothing, and worker 0 loads {entry}")
+        (found,) = load_held([self._held], items)
+        values = {key: (entry.rows, value_of(entry, data)) for key, (entry, data) in found.items()}
+        self.keep(
+            {key: value for key, (rows, value) in values.items() if not rows},
+            {key: value for key, (rows, value) in values.items() if rows},
+        )
+
+    def keep(self, numbers: dict[str, Any], rows: dict[str, Array]) -> None:
+        """What is kept becomes this. Raises `ProtocolError`."""
+        if numbers or rows:
+            raise ProtocolError(f"this rule keeps nothing, and worker 0 loads {[*numbers, *rows]}")
 
 
 class _FunctionRows(RowRule):
@@ -97,25 +128,23 @@ class _FunctionRows(RowRule):
     def __init__(self, function: ArrayFunction, spec: StoreSpec, first: int, values: Array) -> None:
         super().__init__(spec, first, values)
         self._function, self._in_force = function, OptionsInForce(spec)
-        self._numbers: dict[str, Any] = {}  # what it keeps for all rows
-        self._rows: dict[str, Array] = {}  # and for each
 
     def update(self, indices: Array, rows: Array, options: bytes) -> None:
         """As `RowRule`."""
         parameter = self.values[indices]
-        state = {**self._numbers, **{key: kept[indices] for key, kept in self._rows.items()}}
+        state = {**self.numbers, **{key: kept[indices] for key, kept in self.rows.items()}}
         self._function(parameter, rows, state, self._in_force.of(options))
         self.values[indices] = parameter
         for key, value in state.items():
             array = np.asarray(value) if hasattr(value, "__array__") else None
-            if key not in self._rows and (array is None or not array.ndim):
-                self._numbers[key] = value
+            if key not in self.rows and (array is None or not array.ndim):
+                self.numbers[key] = value
             else:
                 self._keep(key, array, indices, options)
 
     def _keep(self, key: str, value: Array | None, indices: Array, options: bytes) -> None:
         """What is kept for rows becomes ``value``, which has one row for each. Raises `Unsupported` for others."""
-        kept = self._rows.get(key)
+        kept = self.rows.get(key)
         of_a_row = kept.shape[1:] if kept is not None else value.shape[1:] if value is not None else ()
         if value is None or value.shape != (*indices.shape, *of_a_row):
             found = "what is no array" if value is None else f"an array of the shape {list(value.shape)}"
@@ -124,9 +153,9 @@ class _FunctionRows(RowRule):
                 "keeps numbers, and arrays with one row, of the same shape every time, for each row that was pushed"
             )
         if kept is None:
-            self._numbers.pop(key, None)
+            self.numbers.pop(key, None)
             kept = np.full((len(self.values), *of_a_row), self._initial(key, options), value.dtype)
-            self._rows[key] = kept
+            self.rows[key] = kept
         kept[indices] = value
 
     def _initial(self, key: str, options: bytes) -> float:
@@ -134,28 +163,9 @@ class _FunctionRows(RowRule):
         initial = getattr(self._function, "initial", None)
         return float(initial(self._in_force.of(options)).get(key, 0.0)) if initial else 0.0
 
-    def state(self) -> Iterator[Iterable[Item]]:
-        """What the function keeps."""
-        yield kept_items(0, self._numbers, self.values)
-        for start in range(0, len(self.values), BLOCK):
-            yield itertools.chain.from_iterable(self._block(key, kept, start) for key, kept in self._rows.items())
-
-    def _block(self, key: str, kept: Array, start: int) -> Iterator[Item]:
-        shape = (self.spec.tensors[0].shape[0], *kept.shape[1:])
-        block = kept[start : start + BLOCK]
-        return kept_items(0, {key: block}, block, (self.first + start) * math.prod(kept.shape[1:]), shape)
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        """As `Stateful`."""
-        self._numbers, self._rows = {}, {}
-        for entry, data in items:
-            if not entry.rows:
-                load_item(self._numbers, entry, data)
-                continue
-            shape = (len(self.values), *entry.shape[1:])
-            array = self._rows.setdefault(entry.key, np.zeros(shape, entry.dtype))
-            start = entry.start - self.first * math.prod(entry.shape[1:])
-            array.reshape(-1)[start : start + entry.stop - entry.start] = np.frombuffer(data, entry.dtype)
+    def keep(self, numbers: dict[str, Any], rows: dict[str, Array]) -> None:
+        """As `RowRule`."""
+        self.numbers, self.rows = numbers, rows
 
 
 class _OptimizerRows(RowRule):
@@ -169,72 +179,47 @@ class _OptimizerRows(RowRule):
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # its optimizers warn
         self._parameter = torch.nn.Parameter(torch.from_numpy(values))
         try:
-            cls: Any = getattr(torch.optim, spec.rule)
-            self._optimizer: torch.optim.Optimizer = cls([self._parameter], **self._options())
+            cls = rule_of(spec, ROW_OPTIMIZERS)
+            options = {name: tuples(value) for name, value in spec.groups[0].items()}
+            self._optimizer: torch.optim.Optimizer = cls([self._parameter], **options)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"the optimizer {spec.rule} refuses its options: {error}") from None
         self._in_force = b""
-
-    def _options(self) -> dict[str, Any]:
-        listed = self.spec.groups[0].items()
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in listed}
+        self._sort()
 
     def update(self, indices: Array, rows: Array, options: bytes) -> None:
         """As `RowRule`."""
         torch = self._torch
         if options != self._in_force:
-            self._set(options)
+            self._in_force = options
+            group, given = self._optimizer.param_groups[0], self.spec.groups[0]
+            for (_, name, index), value in zip(self.spec.numeric, numbers_in(options), strict=True):
+                set_option(group, given[name], name, index, value)
         numbers = torch.from_numpy(indices.astype(np.int64)[None])
         self._parameter.grad = torch.sparse_coo_tensor(
             numbers, torch.from_numpy(rows), self._parameter.shape, is_coalesced=True
         )
         self._optimizer.step()
+        self._sort()
 
-    def _set(self, options: bytes) -> None:
-        """The numbers of an option block are in force from now on."""
-        self._in_force = options
-        group, given = self._optimizer.param_groups[0], self.spec.groups[0]
-        for (_, name, index), value in zip(
-            self.spec.numeric, struct.unpack(f"<{len(options) // 8}d", options), strict=True
-        ):
-            if index < 0:
-                group[name] = like(given[name], value)
-            else:
-                group[name] = (*group[name][:index], value, *group[name][index + 1 :])
-
-    def state(self) -> Iterator[Iterable[Item]]:
+    def _sort(self) -> None:
         """What the optimizer keeps, by its names: numbers such as a count of steps, and rows."""
-        rows: dict[str, Array] = {}
-        numbers: dict[str, Any] = {}
         for key, value in self._optimizer.state.get(self._parameter, {}).items():
             if isinstance(value, self._torch.Tensor) and value.shape == self._parameter.shape:
-                rows[key] = value.numpy()
+                self.rows[key] = value.numpy()
             else:
-                numbers[key] = float(value)
-        yield kept_items(0, numbers, self.values)
-        for start in range(0, len(self.values), BLOCK):
-            yield [self._block(key, kept, start) for key, kept in rows.items()]
+                self.numbers[key] = float(value)
 
-    def _block(self, key: str, kept: Array, start: int) -> Item:
-        shape, width = (self.spec.tensors[0].shape[0], *kept.shape[1:]), math.prod(kept.shape[1:])
-        block, at = kept[start : start + BLOCK].reshape(-1), (self.first + start) * width
-        return Entry(0, key, kept.dtype.name, shape, True, at, at + block.size), block.view(np.uint8).data
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        """As `Stateful`."""
+    def keep(self, numbers: dict[str, Any], rows: dict[str, Array]) -> None:
+        """As `RowRule`."""
         torch = self._torch
-        state: dict[str, Any] = {}
-        width = math.prod(self.values.shape[1:])
-        for entry, data in items:
-            if not entry.rows:
-                number = float(np.frombuffer(data, np.float64)[0])
-                state[entry.key] = torch.tensor(number) if self.spec.rule == "Adagrad" else int(number)
-                continue
-            if entry.shape[1:] != self.values.shape[1:]:
-                raise ProtocolError(f"worker 0 loads {entry}, which is not of this table")
-            if entry.key not in state:
-                state[entry.key] = torch.zeros(self._parameter.shape, dtype=getattr(torch, entry.dtype))
-            start = entry.start - self.first * width
-            flat = state[entry.key].numpy().reshape(-1)
-            flat[start : start + entry.stop - entry.start] = np.frombuffer(data, entry.dtype)
-        self._optimizer.state[self._parameter] = state
+        for key, value in rows.items():
+            if value.shape != self.values.shape:
+                raise ProtocolError(f"worker 0 loads {key!r} as {list(value.shape)}, which is not of this table")
+        counted: Any = (lambda number: torch.tensor(float(number))) if self.spec.rule == "Adagrad" else int
+        self._optimizer.state[self._parameter] = {
+            **{key: counted(number) for key, number in numbers.items()},
+            **{key: torch.from_numpy(value) for key, value in rows.items()},
+        }
+        self.numbers, self.rows = {}, {}
+        self._sort()

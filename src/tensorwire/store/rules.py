@@ -8,26 +8,28 @@ tensors. A rule works in steps, so that a norm over all servers can be taken bet
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.sizes import round_up
-from tensorwire.store.arithmetic_rules import Rule
-from tensorwire.store.array_functions import like
-from tensorwire.store.foreign import import_path, is_elementwise, load_rule
+from tensorwire.store.arithmetic_rules import Pieces, PieceValues, Rule
+from tensorwire.store.find_rule import rule_of
+from tensorwire.store.foreign import import_path, is_elementwise
 from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.kept import number_item, value_of
 from tensorwire.store.pushes import Push
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
 from tensorwire.store.rule_names import ELEMENTWISE, WHOLE, is_foreign
-from tensorwire.store.rule_state import OptimizerPiece, entries, load_entries, number_item, number_of
+from tensorwire.store.rule_options import set_option, tuples
 from tensorwire.store.sharding import ALIGNMENT, Bucket, Piece, StorePlan
 from tensorwire.store.state_transfer import GROUP, Item
 from tensorwire.store.store_layout import StoreSpec
+from tensorwire.store.tensor_items import outline, tensor_of
 
 IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
@@ -58,12 +60,10 @@ def looks_at_all(rule: str) -> bool:
 
 
 def optimizer_class(spec: StoreSpec) -> type[torch.optim.Optimizer]:
-    """The class that a server applies. Raises `Unsupported` or `PlanMismatch`."""
-    if is_foreign(spec.rule):
-        loaded = load_rule(spec.rule, spec.folders, spec.sources)
-        return loaded if isinstance(loaded, type) else FunctionOptimizer
-    found: type[torch.optim.Optimizer] = getattr(torch.optim, spec.rule)
-    return found
+    """The class that a server applies. Raises as `rule_of`."""
+    found = rule_of(spec)
+    chosen: type[torch.optim.Optimizer] = found if isinstance(found, type) else FunctionOptimizer
+    return chosen
 
 
 def with_implementation(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -90,245 +90,170 @@ def tensor_over(memory: memoryview, dtype: str, start: int, count: int) -> torch
     return torch.frombuffer(memory, dtype=kind, count=count, offset=start)
 
 
-class OptimizerRule(Rule):
+class _TensorValues(PieceValues):
+    """The same as tensors. An optimizer updates ``master``, by its gradient: what the pushes of a round came to."""
+
+    outline = staticmethod(outline)
+    value_of = staticmethod(tensor_of)
+
+    def __init__(self, number: int, piece: Piece, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
+        self.states: MutableMapping[torch.Tensor, Any] = {}  # those of its optimizer
+        super().__init__(number, piece, rule, bucket, buffers)
+        self.master = torch.nn.Parameter(self.master)
+        self.rows = False if rule.spec.whole else None
+
+    @property  # type: ignore[override]
+    def kept(self) -> dict[str, Any]:
+        """What the optimizer keeps."""
+        return dict(self.states.get(self.master, {}))
+
+    @kept.setter
+    def kept(self, values: dict[str, Any]) -> None:
+        if self.states:
+            self.states.pop(self.master, None)
+        if values:
+            self.states[self.master] = values
+
+    def has_master(self, spec: StoreSpec) -> bool:
+        return True
+
+    def view(self, memory: memoryview, start: int) -> torch.Tensor:
+        count = self.piece.stop - self.piece.start
+        return tensor_over(memory, self.spec.dtype, start + self.piece.offset, count).view(self.shape)
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float() if self.half else values
+
+    def put(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values)
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        kind: torch.dtype = getattr(torch, self.spec.dtype)
+        return values.detach().to(kind).float()
+
+    def reduce(self, pushes: Sequence[Push], divisor: float) -> None:
+        mine = [(self.slot(push), push.weight) for push in pushes if push.present[self.number]]
+        weighted = any(weight != 1.0 for _, weight in mine)
+        total = self.room
+        self.master.grad = (
+            _weighted(mine, total, divisor) if weighted else _reduced([g for g, _ in mine], total, divisor)
+        )
+
+
+class OptimizerRule(Pieces):
     """The parameters under one of torch's optimizers."""
+
+    kind = _TensorValues
+    _values: list[list[_TensorValues]]  # type: ignore[assignment]
 
     def __init__(self, spec: StoreSpec, plan: StorePlan, server: int, parameters: memoryview) -> None:
         super().__init__(spec, plan, server, parameters)
-        self._buckets = [_BucketRule(self, bucket, self._buffers) for bucket in plan.buckets[server]]
-        self._optimizers = self._build_all() if self._buckets else []
-        self._options: list[tuple[float, ...]] = [()] * len(self._optimizers)  # in force
+        self._tensors = [{piece.tensor for piece in bucket.pieces} for bucket in plan.buckets[server]]
+        everything = list(range(len(self._values)))
+        self._sharing = [everything] if self.together else [[bucket] for bucket in everything]  # one optimizer each
+        self._number: dict[int, int] = {}  # of a bucket's optimizer, if anything is updated there
+        self._optimizers: list[tuple[list[int], torch.optim.Optimizer]] = []  # with the numbers of its groups
+        for buckets in self._sharing:
+            if parts := [part for bucket in buckets for part in self._values[bucket]]:
+                self._number.update((bucket, len(self._optimizers)) for bucket in buckets)
+                self._optimizers.append(self._build(parts))
+        self._in_groups: list[tuple[float, ...]] = [()] * len(self._optimizers)  # options in force
         # One for all buckets: sums that are used at once stay in the processor's cache.
-        sums = torch.empty(max((b.sum_bytes for b in self._buckets), default=0), dtype=torch.uint8)
-        for each in self._buckets:
-            each.share(sums)
+        shared = torch.empty(max(map(_sum_bytes, self._values), default=0), dtype=torch.uint8)
+        self._sums = [_rooms(parts, shared) for parts in self._values]
+        self._kept_sums: dict[int, list[torch.Tensor]] = {}  # by bucket, until those of others are there
 
-    def _build_all(self) -> list[tuple[list[int], torch.optim.Optimizer]]:
-        """One optimizer a bucket, or one for all, each with the groups that it has."""
-        sharing = [self._buckets] if self.together else [[bucket] for bucket in self._buckets]
-        built: list[tuple[list[int], torch.optim.Optimizer]] = []
-        for buckets in sharing:
-            by_group: dict[int, list[torch.nn.Parameter]] = {}
-            for bucket in buckets:
-                bucket.number = len(built)
-                for group, masters in bucket.by_group.items():
-                    by_group.setdefault(group, []).extend(masters)
-            if not by_group:
-                continue
-            optimizer = self._build(by_group)
-            built.append((sorted(by_group), optimizer))
-            for bucket in buckets:
-                bucket.optimizer = optimizer
-        return built
-
-    def _build(self, by_group: dict[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    def _build(self, parts: Sequence[_TensorValues]) -> tuple[list[int], torch.optim.Optimizer]:
+        by_group: dict[int, list[torch.nn.Parameter]] = {}
+        for part in parts:
+            by_group.setdefault(part.spec.group, []).append(part.master)
         cls = optimizer_class(self.spec)
         groups = [{**self.spec.groups[g], "params": params} for g, params in sorted(by_group.items())]
         if is_foreign(self.spec.rule):
             arguments = {"function": self.spec.rule} if cls is FunctionOptimizer else {}
-            return cls(groups, **{**arguments, **{k: _tuples(v) for k, v in self.spec.arguments.items()}})
-        # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
-        known = inspect.signature(cls).parameters
-        return cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
+            optimizer = cls(groups, **{**arguments, **{k: tuples(v) for k, v in self.spec.arguments.items()}})
+        else:
+            # A group may carry entries that the constructor derives itself (AdamW's decoupled_weight_decay).
+            known = inspect.signature(cls).parameters
+            optimizer = cls(groups, **{k: v for k, v in self.spec.groups[min(by_group)].items() if k in known})
+        for part in parts:
+            part.states = optimizer.state
+        return sorted(by_group), optimizer
 
     def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
-        for number in range(len(self._optimizers)) if bucket is None else self._buckets[bucket].numbers:
-            if values != self._options[number]:
+        for number in range(len(self._optimizers)) if bucket is None else self._numbers_of([bucket]):
+            if values != self._in_groups[number]:
                 self._set(number, values)
+
+    def _numbers_of(self, buckets: Sequence[int]) -> list[int]:
+        """Those of their optimizers."""
+        return sorted({self._number[bucket] for bucket in buckets if bucket in self._number})
 
     def _set(self, number: int, values: tuple[float, ...]) -> None:
         """Only what has changed: some optimizers count and adapt in their groups themselves."""
-        before = self._options[number] or [None] * len(values)
-        self._options[number] = values
+        before = self._in_groups[number] or [None] * len(values)
+        self._in_groups[number] = values
         numbers, optimizer = self._optimizers[number]
         groups = dict(zip(numbers, optimizer.param_groups, strict=False))
         for (group, option, index), value, old in zip(self.spec.numeric, values, before, strict=False):
             if value != old and group in groups:
-                _set_option(groups[group], self.spec.groups[group][option], option, index, value)
+                set_option(groups[group], self.spec.groups[group][option], option, index, value)
 
+    @torch.no_grad()
     def assign(self, bucket: int, slot: memoryview, step: int) -> None:
         super().assign(bucket, slot, step)
-        self._buckets[bucket].assigned(step)
 
+    @torch.no_grad()
     def reduce(self, bucket: int, pushes: Sequence[Push], divisor: float, *, keep: bool) -> None:
-        self._buckets[bucket].reduce(pushes, divisor, keep)
+        parts = self._values[bucket]
+        if keep and bucket not in self._kept_sums:
+            self._kept_sums[bucket] = _rooms(parts, torch.empty(_sum_bytes(parts), dtype=torch.uint8))
+        for part, room in zip(parts, self._kept_sums[bucket] if keep else self._sums[bucket], strict=True):
+            part.room = room
+            part.reduce(pushes, divisor)
 
     def norm2(self, bucket: int) -> float:
-        return self._buckets[bucket].norm2()
-
-    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
-        self.carry(bucket, step)
-        self._buckets[bucket].apply(step, scale)
-
-    @torch.no_grad()
-    def apply_all(self, step: int, scale: float = 1.0) -> None:
-        for index, bucket in enumerate(self._buckets):
-            self.carry(index, step)
-            bucket.prepare(step, scale)
-        for _, optimizer in self._optimizers:
-            optimizer.step()
-        for bucket in self._buckets:
-            bucket.round(step)
-
-    def state(self) -> Iterator[Iterable[Item]]:
-        for buckets in [self._buckets] if self.together else ([bucket] for bucket in self._buckets):
-            yield itertools.chain(entries(h for b in buckets for h in b.held()), self._numbers(buckets))
-
-    def _numbers(self, buckets: Sequence[_BucketRule]) -> Iterator[Item]:
-        """What a foreign optimizer keeps in its groups: some count their steps there."""
-        if not (self.together or (self.spec.keys and is_foreign(self.spec.rule))):
-            return
-        for numbers, optimizer in (self._optimizers[n] for n in sorted({n for b in buckets for n in b.numbers})):
-            mine = [i for bucket in self._buckets if bucket.optimizer is optimizer for i in bucket.tensors]
-            for number, group in zip(numbers, optimizer.param_groups, strict=False):
-                first = min(i for i in mine if self.plan.tensors[i].group == number)
-                for key, value in group.items():
-                    if isinstance(value, (bool, int, float)):
-                        yield number_item(first, key, value, GROUP)
-
-    def load_state(self, items: Iterable[Item]) -> None:
-        found: list[tuple[int, str, bool | int | float]] = []
-        load_entries([h for bucket in self._buckets for h in bucket.held()], self._apart(items, found))
-        for tensor, key, value in found:
-            for bucket in (b for b in self._buckets if tensor in b.tensors and b.optimizer is not None):
-                numbers, optimizer = self._optimizers[bucket.number]
-                optimizer.param_groups[numbers.index(self.plan.tensors[tensor].group)][key] = value
-        self._options = [()] * len(self._optimizers)  # all that the workers say counts anew
-
-    def _apart(self, items: Iterable[Item], found: list[tuple[int, str, bool | int | float]]) -> Iterator[Item]:
-        """Takes the numbers of groups out of ``items``."""
-        for entry, data in items:
-            if entry.kind == GROUP:
-                found.append((entry.tensor, entry.key, number_of(entry, data)))
-            else:
-                yield entry, data
-
-
-class _BucketRule:
-    def __init__(self, rule: Rule, bucket: Bucket, buffers: Sequence[memoryview]) -> None:
-        self._bucket = bucket
-        plan, spec = rule.plan, rule.spec
-        self._tensors = plan.tensors
-        self._whole = spec.whole
-        self._own = [[self._piece(buffer, bucket.shard, piece) for piece in bucket.pieces] for buffer in buffers]
-        self._masters = [self._master(own) for own in self._own[0]]
-        self._shared: list[torch.Tensor | None] = []
-        self._kept: list[torch.Tensor | None] = []
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self.by_group: dict[int, list[torch.nn.Parameter]] = {}
-        for piece, master in zip(bucket.pieces, self._masters, strict=True):
-            if master is not None:
-                self.by_group.setdefault(plan.tensors[piece.tensor].group, []).append(master)
-        self.optimizer: torch.optim.Optimizer | None = None  # of its pieces; None where none is updated
-        self.number = 0  # of that optimizer among the rule's
-
-    @property
-    def tensors(self) -> set[int]:
-        """Those that it has pieces of."""
-        return {piece.tensor for piece in self._bucket.pieces}
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The optimizer's number, if it has one."""
-        return () if self.optimizer is None else (self.number,)
-
-    def _piece(self, memory: memoryview, start: int, piece: Piece) -> torch.Tensor:
-        """A piece where the bucket begins at ``start``: flat, or for a rule that needs whole tensors in its shape."""
-        spec = self._tensors[piece.tensor]
-        flat = tensor_over(memory, spec.dtype, start + piece.offset, piece.stop - piece.start)
-        return flat.view(spec.shape) if self._whole else flat
-
-    def _master(self, own: torch.Tensor) -> torch.nn.Parameter | None:
-        """What the optimizer updates: the parameter itself, or a float32 copy of a half-precision one."""
-        if not own.is_floating_point() or own.numel() == 0:
-            return None
-        return torch.nn.Parameter(own.float() if _is_half(own) else own)
-
-    @property
-    def sum_bytes(self) -> int:
-        """What the sums of its gradients take."""
-        return sum(round_up(m.nbytes, ALIGNMENT) for m in self._masters if m is not None)
-
-    def share(self, memory: torch.Tensor) -> None:
-        """Where sums go that are not kept."""
-        self._shared = self._sums(memory)
-
-    def _sums(self, memory: torch.Tensor) -> list[torch.Tensor | None]:
-        """Room for the sum of each piece, one after the other."""
-        sums: list[torch.Tensor | None] = []
-        for master in self._masters:
-            if master is None:
-                sums.append(None)
-                continue
-            sums.append(memory[: master.nbytes].view(master.dtype).view(master.shape))
-            memory = memory[round_up(master.nbytes, ALIGNMENT) :]
-        return sums
-
-    def _slot(self, worker: int, memory: memoryview) -> list[torch.Tensor]:
-        """The pieces of a worker's slot; a slot never moves, so its views are made once."""
-        if worker not in self._views:
-            self._views[worker] = [self._piece(memory, 0, piece) for piece in self._bucket.pieces]
-        return self._views[worker]
-
-    @torch.no_grad()
-    def assigned(self, step: int) -> None:
-        """The parameters of the buffer of ``step`` have new values."""
-        for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
-            if master is not None and _is_half(own):
-                # What rounds to the value that was loaded says more than it does.
-                master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
-            elif master is not None:
-                master.data = own
-
-    @torch.no_grad()
-    def reduce(self, pushes: Sequence[Push], divisor: float, keep: bool) -> None:
-        if keep and not self._kept:
-            self._kept = self._sums(torch.empty(self.sum_bytes, dtype=torch.uint8))
-        views = [self._slot(push.worker, push.slot) for push in pushes]
-        for i, (master, total) in enumerate(zip(self._masters, self._kept if keep else self._shared, strict=True)):
-            if master is None or total is None:
-                continue
-            mine = [(view[i], push.weight) for view, push in zip(views, pushes, strict=True) if push.present[i]]
-            weighted = any(weight != 1.0 for _, weight in mine)
-            master.grad = (
-                _weighted(mine, total, divisor) if weighted else _reduced([g for g, _ in mine], total, divisor)
-            )
-
-    def norm2(self) -> float:
-        found = [m.grad for m in self._masters if m is not None and m.grad is not None]
+        found = [part.master.grad for part in self._values[bucket] if part.master.grad is not None]
         return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in found)
 
     @torch.no_grad()
-    def apply(self, step: int, scale: float) -> None:
-        if self.optimizer is None:
-            return
-        self.prepare(step, scale)
-        self._step(self.optimizer)
-        self.round(step)
+    def apply(self, bucket: int, step: int, scale: float = 1.0) -> None:
+        self.carry(bucket, step)
+        self._prepare(bucket, step, scale)
+        for number in self._numbers_of([bucket]):
+            self._step(self._optimizers[number][1], self._values[bucket])
+        self._round(bucket, step)
 
-    def prepare(self, step: int, scale: float) -> None:
+    @torch.no_grad()
+    def apply_all(self, step: int, scale: float = 1.0) -> None:
+        for bucket in range(len(self._values)):
+            self.carry(bucket, step)
+            self._prepare(bucket, step, scale)
+        for _, optimizer in self._optimizers:
+            optimizer.step()
+        for bucket in range(len(self._values)):
+            self._round(bucket, step)
+
+    def _prepare(self, bucket: int, step: int, scale: float) -> None:
         """What the optimizer updates is the buffer of ``step``, by gradients times ``scale``."""
-        new = self._own[step % len(self._own)]
-        for own, master in zip(new, self._masters, strict=True):
-            if master is None:
-                continue
-            if not _is_half(own):
-                master.data = own
-            if master.grad is not None and scale != 1.0:
-                master.grad.mul_(scale)
+        for part in self._values[bucket]:
+            if not part.half:
+                part.master.data = part.own[step % len(part.own)]
+            if part.master.grad is not None and scale != 1.0:
+                part.master.grad.mul_(scale)
 
-    def round(self, step: int) -> None:
+    def _round(self, bucket: int, step: int) -> None:
         """Half-precision parameters become their masters, rounded."""
-        for own, master in zip(self._own[step % len(self._own)], self._masters, strict=True):
-            if master is not None and _is_half(own):
-                own.copy_(master)
+        for part in self._values[bucket]:
+            if part.half:
+                part.put(part.master, part.own[step % len(part.own)])
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, parts: Sequence[_TensorValues]) -> None:
         """One step for the pieces that keep the same values: fused SGD cannot take some with momentum and some without.
 
         An update of one piece does not depend on the others, so that this changes no bits.
         """
-        gradients = {m: m.grad for m in self._masters if m is not None and m.grad is not None}
+        gradients = {part.master: part.master.grad for part in parts if part.master.grad is not None}
         alike: dict[frozenset[str], list[torch.nn.Parameter]] = {}
         for master in gradients:
             alike.setdefault(frozenset(optimizer.state.get(master, ())), []).append(master)
@@ -342,16 +267,59 @@ class _BucketRule:
                 master.grad = gradients[master]
             optimizer.step()
 
-    def held(self) -> Iterator[OptimizerPiece]:
-        """The pieces that are updated here."""
-        kept = {} if self.optimizer is None else self.optimizer.state
-        for piece, master in zip(self._bucket.pieces, self._masters, strict=True):
-            if master is not None:
-                yield OptimizerPiece(piece, self._tensors[piece.tensor], master, kept, self._whole)
+    def state(self) -> Iterator[Iterable[Item]]:
+        for buckets in self._sharing:
+            parts = (part for bucket in buckets for part in self._values[bucket])
+            yield chain(chain.from_iterable(part.saved() for part in parts), self._counted(buckets))
+
+    def _counted(self, buckets: Sequence[int]) -> Iterator[Item]:
+        """What a foreign optimizer keeps in its groups: some count their steps there."""
+        if not (self.together or (self.spec.keys and is_foreign(self.spec.rule))):
+            return
+        for numbers, optimizer in (self._optimizers[n] for n in self._numbers_of(buckets)):
+            for number, group in zip(numbers, optimizer.param_groups, strict=False):
+                first = min(p.piece.tensor for b in buckets for p in self._values[b] if p.spec.group == number)
+                for key, value in group.items():
+                    if isinstance(value, (bool, int, float)):
+                        yield number_item(first, key, value, GROUP)
+
+    @torch.no_grad()
+    def load_state(self, items: Iterable[Item]) -> None:
+        counted: list[Item] = []
+        super().load_state(_apart(items, counted))
+        for entry, data in counted:
+            for bucket, number in self._number.items():
+                if entry.tensor in self._tensors[bucket]:
+                    numbers, optimizer = self._optimizers[number]
+                    group = optimizer.param_groups[numbers.index(self.plan.tensors[entry.tensor].group)]
+                    group[entry.key] = value_of(entry, data)
+        self._in_groups = [()] * len(self._optimizers)  # all that the workers say counts anew
+
+    def forget(self, part: PieceValues) -> None:
+        """Masters that are not loaded stay."""
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
+def _sum_bytes(parts: Iterable[PieceValues]) -> int:
+    """What the sums of their gradients take."""
+    return sum(round_up(part.master.nbytes, ALIGNMENT) for part in parts)
+
+
+def _rooms(parts: Iterable[PieceValues], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Where the sum of each goes, one after the other."""
+    rooms = []
+    for part in parts:
+        rooms.append(memory[: part.master.nbytes].view(part.master.dtype).view(part.shape))
+        memory = memory[round_up(part.master.nbytes, ALIGNMENT) :]
+    return rooms
+
+
+def _apart(items: Iterable[Item], counted: list[Item]) -> Iterator[Item]:
+    """Takes the numbers of groups out of ``items``."""
+    for entry, data in items:
+        if entry.kind == GROUP:
+            counted.append((entry, memoryview(bytes(data))))
+        else:
+            yield entry, data
 
 
 def _weighted(gradients: list[tuple[torch.Tensor, float]], total: torch.Tensor, divisor: float) -> torch.Tensor:
@@ -380,17 +348,3 @@ def _reduced(gradients: list[torch.Tensor], total: torch.Tensor, divisor: float)
     if math.frexp(divisor)[0] == 0.5:  # a power of two
         return total if divisor == 1 else total.mul_(1 / divisor)  # the same bits, and faster
     return total.div_(divisor)
-
-
-def _set_option(group: dict[str, Any], template: Any, option: str, index: int, value: float) -> None:
-    if index < 0:
-        group[option] = like(template, value)
-        return
-    parts = list(group[option])
-    parts[index] = like(template[index], value)
-    group[option] = tuple(parts)
-
-
-def _tuples(value: Any) -> Any:
-    """A list that was a tuple before it travelled."""
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

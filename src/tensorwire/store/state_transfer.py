@@ -55,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 NUMBER, GROUP, VALUE = "number", "group", "value"
+KINDS = ("", NUMBER, GROUP, VALUE)
 MASTER = "master"  # the key of the float32 values that a half-precision parameter is rounded from
 Item = tuple[Entry, memoryview]  # the memory holds these elements and nothing else
 _Table = list[tuple[int, Entry]]  # with the offset of each entry's elements in the part

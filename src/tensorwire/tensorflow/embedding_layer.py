@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import keras
@@ -10,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.keyvalue.row_table import check_embedding, embedding_table
-from tensorwire.keyvalue.table_files import load_on_all, save_table
+from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
+from tensorwire.keyvalue.served_rows import ServedRows
 from tensorwire.launch.worker import current_worker
 from tensorwire.store.modes import SSP, Async, Sync, mode_of, settings_of
 from tensorwire.tensorflow.error_texts import register
@@ -21,7 +20,7 @@ from tensorwire.tensorflow.row_gradients import Rows
 
 
 @keras.saving.register_keras_serializable("tensorwire")
-class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
+class StoreEmbedding(ServedRows, keras.layers.Layer):  # type: ignore[misc]
     """An embedding whose table no worker has to hold: rows are pulled in forward, their gradients pushed by a step.
 
     ::
@@ -176,52 +175,12 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
             raise ArgumentError("the layer is not built: call it, or the model, once before")
         return self._rows
 
-    def step(self) -> None:
-        """Pushes the sum of the gradients since the last push, if there is one. Steps of optimizers do so, too.
+    def _served(self) -> Table:
+        return self._table.table
 
-        Raises:
-            WaitTimeout: The servers did not take it in time, because another worker did not push.
-            JobEnded: The job ended; the message says why.
-        """
+    def _push(self) -> None:
         self._table.push()
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last push, for a step that is to be left out."""
         self._table.drop()
-
-    def wait(self) -> None:
-        """Returns when the servers have applied what this worker has pushed.
-
-        Raises:
-            WaitTimeout: They did not in time, because another worker did not push its gradients.
-            JobEnded: The job ended; the message says why.
-        """
-        self._table.table.wait()
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes all rows, and what the optimizer keeps for them, to a folder of npy files.
-
-        One worker may call it alone, while the others wait at a barrier.
-
-        Args:
-            folder: The folder, which is replaced as a whole.
-
-        Raises:
-            ArgumentError: It cannot be written, or is no folder of a table.
-            WaitTimeout: The servers did not answer in time.
-            JobEnded: The job ended; the message says why.
-        """
-        save_table(self._table.table, folder)
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Sets all rows, and what the optimizer keeps for them. Every worker calls it; worker 0 reads the folder.
-
-        Args:
-            folder: A folder that `save` wrote, with any number of servers.
-
-        Raises:
-            ArgumentError: The folder cannot be read, or is of another table or optimizer. Nothing was changed.
-            WaitTimeout: Another worker or a server did not come in time.
-            JobEnded: The job ended; the message says why.
-        """
-        load_on_all(self._table.table, folder)

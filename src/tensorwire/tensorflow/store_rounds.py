@@ -24,7 +24,7 @@ from tensorwire.store.admission import versions
 from tensorwire.store.foreign import named_by
 from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
-from tensorwire.store.modes import EASGD, SGD, SSP, Async, DiLoCo, Local, Mode, Sync, settings_of
+from tensorwire.store.modes import SGD, SSP, Async, DiLoCo, Local, Mode, Sync, settings_of
 from tensorwire.store.rule_names import MEAN, SUM
 from tensorwire.store.sharding import Bucket, ParameterSpec, Piece
 from tensorwire.store.step_header import StepOperation
@@ -282,7 +282,7 @@ class LocalRounds(_ParameterRounds):
     def _fill(self, bucket: Bucket) -> None:
         for number, piece in enumerate(bucket.pieces):
             own = self._part(self._values.now(piece.tensor), piece)
-            if isinstance(self.client.spec.mode, DiLoCo):
+            if self._exchanges.sends_change:
                 self._put_difference(bucket, piece, self._answered(piece, bucket), own)
             else:
                 self.client.copy(bucket, number, own)
@@ -293,9 +293,8 @@ class LocalRounds(_ParameterRounds):
 
     def _change(self, piece: Piece, own: Bytes, answer: Bytes) -> None:
         """Mixes an answer into a piece of the parameters."""
-        mode, dtype = self.client.spec.mode, self._dtype(piece)
-        alpha = mode.alpha if isinstance(mode, DiLoCo) else 0.0
-        if not isinstance(mode, EASGD) and not alpha:
+        (kept, taken), dtype = self._exchanges.shares, self._dtype(piece)
+        if not kept:
             np.copyto(own, answer)
             return
         bits = np.dtype("uint16" if dtype == "bfloat16" else dtype)
@@ -303,5 +302,5 @@ class LocalRounds(_ParameterRounds):
         if dtype in _HALF:
             mine, theirs = half_to_single(mine), half_to_single(theirs)
         kind = mine.dtype.type
-        mixed = mine - theirs if isinstance(mode, EASGD) else mine * kind(alpha) + theirs * kind(1 - alpha)
+        mixed = mine * kind(kept) + theirs * kind(taken)
         np.copyto(own.view(bits), single_to_half(mixed, dtype) if dtype in _HALF else mixed)

@@ -12,19 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorwire._native import Memory
-from tensorwire.device.contract import (
-    DONE,
-    Channel,
-    Completion,
-    Device,
-    Failed,
-    Signal,
-    check_fillable,
-    check_signal,
-    check_sizes,
-    check_value,
-    check_word,
-)
+from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word
+from tensorwire.device.contract import DONE, Channel, Completion, Device, Failed, Signal
 from tensorwire.device.operands import check_operands
 from tensorwire.device.region import Access, Region, RemoteView, View
 from tensorwire.errors import (

@@ -20,7 +20,7 @@ from tensorwire.observe.spans import clock
 from tensorwire.store.client_state import load_state
 from tensorwire.store.course import Course
 from tensorwire.store.local_exchanges import LocalExchanges, local_spec
-from tensorwire.store.modes import EASGD, DiLoCo, Local
+from tensorwire.store.modes import Local
 from tensorwire.store.rules import tensor_over
 from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
@@ -44,7 +44,7 @@ class LocalTraining:
         shards: int | None,
         course: Course,
     ) -> None:
-        self._worker, self._mode, self._inner = worker, mode, inner
+        self._worker, self._inner = worker, inner
         self.params = [p for _, p in named]
         tensors = [ParameterSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named]
         spec = local_spec(mode, tensors, worker.num_workers, worker.num_servers, bucket_bytes, compression, shards)
@@ -100,7 +100,7 @@ class LocalTraining:
             bucket.pieces, self._slots[bucket.number], self._answers[bucket.number], strict=True
         ):
             own = self.params[piece.tensor].detach().reshape(-1)[piece.start : piece.stop]
-            if isinstance(self._mode, DiLoCo) and own.is_floating_point():
+            if self._exchanges.sends_change and own.is_floating_point():
                 torch.sub(last, own, out=slot)
             else:
                 slot.copy_(own)
@@ -119,12 +119,13 @@ class LocalTraining:
     def _change(self, own: torch.Tensor, answer: torch.Tensor) -> None:
         if not own.is_floating_point():
             return
-        if isinstance(self._mode, EASGD):
-            own.sub_(answer)
-        elif isinstance(self._mode, DiLoCo) and self._mode.alpha:
-            own.mul_(self._mode.alpha).add_(answer, alpha=1 - self._mode.alpha)
-        else:
+        kept, taken = self._exchanges.shares
+        if not kept:
             own.copy_(answer)
+            return
+        if kept != 1:
+            own.mul_(kept)
+        own.add_(answer, alpha=taken)
 
     def go_on(self) -> None:
         """Does what is left of the exchanges of a step that was interrupted."""

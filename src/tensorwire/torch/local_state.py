@@ -6,17 +6,18 @@ this worker is: its ``steps``, and its ``tokens`` by fragment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from tensorwire.errors import ArgumentError
 from tensorwire.store.client_state import fetch_state
-from tensorwire.store.rule_state import tensor_bytes
+from tensorwire.store.kept import join, pieces_of
 from tensorwire.store.sharding import StorePlan
-from tensorwire.store.state_transfer import MASTER, VALUE, Entry, Item
+from tensorwire.store.state_transfer import MASTER, VALUE, Item
 from tensorwire.store.store_client import StoreClient
+from tensorwire.store.tensor_items import tensor_bytes, tensor_of, whole_item
 
 KEY = "store"
 State = dict[str, dict[str, torch.Tensor]]  # by the names of parameters, and the optimizer's own
@@ -24,37 +25,38 @@ State = dict[str, dict[str, torch.Tensor]]  # by the names of parameters, and th
 
 def fetch(client: StoreClient) -> tuple[dict[str, torch.Tensor], State]:
     """The store's values and state, in whole tensors. Raises as `fetch_state`."""
-    tensors = client.plan.tensors
-    values = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors}
-    state: State = {}
-    masters: list[tuple[Entry, torch.Tensor]] = []
-    for entry, data in fetch_state(client):
-        name, dtype = tensors[entry.tensor].name, getattr(torch, entry.dtype)
-        part = torch.frombuffer(bytearray(data), dtype=dtype)
-        if entry.key == MASTER:
-            masters.append((entry, part))
-            continue
-        if entry.kind == VALUE:
-            whole = values[name]
-        else:
-            whole = state.setdefault(name, {}).setdefault(entry.key, torch.zeros(entry.shape, dtype=dtype))
-        whole.view(-1)[entry.start : entry.stop] = part
-    for entry, part in masters:  # only the pieces that say more than the value does are sent
-        name = tensors[entry.tensor].name
-        whole = state.setdefault(name, {}).setdefault(MASTER, values[name].float())
-        whole.view(-1)[entry.start : entry.stop] = part
+    masters: list[Item] = []
+
+    def others() -> Iterator[Item]:
+        for entry, data in fetch_state(client):
+            if entry.key == MASTER:
+                masters.append((entry, memoryview(bytes(data))))
+            else:
+                yield entry, data
+
+    values, state = _named(client, others())
+    names = [t.name for t in client.plan.tensors]
+    # Only the pieces that say more than the value does are sent.
+    whole = join(masters, lambda entry: tensor_bytes(values[names[entry.tensor]].float()))
+    for (tensor, key, _), item in whole.items():
+        state.setdefault(names[tensor], {})[key] = tensor_of(*item)
     return values, state
 
 
 def fetch_values(client: StoreClient) -> dict[str, torch.Tensor]:
     """The store's values, in whole tensors. Raises as `fetch_state`."""
+    return _named(client, (item for item in fetch_state(client) if item[0].kind == VALUE))[0]
+
+
+def _named(client: StoreClient, items: Iterable[Item]) -> tuple[dict[str, torch.Tensor], State]:
     tensors = client.plan.tensors
     values = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors}
-    for entry, data in fetch_state(client):
-        if entry.kind == VALUE:
-            part = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry.dtype))
-            values[tensors[entry.tensor].name].view(-1)[entry.start : entry.stop] = part
-    return values
+    state: State = {}
+    room = lambda entry: tensor_bytes(values[tensors[entry.tensor].name]) if entry.kind == VALUE else None  # noqa: E731
+    for (tensor, key, kind), item in join(items, room).items():
+        if kind != VALUE:
+            state.setdefault(tensors[tensor].name, {})[key] = tensor_of(*item)
+    return values, state
 
 
 def check(plan: StorePlan, found: Any, fragments: int) -> None:
@@ -79,9 +81,6 @@ def check(plan: StorePlan, found: Any, fragments: int) -> None:
 
 def items(plan: StorePlan, state: State, server: int) -> Iterator[Item]:
     """What ``server`` is to keep."""
-    for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
-        spec = plan.tensors[piece.tensor]
-        for key, value in state.get(spec.name, {}).items():
-            dtype = str(value.dtype).removeprefix("torch.")
-            entry = Entry(piece.tensor, key, dtype, spec.shape, True, piece.start, piece.stop)
-            yield entry, tensor_bytes(value.reshape(-1)[piece.start : piece.stop])
+    numbers = {t.name: number for number, t in enumerate(plan.tensors)}
+    whole = (whole_item(numbers[n], key, value, rows=True) for n, kept in state.items() for key, value in kept.items())
+    return pieces_of(whole, plan, server)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.errors import ArgumentError, TensorwireError
 from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
@@ -29,33 +28,26 @@ from tensorwire.torch.alone import Alone
 from tensorwire.torch.arguments import (
     Params,
     check_mode_fits,
-    check_parameters,
     largest_norm,
-    named_group,
     refuse_overlapped,
 )
 from tensorwire.torch.cautions import Cautions
 from tensorwire.torch.describe import describe
 from tensorwire.torch.equal_start import make_equal
-from tensorwire.torch.layout import build
-from tensorwire.torch.loading import find_modules, owners, watch_loading
+from tensorwire.torch.loading import find_modules
 from tensorwire.torch.local import LocalTraining
-from tensorwire.torch.local_state import KEY as STORE
-from tensorwire.torch.local_state import fetch_values
-from tensorwire.torch.options import check_groups, plain
+from tensorwire.torch.optimizer_state import OptimizerState
 from tensorwire.torch.origin import Origin, find_origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
-from tensorwire.torch.part import Part, StoreSettings
-from tensorwire.torch.roots import named_parameters, with_names
-from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
+from tensorwire.torch.part import StoreSettings
 from tensorwire.torch.state import SavedState
 from tensorwire.torch.stepping import Stepping
 
 _SYNC = Sync()
 
 
-class StoreOptimizer(torch.optim.Optimizer):
+class StoreOptimizer(OptimizerState):
     """Applies an optimizer on the job's servers to the mean of all workers' gradients.
 
     After construction, every worker's parameters, those of the model that were left out, and its buffers have worker
@@ -175,73 +167,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         if origin.state is not None:
             self.load_state_dict(origin.state)
 
-    def _train_locally(self, origin: Origin, mode: Local, bucket_bytes: int, modules: list[torch.nn.Module]) -> None:
-        """The class itself updates the parameters here; the store is for the exchanges."""
-        if is_foreign(self._settings.rule):
-            self._inner = self._class(self.param_groups, **origin.arguments)
-        else:
-            self._inner = build(self._class, self.param_groups)
-        self._link_inner()
-        named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
-        self._local = LocalTraining(
-            self._worker,
-            named,
-            mode,
-            self._inner.step,
-            bucket_bytes,
-            self._settings.compression,
-            self._settings.shards,
-            self._course,
-        )
-        params = self._local.params
-        self._owned.add(self._local, watch_loading(params, owners(params, modules), self._local.note_written))
-
-    def _link_inner(self) -> None:
-        """The inner optimizer and this one have the same groups and the same state."""
-        assert self._inner is not None
-        self._inner.param_groups = self.param_groups
-        self._inner.state = self.state
-
-    def _add_part(self, groups: list[dict[str, Any]], modules: list[torch.nn.Module]) -> None:
-        if not is_foreign(self._settings.rule):
-            check_groups(self._class, groups)
-        sparse = sparse_parameters(modules)
-        self._add_rows(groups, sparse, modules)
-        if not any(id(p) not in sparse for group in groups for p in group["params"]):
-            return
-        check_dense(self._class)
-        part = Part(self._worker, groups, self._settings, self._course, sparse)
-        self._parts.append(part)
-        having = owners(part.params, modules)
-        self._owned.add(part, watch_loading(part.params, having, part.note_written))
-        if self._overlap is not None:
-            self._overlap.watch(part, having)
-
-    def _add_rows(self, groups: list[dict[str, Any]], sparse: set[int], modules: list[torch.nn.Module]) -> None:
-        """What has sparse gradients: of these parameters rows travel."""
-        named = [(g, n, p) for g in groups for n, p in zip(g["param_names"], g["params"], strict=True)]
-        for group, name, p in named:
-            if id(p) not in sparse:
-                continue
-            if self._clip:
-                raise Unsupported(f"parameter {name!r} has sparse gradients: use no max_grad_norm, error_if_nonfinite")
-            mode = self._settings.mode
-            assert not isinstance(mode, Local)
-            rows = SparseRows(self._worker, name, p, group, self._class, mode, self._settings.reduce, self._course)
-            self._rows.append(rows)
-            self._owned.add(rows, watch_loading([p], owners([p], modules), rows.note_written))
-
-    @property
-    def _clip(self) -> float:
-        """The largest norm: 0 where no norm is asked for, inf where it is and nothing is clipped."""
-        norm = largest_norm(self.max_grad_norm) or (math.inf if self.error_if_nonfinite else 0.0)
-        if norm and not isinstance(self._settings.mode, Sync):
-            raise Unsupported(
-                "max_grad_norm and error_if_nonfinite look at the mean of all workers' gradients, which "
-                f"{self._settings.mode!r} does not take: clip each worker's own by torch.nn.utils.clip_grad_norm_"
-            )
-        return norm
-
     # ---- a step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled loop leaves its graph here
@@ -346,22 +271,6 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._alone.check()
         return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
 
-    def wait(self) -> None:
-        """With ``overlap``: returns when every parameter shows the version of the last ``step()``.
-
-        Call it before code reads parameters without their modules, such as an average of weights. One worker may call
-        it alone.
-
-        Raises:
-            WaitTimeout: The servers did not publish the version in time, because another worker is late.
-            JobEnded: The job ended; the message says why.
-        """
-        with self._alone.calling("wait()"), torch.no_grad():
-            if self._local is not None:
-                self._local.complete()
-            for part in self._parts:
-                part.arrive(range(len(part.params)))
-
     def count(self, tokens: float) -> None:
         """Adds to what this worker's next contributions weigh, with ``DiLoCo(weight="tokens")``.
 
@@ -377,35 +286,7 @@ class StoreOptimizer(torch.optim.Optimizer):
             raise ArgumentError('count() is for mode=DiLoCo(weight="tokens")')
         self._local.count(tokens)
 
-    # ---- values that come from users
-
-    def write_parameters(self) -> None:
-        """Makes what the parameters hold now the store's values, with the next ``step()``.
-
-        For intended changes in place: averaging, initialising again, pruning. Call it on every worker after the change;
-        worker 0's values win.
-
-        Raises:
-            ArgumentError: Another thread is in a method of this optimizer.
-        """
-        with self._alone.calling("write_parameters()"):
-            if self._local is not None:
-                self._local.written = True
-            for part in self._parts:
-                part.note_written(part.params)
-            for rows in self._rows:
-                rows.note_written(rows.params)
-
     # ---- the rest of torch's interface
-
-    def summary(self) -> str:
-        """How many bytes move per step, and how much memory the servers register.
-
-        Returns:
-            One line of text.
-        """
-        self._alone.check()
-        return "; ".join(part.summary() for part in self._stores)
 
     def __repr__(self) -> str:
         return describe(
@@ -420,170 +301,6 @@ class StoreOptimizer(torch.optim.Optimizer):
             mode=self._settings.mode,
             compression=self._settings.compression or None,
         )
-
-    @property
-    def _stores(self) -> Sequence[Part | LocalTraining | SparseRows]:
-        return [*self._parts, *self._rows] if self._local is None else [self._local]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters. Call it on every worker, between two steps.
-
-        Args:
-            param_group: ``params``, as (name, parameter) pairs, and options that differ from the defaults. Parameters
-                alone will do if they are in a module with some of the others: they have the names that they have there.
-
-        Raises:
-            ArgumentError: As in the constructor, or gradients are being pushed. Nothing was added.
-            Unsupported: As in the constructor. Nothing was added.
-            PlanMismatch: The workers' new parameters differ.
-            WaitTimeout: Another worker did not come in time.
-            JobEnded: The job ended; the message says why.
-        """
-        if not hasattr(self, "_pid"):  # while the constructor runs
-            super().add_param_group(param_group)
-            return
-        with self._alone.calling("add_param_group()"):
-            if self._local is not None:
-                raise Unsupported(f"mode={self._settings.mode!r} takes no more parameters after construction so far")
-            self._add_group(param_group)
-
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        if any(part.is_open for part in self._parts):
-            raise ArgumentError("add parameters before backward(): gradients are in flight")
-        self.wait()
-        group = named_group(len(self.param_groups), with_names(param_group, self, self._model))
-        there = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
-        check_parameters([*there, *group["params"]])
-        super().add_param_group(group)
-        try:
-            added = self.param_groups[-1:]
-            self._add_part(added, find_modules(added[0]["params"], self._model))
-        except BaseException:
-            del self.param_groups[-1]
-            raise
-
-    # ---- the optimizer's state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns options and state in torch's own layout. One worker may call it alone, between two steps.
-
-        Returns:
-            ``{"state": ..., "param_groups": ...}`` with whole tensors, as the stock optimizer has them. For parameters
-            of 16 bits, state is in float32, and ``master`` is the parameter in float32. In EASGD, LocalSGD and DiLoCo
-            these are this worker's own, and ``"store"`` holds what the servers have: ``parameters`` and ``state`` by
-            name, such as the outer optimizer's momentum, and this worker's ``steps`` and ``tokens``.
-
-        Raises:
-            ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
-            WaitTimeout: The servers did not answer in time.
-            JobEnded: The job ended; the message says why.
-        """
-        with self._alone.calling("state_dict()"):
-            self._check_between_steps()
-            try:
-                if self._local is not None:
-                    return {**super().state_dict(), STORE: self._local.state()}
-                self.wait()
-                with self._saved.shown([part.share for part in self._parts]):
-                    if not self._saved.pending:
-                        self.state.update((rows.param, kept) for rows in self._rows if (kept := rows.state()))
-                    return self._saved.complete(super().state_dict())
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
-
-    def shared_state(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters that all workers share, by name. One worker may call it alone, between two steps.
-
-        Returns:
-            Copies, for ``model.load_state_dict(..., strict=False)``: in Sync the values of the last step, in other
-            modes what the servers have now, with all that others have pushed, but without what this worker has trained
-            since its last exchange. In EASGD, LocalSGD and DiLoCo integer parameters, which are each worker's own, are
-            left out.
-
-        Raises:
-            ArgumentError: In a forked child; or, with ``overlap``, between ``backward()`` and ``step()``.
-            WaitTimeout: The servers did not answer in time.
-            JobEnded: The job ended; the message says why.
-        """
-        with self._alone.calling("shared_state()"):
-            self._check_between_steps()
-            try:
-                if self._local is not None:
-                    return self._local.shared()
-                self.wait()
-                found = {name: p.detach().clone() for name, p in named_parameters(self)}
-                if not isinstance(self._settings.mode, Sync):  # this worker has its own copy, of its last step
-                    for part in self._parts:
-                        found.update(fetch_values(part.client))
-                    found.update((rows.name, rows.values()) for rows in self._rows)
-                return found
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over options and state. Call it on every worker, between two steps; worker 0's state counts.
-
-        Options take effect at once, the state with the next ``step()``, before its update.
-
-        Args:
-            state_dict: From ``state_dict()`` of this class or of the stock optimizer. In EASGD, LocalSGD and DiLoCo an
-                entry ``"store"`` sets what the servers have, and each worker keeps the parameters that it has then.
-
-        Raises:
-            ArgumentError: The state has other parameters, sizes, types or keys; or gradients are being pushed. Nothing
-                was changed.
-        """
-        with self._alone.calling("load_state_dict()"):
-            self._check_between_steps()
-            if self._local is not None:
-                stored = state_dict.get(STORE)
-                if stored is not None:
-                    self._local.check(stored)
-                super().load_state_dict({k: v for k, v in state_dict.items() if k != STORE})
-                self._link_inner()
-                if stored is not None:
-                    self._local.load(stored)
-                return
-            fixed = [fixed for part in self._parts for fixed in part.share.fixed] or plain(self.param_groups)
-            with self._saved.taken(fixed):
-                super().load_state_dict(state_dict)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
-        return self._saved.copied(super().state_dict() if self._local is not None else self.state_dict())
-
-    def close(self) -> None:
-        """Gives up the stores. Call it on every worker, in any order; when all have, the servers free what they have.
-
-        It is for the time between two steps. The parameters become ordinary tensors, with the values that they have,
-        and every other method but ``zero_grad()`` raises `ArgumentError`. Idempotent. An optimizer that nothing refers
-        to any more is closed, but for the parameters' memory, with this worker's next call that makes a store or waits
-        for all workers.
-
-        Raises:
-            ArgumentError: In a forked child; or another thread is in a method of this optimizer.
-            StepInterrupted: Gradients have been pushed without a step, or a step was interrupted: others wait for it.
-            WaitTimeout: With `DiLoCo`, the last exchange did not come in time. It is closed all the same.
-            JobEnded: The job ended; the message says why.
-        """
-        if self._alone.closed:
-            return
-        if os.getpid() != self._pid:
-            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot close it")
-        with self._alone.calling("close()"):
-            try:
-                self._owned.close()
-            finally:
-                self._alone.closed = True
-                self._local = None
-                self._parts.clear()
-                self._rows.clear()
-
-    def _check_between_steps(self) -> None:
-        if os.getpid() != self._pid:
-            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
-        if any(part.is_open for part in self._parts):
-            raise ArgumentError("save and load state between two steps: gradients are in flight")
 
 
 def _settings(origin: Origin, bucket_bytes: int, reduce: str, overlap: bool, mode: Mode) -> StoreSettings:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.store.foreign import Imported, import_path, imported
-from tensorwire.store.function_rules import NAMED, FunctionOptimizer
-from tensorwire.store.rule_names import ASSIGN, ELEMENTWISE, MEAN, WHOLE, is_foreign, no_rule
+from tensorwire.store.arithmetic import NAMED
+from tensorwire.store.find_rule import find_rule
+from tensorwire.store.foreign import import_path
+from tensorwire.store.function_rules import FunctionOptimizer
+from tensorwire.store.rule_names import ASSIGN, MEAN, is_foreign
 from tensorwire.store.rules import IMPLEMENTATION, rule_name, with_implementation
 from tensorwire.torch import options as options_
 from tensorwire.torch.arguments import Named, named_groups
@@ -50,7 +52,7 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any], *, here:
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, given, options, here)
     if isinstance(optimizer, str) and optimizer not in NAMED:
-        optimizer = _named(optimizer)
+        optimizer = find_rule(optimizer)
     if isinstance(optimizer, (str, FunctionType)):
         return _of_function(optimizer, named_groups(given), dict(options))
     rule, groups = rule_name(optimizer), named_groups(given)
@@ -60,23 +62,13 @@ def find_origin(given: Any, optimizer: Any, options: Mapping[str, Any], *, here:
     return Origin(rule, optimizer, groups, options_.defaults(optimizer, chosen))
 
 
-def _named(name: str) -> Imported:
-    """One of torch's optimizers, or what an import path leads to. Raises `ArgumentError` or `Unsupported`."""
-    if is_foreign(name):
-        return imported(name)
-    if name not in ELEMENTWISE + WHOLE:
-        raise no_rule(name)
-    found: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    return found
-
-
 def _of_function(function: str | FunctionType, groups: list[dict[str, Any]], options: dict[str, Any]) -> Origin:
     """A function, which takes any options; or ``"sum"`` and its like, which take none."""
     taken = [key for group in (options, *groups) for key in group if key not in ("params", "param_names")]
     if isinstance(function, str):
         if taken:
             raise ArgumentError(f"the rule {function!r} has no options, and there is {taken[0]!r}")
-        rule, path = function, NAMED[function]
+        rule, path = function, f"{NAMED[function].__module__}:{NAMED[function].__name__}"
     else:
         if "function" in taken:
             raise ArgumentError("the option 'function' names the rule: call yours otherwise")

@@ -19,10 +19,12 @@ from tensorwire.keyvalue.table_files import set_state
 from tensorwire.launch import Worker
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.course import Course
+from tensorwire.store.kept import join
 from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, TableSpec
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
+from tensorwire.store.tensor_items import tensor_of
 from tensorwire.torch import options
 
 _NOT_SENT = {"foreach", "fused", "differentiable", "capturable", "params"}
@@ -191,15 +193,13 @@ class SparseRows:
 
     def state(self) -> dict[str, Any]:
         """What the servers keep for the parameter, in torch's form. Raises `WaitTimeout` or `JobEnded`."""
+        rule = self._table.client.spec.rule
         found: dict[str, Any] = {}
-        for entry, data in fetch_state(self._table.client):
+        for entry, data in join(fetch_state(self._table.client)).values():
+            value = tensor_of(entry, data)
             if not entry.rows:
-                number = float(np.frombuffer(data, np.float64)[0])
-                found[entry.key] = torch.tensor(number) if self._table.client.spec.rule == "Adagrad" else int(number)
-                continue
-            if entry.key not in found:
-                found[entry.key] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            found[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
+                value = torch.tensor(float(value)) if rule == "Adagrad" else int(value)
+            found[entry.key] = value
         return found
 
     def values(self) -> torch.Tensor:

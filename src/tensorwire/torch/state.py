@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import Unsupported
 from tensorwire.store.client_state import fetch_state
 from tensorwire.store.foreign import is_elementwise
+from tensorwire.store.kept import join, number_item, pieces_of
 from tensorwire.store.rule_names import is_foreign
-from tensorwire.store.rule_state import number_item, number_of, tensor_bytes
 from tensorwire.store.rules import is_whole
 from tensorwire.store.sharding import ParameterSpec
-from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, VALUE, Entry, Item
+from tensorwire.store.state_transfer import GROUP, MASTER, VALUE, Entry, Item
 from tensorwire.store.store_client import StoreClient
+from tensorwire.store.tensor_items import tensor_bytes, tensor_of, whole_item
 from tensorwire.torch.foreign_state import ForeignChecker
 from tensorwire.torch.layout import Checker, OptimizerClass, Options, Values, build, layouts
 from tensorwire.torch.options import plain
@@ -64,28 +64,19 @@ class SavedState:
             self._optimizer.state, self._numbers = defaultdict(dict), {}
 
     def _fetch(self, share: Share) -> None:
-        """Into ``optimizer.state``, in whole tensors."""
-        for entry, data in fetch_state(share.client):
-            if entry.kind == VALUE:  # in other modes than Sync, the parameters as well
-                continue
-            spec = share.client.plan.tensors[entry.tensor]
-            if entry.kind == GROUP:
-                numbers = self._numbers.setdefault(self._index(share.groups[spec.group]), {})
-                numbers[entry.key] = number_of(entry, data)
-                continue
-            if entry.kind not in ("", NUMBER):
-                raise Unsupported(
-                    f"{self._class.__name__} keeps {entry.key!r} of {spec.name!r} as a {entry.kind}: servers save "
-                    "tensors and numbers only"
-                )
-            p = share.params[entry.tensor]
-            values: dict[str, Any] = self._optimizer.state[p]
-            if entry.kind == NUMBER:
-                values[entry.key] = number_of(entry, data)
-                continue
-            if entry.key not in values:
-                values[entry.key] = _room(entry, p)
-            values[entry.key].view(-1)[entry.start : entry.stop].view(torch.uint8).numpy()[:] = data
+        """Into ``optimizer.state``, in whole tensors. In other modes than Sync, parameters come as well."""
+
+        def room(entry: Entry) -> memoryview | None:
+            """Only the pieces of a master that say more than the parameter does are sent."""
+            return tensor_bytes(share.params[entry.tensor].detach().float()) if entry.key == MASTER else None
+
+        items = (item for item in fetch_state(share.client) if item[0].kind != VALUE)
+        for (tensor, key, kind), item in join(items, room).items():
+            if kind == GROUP:
+                group = share.groups[share.client.plan.tensors[tensor].group]
+                self._numbers.setdefault(self._index(group), {})[key] = tensor_of(*item)
+            else:
+                self._optimizer.state[share.params[tensor]][key] = tensor_of(*item)
 
     def _index(self, group: Options) -> int:
         return next(i for i, each in enumerate(self._optimizer.param_groups) if each is group)
@@ -141,29 +132,19 @@ class SavedState:
                 handle.remove()
 
     def items(self, share: Share, server: int) -> Iterator[Item]:
-        """What ``server`` is to keep of the state that waits. What a tensor has once is sent once."""
-        plan = share.client.plan
-        rows = self._rows(share)
-        if not plan.buckets[server]:
-            return
+        """What ``server`` is to keep of the state that waits."""
+        return pieces_of(self._whole(share), share.client.plan, server)
+
+    def _whole(self, share: Share) -> Iterator[Item]:
+        tensors, rows = share.client.plan.tensors, self._rows(share)
         for g, group in enumerate(share.groups):
+            first = next((i for i, t in enumerate(tensors) if t.group == g), None)
             for key, number in self._numbers.get(self._index(group), {}).items():
-                for first in [i for i, t in enumerate(plan.tensors) if t.group == g][:1]:
+                if first is not None:
                     yield number_item(first, key, number, GROUP)
-        sent: set[tuple[int, str]] = set()
-        for piece in (piece for bucket in plan.buckets[server] for piece in bucket.pieces):
-            for key, value in self._optimizer.state.get(share.params[piece.tensor], {}).items():
-                cut = rows(plan.tensors[piece.tensor], key, value)
-                if not cut and (piece.tensor, key) in sent:
-                    continue
-                sent.add((piece.tensor, key))
-                if not isinstance(value, torch.Tensor):
-                    yield number_item(piece.tensor, key, value)
-                    continue
-                start, stop = (piece.start, piece.stop) if cut else (0, value.numel())
-                dtype = str(value.dtype).removeprefix("torch.")
-                entry = Entry(piece.tensor, key, dtype, tuple(value.shape), cut, start, stop)
-                yield entry, tensor_bytes(value.reshape(-1)[start:stop])
+        for i, (spec, p) in enumerate(zip(tensors, share.params, strict=True)):
+            for key, value in self._optimizer.state.get(p, {}).items():
+                yield whole_item(i, key, value, rows(spec, key, value))
 
     def _rows(self, share: Share) -> Callable[[ParameterSpec, str, Any], bool]:
         """Whether a value that is kept for a tensor under a key is cut with it."""
@@ -194,12 +175,6 @@ class SavedState:
             {**g, "params": list(zip(g["param_names"], g["params"], strict=True))} for g in self._optimizer.param_groups
         ]
         return _detached, (self._class, named, state_dict, None)
-
-
-def _room(entry: Entry, p: torch.nn.Parameter) -> torch.Tensor:
-    if entry.key == MASTER:  # only the pieces that say more than the parameter does are sent
-        return p.detach().float().contiguous()
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
 
 
 def _detached(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import sys
 import weakref
 from typing import Any
@@ -14,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.keyvalue.row_sums import RowSums
-from tensorwire.keyvalue.row_table import check_embedding, embedding_table
-from tensorwire.keyvalue.table_files import load_on_all, save_table
+from tensorwire.keyvalue.row_table import Table, check_embedding, embedding_table
+from tensorwire.keyvalue.served_rows import ServedRows
 from tensorwire.launch import current_worker
 from tensorwire.store.modes import SSP, Async, Sync
 from tensorwire.store.row_rules import ROW_OPTIMIZERS
@@ -25,7 +24,7 @@ _embeddings: weakref.WeakValueDictionary[int, StoreEmbedding] = weakref.WeakValu
 _numbers = itertools.count()
 
 
-class StoreEmbedding(torch.nn.Module):
+class StoreEmbedding(ServedRows, torch.nn.Module):
     """An embedding whose table no worker has to hold: rows are pulled in forward, their gradients pushed by a step.
 
     ::
@@ -158,14 +157,10 @@ class StoreEmbedding(torch.nn.Module):
             )
         self._seen = None
 
-    def step(self) -> None:
-        """Pushes the sum of the gradients since the last push, if there is one. Optimizers' ``step()`` calls it.
+    def _served(self) -> Table:
+        return self._table
 
-        Raises:
-            Unsupported: Gradients were clipped or scaled, and those of the rows were not.
-            WaitTimeout: The servers did not take it in time, because another worker did not push.
-            JobEnded: The job ended; the message says why.
-        """
+    def _push(self) -> None:
         self._check_unchanged()
         self._sums.push()
 
@@ -191,43 +186,6 @@ class StoreEmbedding(torch.nn.Module):
             ArgumentError: The optimizer was not given this option, or the value is not a number.
         """
         self._table.set_options(**options)
-
-    def wait(self) -> None:
-        """Returns when the servers have applied what this worker has pushed.
-
-        Raises:
-            WaitTimeout: They did not in time, because another worker did not push its gradients.
-            JobEnded: The job ended; the message says why.
-        """
-        self._table.wait()
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes all rows, and what the optimizer keeps for them, to a folder of npy files.
-
-        ``state_dict()`` has none of it. One worker may call it alone, while the others wait at a barrier.
-
-        Args:
-            folder: The folder, which is replaced as a whole.
-
-        Raises:
-            ArgumentError: It cannot be written, or is no folder of a table.
-            WaitTimeout: The servers did not answer in time.
-            JobEnded: The job ended; the message says why.
-        """
-        save_table(self._table, folder)
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Sets all rows, and what the optimizer keeps for them. Every worker calls it; worker 0 reads the folder.
-
-        Args:
-            folder: A folder that `save` wrote, with any number of servers.
-
-        Raises:
-            ArgumentError: The folder cannot be read, or is of another table or optimizer. Nothing was changed.
-            WaitTimeout: Another worker or a server did not come in time.
-            JobEnded: The job ended; the message says why.
-        """
-        load_on_all(self._table, folder)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Nothing of it is a model's state."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tensorwire.device.contract import check_plain
+from tensorwire.device.checks import check_plain
 from tensorwire.device.region import Access, RemoteRegion, View, check_range
 from tensorwire.device.verbs.registrations import local_access, remote_access
 from tensorwire.errors import ArgumentError, OutOfMemory, RegionClosed, Unsupported

@@ -19,19 +19,8 @@ from tensorwire._native import Liveness, Memory, Monitor, open_socket
 from tensorwire.addresses import address_text
 from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
-from tensorwire.device.contract import (
-    Capabilities,
-    Channel,
-    Completion,
-    Device,
-    Failed,
-    Signal,
-    check_fillable,
-    check_signal,
-    check_sizes,
-    check_value,
-    check_word,
-)
+from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word
+from tensorwire.device.contract import Capabilities, Channel, Completion, Device, Failed, Signal
 from tensorwire.device.operands import explain
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
 from tensorwire.device.verbs import cuda
