@@ -83,7 +83,9 @@ def test_the_environments_that_tests_need_are_made_before_them(gate: dict[str, s
 
 
 def test_failed_tests_in_guests_run_once_more(gate: dict[str, str]) -> None:
-    said = "FAILED tests/rdma/guest/test_a.py::test_it[a-1] - assert 1 == 2\nvm1 | ERROR tests/rdma/two/test_b.py::test_b"
+    said = (
+        "FAILED tests/rdma/guest/test_a.py::test_it[a-1] - assert 1 == 2\nvm1 | ERROR tests/rdma/two/test_b.py::test_b"
+    )
     done = run({**gate, "FAILS": GUESTS, "GUESTS_SAY": said})
     assert done.returncode != 0  # as the second time ends as the first
     assert "making test-rdma ARGS=guest --only 'tests/rdma/guest/test_a.py::test_it[a-1]'" in done.stdout

@@ -50,7 +50,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
         prog="python -m tests.rdma", usage="%(prog)s [options] [PART... | -- CMD [-- CMD2]]", description=ABOUT
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="harness, guest, two or frameworks")
-    parser.add_argument("--only", action="append", default=[], metavar="TEST", help="a test of the PARTs; may be repeated")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEST", help="a test of the PARTs; may be repeated"
+    )
     parser.add_argument("--two", action="store_true", help="two machines; CMD2 runs in the second (default: CMD)")
     parser.add_argument("--timeout", type=float, default=DEAD_SECONDS, help="seconds until it is ended (%(default)s)")
     parser.add_argument("--cpus", type=int, help="of a guest (2, or 1 each with --two)")
