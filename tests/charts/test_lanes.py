@@ -89,7 +89,7 @@ def test_of_a_long_path_the_end_is_shown() -> None:
     assert "model.layers.17.attention".endswith(shown[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_long_picture_is_drawn_with_fewer_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     panel = conversation("ab")

@@ -41,7 +41,7 @@ def address(lease: Lease) -> int:
     return lease.slab.region.address + lease.offset
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_million_random_sizes(device: Device) -> None:
     """In bursts and lulls, from 1 byte to 8 MiB, dropped in any order.
 

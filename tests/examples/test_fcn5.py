@@ -21,6 +21,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.testing.patience import patient
 from tensorwire.trace.parts import parts_of_trace, read_trace, typical
 from tests.harness.sandbox import NAMES, PROGRESS
+from tests.levels import long
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
@@ -121,12 +122,12 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
     assert record["returned_bytes"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
         "decoupled",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "diloco")),
-        *(pytest.param(mode, marks=pytest.mark.long) for mode in ("ssp", "easgd", "localsgd", "streaming")),
+        *map(long, ("async", "diloco", "ssp", "easgd", "localsgd", "streaming")),
     ],
 )
 def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode: str) -> None:
@@ -191,7 +192,7 @@ def test_a_missed_gate_is_one_line_and_a_failure(tmp_path: Path) -> None:
     assert line.endswith("% is below 90%")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_script_trains_on_a_folder_of_idx_files_and_the_parts_of_its_steps_add_up(
     tmp_path: Path, idx_folder: Path
 ) -> None:

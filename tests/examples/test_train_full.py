@@ -88,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("dies", "resumed"),
     [
         pytest.param("saving", ("--servers", "1", "--device", "tcp"), marks=pytest.mark.slow),
-        pytest.param("step", ("--servers", "2"), marks=pytest.mark.slow),
+        pytest.param("step", ("--servers", "2"), marks=pytest.mark.long),
     ],
 )
 def test_a_killed_training_goes_on_with_the_same_bits(

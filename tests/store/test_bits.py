@@ -10,7 +10,7 @@ import torch
 import tensorwire as tw
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 # Odd sizes, none, one, a scalar, and some that are cut into several buckets and over several servers.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -113,13 +113,13 @@ FEW = ((2, 1, "shm"), (3, 2, "tcp"), (4, 3, "shm"))
 SOME = [(workers, servers, "tcp") for workers, servers in ((2, 1), (3, 2), (4, 3))]
 
 
-@pytest.mark.parametrize(("workers", "servers", "device"), mostly_slow(EVERY + SOME, FEW))
+@pytest.mark.parametrize(("workers", "servers", "device"), mostly_long(EVERY + SOME, FEW))
 def test_bits_over_workers_servers_and_devices(workers: int, servers: int, device: str) -> None:
     cases = [("SGD", OPTIONS["SGD"], "float32"), ("AdamW", OPTIONS["AdamW"], "bfloat16")]
     check(workers, servers, device, cases)
 
 
-@pytest.mark.parametrize("device", mostly_slow(["shm", "tcp"], ["shm"]))
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_bits_of_every_optimizer(device: str) -> None:
     cases = [(name, OPTIONS.get(name, {"lr": 0.01}), "float32") for name in (*ELEMENTWISE, *WHOLE)]
     check(2, 2, device, cases)

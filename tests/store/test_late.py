@@ -117,14 +117,14 @@ def check(chosen: list[Case], *, device: str, overlap: bool, servers: int) -> No
                 assert torch.equal(value, stock[key]), (case, key)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", ["alternating", "late"])
 def test_every_optimizer_takes_first_gradients_at_any_step(pattern: str) -> None:
     check(cases(pattern), device="shm", overlap=False, servers=1)
 
 
 @pytest.mark.parametrize(
-    ("device", "overlap"), [("shm", True), ("tcp", False), pytest.param("tcp", True, marks=pytest.mark.slow)]
+    ("device", "overlap"), [("shm", True), ("tcp", False), pytest.param("tcp", True, marks=pytest.mark.long)]
 )
 def test_late_first_gradients_over_devices_and_with_overlap(device: str, overlap: bool) -> None:
     chosen = [case for case in cases("late") if case[0] in ("SGD", "AdamW")]

@@ -21,7 +21,7 @@ from tensorwire.store.modes import Local
 from tensorwire.store.sharding import StorePlan
 from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.store.coded import SimulatedCode
 
 BUCKET = 8 << 10
@@ -284,7 +284,7 @@ class Simulation:
 
 @pytest.mark.parametrize(
     ("mode", "device"),
-    mostly_slow([(m, d) for m in MODES for d in ("shm", "tcp")], [(m, "shm") for m in MODES] + [(MODES[5], "tcp")]),
+    mostly_long([(m, d) for m in MODES for d in ("shm", "tcp")], [(m, "shm") for m in MODES] + [(MODES[5], "tcp")]),
     ids=repr,
 )
 def test_a_local_mode_equals_its_simulation(mode: Local, device: str, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ CODED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "compression", "device"), mostly_slow(CODED, CODED[:6]), ids=repr)
+@pytest.mark.parametrize(("mode", "compression", "device"), mostly_long(CODED, CODED[:6]), ids=repr)
 def test_a_coded_local_mode_equals_its_simulation(mode: Local, compression: str, device: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     ended = run_job(train, folder, mode, compression, servers=2, device=device, prepare=partial(log_into, folder))

@@ -15,7 +15,7 @@ import tensorwire as tw
 from tensorwire.errors import TensorwireError
 from tests.harness.interrupts import interrupt_at
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
 
 ELEMENTS = 3000  # of each variable: three buckets
@@ -106,7 +106,7 @@ def beside_another(job: tw.Job, kind: str, part: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), mostly_slow([*product(["sync", "servers"], PARTS)], [("sync", 0.4), ("sync", 0.95)])
+    ("kind", "part"), mostly_long([*product(["sync", "servers"], PARTS)], [("sync", 0.4), ("sync", 0.95)])
 )
 def test_an_interrupted_step_beside_another_worker(kind: str, part: float) -> None:
     ended = run_job(beside_another, kind, part, servers=2)

@@ -34,7 +34,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(240))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_good_device_passes(tmp_path: Path) -> None:
     done = run(tmp_path, "mydevices:Mine", "mydevices:Mine+delays", "-k", "test_order or another_process or orderly")
     assert done.returncode == 0, done.stdout

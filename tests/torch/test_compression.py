@@ -13,7 +13,7 @@ from tensorwire import errors
 from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 from tensorwire.store.modes import Mode
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 CODES = ["fp16", "bf16", "2bit(0.02)", "topk(0.01)", "int8"]
 MODES: list[Mode] = [
@@ -58,7 +58,7 @@ def learn(job: tw.Job, mode: Mode, data: Data) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, MODES[:1]), ids=repr)
+@pytest.mark.parametrize("mode", mostly_long(MODES, MODES[:1]), ids=repr)
 def test_digits_are_learned_as_without_compression(mode: Mode) -> None:
     margin = MARGIN[not isinstance(mode, (Sync, LocalSGD, DiLoCo))]
     for plain, *coded in run_job(learn, mode, digits()).ok():

@@ -181,7 +181,7 @@ def stock(module: Any, name: str, options: dict[str, Any], dtype: torch.dtype, w
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [("tcp", torch.float32), pytest.param("shm", torch.bfloat16, marks=pytest.mark.slow)]
+    ("device", "dtype"), [("tcp", torch.float32), pytest.param("shm", torch.bfloat16, marks=pytest.mark.long)]
 )
 def test_they_have_the_bits_of_one_process(folder: str, device: str, dtype: torch.dtype) -> None:
     results = run_job(trained, folder, dtype, servers=2, device=device).ok()

@@ -157,7 +157,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=[name for name, _ in RULES])
-@pytest.mark.parametrize(("device", "servers"), [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("device", "servers"), [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)])
 def test_in_rounds_of_all_workers(folder: str, at: int, device: str, servers: int) -> None:
     found = run_job(train, folder, Sync(), at, "", servers=servers, device=device).ok()
     alone = Alone(folder, at)

@@ -18,7 +18,7 @@ from tensorwire.launch.worker import current_worker
 from tensorwire.store.modes import Async, DiLoCo, LocalSGD
 from tensorwire.testing.patience import patient
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.store.array_rules import held
 
 
@@ -131,7 +131,8 @@ def sweep(job: Any) -> list[str]:
     return grown
 
 
-@pytest.mark.parametrize("device", mostly_slow(["shm", "tcp"], ["shm"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_a_sweep_of_trainings_holds_what_one_holds(device: str) -> None:
     assert run_job(sweep, device=device).ok() == [[], []]
 

@@ -66,7 +66,7 @@ def with_a_loader(job: tw.Job, method: str) -> float:
 
 # A forked child inherits what the devices hold; one that is spawned inherits nothing of either.
 @pytest.mark.parametrize(
-    ("method", "device"), [("fork", "shm"), ("fork", "tcp"), pytest.param("spawn", "auto", marks=pytest.mark.slow)]
+    ("method", "device"), [("fork", "shm"), ("fork", "tcp"), pytest.param("spawn", "auto", marks=pytest.mark.long)]
 )
 def test_training_with_data_loader_processes(method: str, device: str) -> None:
     first, second = run_job(with_a_loader, method, device=device).ok()

@@ -20,7 +20,7 @@ from tensorwire.store.rules import with_implementation
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch import overlap as overlapping
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.torch import zoo
 
 STEPS = 4
@@ -113,7 +113,7 @@ def huge(job: tw.Job, names: list[str], thread: bool) -> list[dict[str, torch.Te
 
 @pytest.mark.parametrize(
     ("device", "servers", "thread"),
-    mostly_slow([("shm", 1, False), ("shm", 1, True), ("tcp", 2, True)], [("shm", 1, True)]),
+    mostly_long([("shm", 1, False), ("shm", 1, True), ("tcp", 2, True)], [("shm", 1, True)]),
 )
 def test_no_worker_reads_what_may_be_updated(device: str, servers: int, thread: bool) -> None:
     names = list(zoo.MODELS)
@@ -335,7 +335,7 @@ def compiled(job: tw.Job, late: bool) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_compiled_models(late: bool) -> None:
     for mine in run_job(compiled, late).ok():
         assert_same(mine, together("mlp"), "mlp")

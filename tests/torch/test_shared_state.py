@@ -14,7 +14,7 @@ from tensorwire import errors
 from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 from tensorwire.store.modes import Local, Mode
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 RATE, BUCKET = 0.25, 4096
 STEPS = 3  # of each worker, whose gradients are 1, or 2 on worker 1
@@ -101,7 +101,7 @@ def check(values: dict[str, torch.Tensor], expected: float, *, integers: bool) -
 
 
 @pytest.mark.parametrize(
-    ("case", "device"), mostly_slow([(c, d) for c in CASES for d in ("shm", "tcp")], [(c, "shm") for c in CASES])
+    ("case", "device"), mostly_long([(c, d) for c in CASES for d in ("shm", "tcp")], [(c, "shm") for c in CASES])
 )
 def test_all_workers_save_the_same_model(case: Case, device: str) -> None:
     results = run_job(drift, case, servers=2, device=device).ok()

@@ -16,7 +16,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 BUCKET = 32 << 10
 # In one piece, in several, over two servers, a scalar, and one that never has a gradient.
@@ -132,7 +132,7 @@ def resume(job: tw.Job, cases: list[Case], checkpoints: list[bytes], late: bool)
 RESUMED: list[Case] = [("SGD", "float32"), ("AdamW", "float32"), ("Adafactor", "float32"), ("AdamW", "bfloat16")]
 
 
-@pytest.mark.parametrize(("device", "servers"), mostly_slow([("shm", 2), ("tcp", 1)], [("shm", 2)]))
+@pytest.mark.parametrize(("device", "servers"), mostly_long([("shm", 2), ("tcp", 1)], [("shm", 2)]))
 def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(device: str, servers: int) -> None:
     """It has another number of servers, too."""
     first = run_job(save_alone, RESUMED, servers=3 - servers, device=device).ok()

@@ -264,7 +264,7 @@ def compile_twice(job: tw.Job, overlap: bool) -> tuple[bool, int]:
     return same(state(ours), state(theirs)), count
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_torch_compile_around_a_step(overlap: bool) -> None:
     for equal, graphs in run_job(compile_twice, overlap).ok():
         assert equal

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorwire.cli import main
 from tensorwire.cli.plan import llama
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 # As the papers' authors give them: MiB, variables, parameters, mean, median, largest, below 4 KiB, from 1 MiB on.
 PAPERS = {
@@ -48,7 +48,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-@pytest.mark.parametrize("name", mostly_slow([*PAPERS], PAPERS.keys() - {"inception"}))
+@pytest.mark.parametrize("name", mostly_long([*PAPERS], PAPERS.keys() - {"inception"}))
 def test_the_papers_figures(plan: Any, tmp_path: Path, name: str) -> None:
     file = tmp_path / "plan.json"
     status, out, _ = plan(name, "--inference", "--batch", "2", "--json", str(file))
@@ -248,7 +248,7 @@ def inputs():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_hand_their_hidden_state_on(plan: Any, tmp_path: Path) -> None:
     """Eight of the eighty layers of Llama 3 70B."""
     pytest.importorskip("transformers")

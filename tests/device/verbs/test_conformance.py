@@ -13,7 +13,7 @@ from tensorwire.testing.patience import patient
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_conformance_suite() -> None:
     command = [sys.executable, "-m", "tensorwire.testing", "tests.harness.fake_nic:VerbsInProcess", "-x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(240), check=False)

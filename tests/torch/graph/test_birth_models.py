@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from tensorwire.torch.graph.memory.birthplace import Birthplace, is_new
 from tensorwire.torch.graph.memory.target import same_storage
-from tests.levels import long, mostly_slow
+from tests.levels import long, mostly_long
 from tests.torch.graph.models import MODELS, TRANSFORMERS
 from tests.torch.graph.rooms import listed, nbytes, place
 
@@ -85,7 +85,7 @@ def copy_of(args: Any, kwargs: Any, mutable: bool) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile and transformers
 @pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("name", mostly_slow([*MODELS], ("gru",)))
+@pytest.mark.parametrize("name", mostly_long([*MODELS], ("gru",)))
 def test_every_fresh_output_is_born(name: str, dtype: torch.dtype) -> None:
     if name in TRANSFORMERS:
         pytest.importorskip("transformers")

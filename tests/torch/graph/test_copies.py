@@ -145,9 +145,9 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
     [
         ("experts", "shm"),
         pytest.param("t5", "shm", marks=pytest.mark.long),
-        pytest.param("clip", "shm", marks=pytest.mark.slow),
+        pytest.param("clip", "shm", marks=pytest.mark.long),
         pytest.param("mixtral", "tcp", marks=pytest.mark.long),
-        pytest.param("gpt2", "tcp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "tcp", marks=pytest.mark.long),
     ],
 )
 def test_a_step_makes_the_copies_that_its_plan_predicts(name: str, device: str) -> None:

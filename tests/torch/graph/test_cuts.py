@@ -20,7 +20,7 @@ from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.execution.partition import partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.torch.graph import cuts, watched, zoo
 from tests.torch.graph.graphs import analyzed, run
 from tests.torch.graph.together import Together
@@ -104,7 +104,7 @@ def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", some(1, 10))
-@pytest.mark.parametrize(("device", "workers"), mostly_slow([("shm", 2), ("tcp", 3)], [("shm", 2)]))
+@pytest.mark.parametrize(("device", "workers"), mostly_long([("shm", 2), ("tcp", 3)], [("shm", 2)]))
 def test_random_programs_in_processes(device: str, workers: int, number: int) -> None:
     seeds = list(range(2000 + 6 * number, 2006 + 6 * number))
     assert run_job(processes, seeds, workers=workers, servers=0, device=device).ok() == [[]] * workers
@@ -173,6 +173,7 @@ def changing(job: tw.Job, seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", some(1, 9))
 def test_batches_and_lengths_that_change(number: int) -> None:
     device, workers = [("shm", 2), ("shm", 3), ("tcp", 3)][number % 3]
@@ -180,6 +181,6 @@ def test_batches_and_lengths_that_change(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", some(1, 10))
-@pytest.mark.parametrize(("device", "workers"), mostly_slow([("shm", 2), ("tcp", 3)], [("tcp", 3)]))
+@pytest.mark.parametrize(("device", "workers"), mostly_long([("shm", 2), ("tcp", 3)], [("tcp", 3)]))
 def test_random_programs_that_are_compiled(device: str, workers: int, number: int) -> None:
     assert run_job(compiled, [workers + number], workers=workers, servers=0, device=device).ok() == [[]] * workers

@@ -148,6 +148,7 @@ def all_differing(job: tw.Job) -> list[str]:
     return [wrong for case in pairs for wrong in differing(job, *case)]
 
 
+@pytest.mark.slow
 def test_cut_graphs_with_effects() -> None:
     assert run_job(all_differing, workers=2, servers=0, device="shm").ok() == [[], []]
 

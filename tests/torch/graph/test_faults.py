@@ -71,7 +71,7 @@ def test_an_exception_inside_a_partition(sandbox: Sandbox) -> None:
     assert "embedding" in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_option_is_named(sandbox: Sandbox) -> None:
     """Dynamo makes of what a backend raises an error of its own, and shows all of its frames; not so of ours."""
     message = run(sandbox, mode="quick")
@@ -81,7 +81,7 @@ def test_a_wrong_option_is_named(sandbox: Sandbox) -> None:
     assert "output_graph.py" not in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_place_differently(sandbox: Sandbox) -> None:
     message = run(sandbox, before='workers["c"] = job.rank')
     first = message.splitlines()[0]
@@ -94,7 +94,7 @@ def test_workers_that_place_differently(sandbox: Sandbox) -> None:
     ("fault", "does"),
     [
         ("x, i = torch.randn(5, 8), torch.zeros(5, dtype=torch.int64)", "plans another graph"),
-        pytest.param("break", "runs no graph any more", marks=pytest.mark.slow),
+        pytest.param("break", "runs no graph any more", marks=pytest.mark.long),
     ],
 )
 def test_workers_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:
@@ -106,7 +106,7 @@ def test_workers_that_move_on(sandbox: Sandbox, fault: str, does: str) -> None:
     )
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signal_", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> None:
     program = sandbox.run(sandbox.script(TRAIN.format(fault="pass", before="", mode="zerocopy")), "--servers", "0")
     program.expect("three 1", "three 0")
@@ -115,7 +115,7 @@ def test_a_job_that_people_end(sandbox: Sandbox, signal_: signal.Signals) -> Non
     sandbox.nothing_left()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_which_nothing_is_captured(sandbox: Sandbox) -> None:
     """It ran on every worker, and one of them says so."""
     script = sandbox.script(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.torch.graph import zoo
 from tests.torch.graph.training import gradients_of, train
 
@@ -31,7 +31,7 @@ def check(name: str, results: list[dict[str, Any]]) -> None:
             assert counted["copies"] == 0
 
 
-@pytest.mark.parametrize("name", mostly_slow(["gru", "inception", "gpt2", "t5", "mixtral"], ("gru",)))
+@pytest.mark.parametrize("name", mostly_long(["gru", "inception", "gpt2", "t5", "mixtral"], ("gru",)))
 def test_cut_over_two_workers(name: str) -> None:
     check(name, run_job(train, name, None, 1, workers=2, servers=0, device="shm").ok())
 

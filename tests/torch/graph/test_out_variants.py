@@ -70,7 +70,7 @@ def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None
             assert set(copies[case.name]) == {len(case.outputs)}, case.name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator(sandbox: Sandbox) -> None:
     """An ``out=`` variant that was believed for one layout is asked for others, too."""
     script = sandbox.script(

@@ -70,7 +70,7 @@ def _apply(kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("copies", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @example(seed=77822, workers=3, length=7, device=LoopbackDevice, varies=False)  # a source two runs ahead of its target
 @given(
     seed=st.integers(0, 10**6),

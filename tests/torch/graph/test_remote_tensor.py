@@ -20,7 +20,7 @@ from tensorwire.torch.graph.placement import remote_tensor as module
 from tensorwire.torch.graph.placement.placed_models import owner_of
 from tensorwire.torch.graph.placement.remote_tensor import RemoteTensor, location_of, make_remote, release, reserve
 from tests.harness.jobs import run_job
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 from tests.torch.graph.recording import Recorder
 
 A, B = 0, 1
@@ -341,7 +341,7 @@ MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow([*MODELS], MODELS.keys() - {"gpt2", "llama"}))
+@pytest.mark.parametrize("name", mostly_long([*MODELS], MODELS.keys() - {"gpt2", "llama"}))
 def test_dynamo_captures_the_same_graphs_and_does_not_compile_again(name: str) -> None:
     here, there = both(*MODELS[name]())
     assert there.dynamo == here.dynamo
@@ -349,7 +349,7 @@ def test_dynamo_captures_the_same_graphs_and_does_not_compile_again(name: str) -
     assert len(here.graphs) == len({g.code for g in here.graphs}) > 0
 
 
-@pytest.mark.parametrize("name", ["net", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["net", pytest.param("llama", marks=pytest.mark.long)])
 def test_without_torchs_private_name_the_operators_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.variables import builder
 

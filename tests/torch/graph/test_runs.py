@@ -94,14 +94,14 @@ def use(job: tw.Job, options: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "copies": last.copies}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_graphs_that_live_long(device: str) -> None:
     results = run_job(use, {}, workers=2, servers=0, device=device).ok()
     assert [result["wrong"] for result in results] == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_copies_give_the_same_bits() -> None:
     results = run_job(use, {"mode": "copy"}, workers=2, servers=0).ok()
     assert [result["wrong"] for result in results] == [[], []]
@@ -176,7 +176,7 @@ def place(job: tw.Job) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parameters_only_where_they_are_used() -> None:
     zero, one = run_job(place, workers=2, servers=0).ok()
     assert zero["losses"] == one["losses"] == [True] * 3

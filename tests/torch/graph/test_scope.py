@@ -433,7 +433,7 @@ def workers_of(graphs: list[Graph], operator: str) -> list[str | None]:
     return [worker for graph in graphs for worker in graph.of(operator)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_node_of_gpt2_has_the_worker_of_its_block() -> None:
     recorder = Recorder()
     compiled = torch.compile(

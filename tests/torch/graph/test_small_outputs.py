@@ -93,7 +93,7 @@ def both(job: tw.Job) -> tuple[list[Any], list[bool]]:
     return found, decode(job)
 
 
-@pytest.mark.parametrize(("workers", "device"), [(2, "shm"), pytest.param(3, "tcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("workers", "device"), [(2, "shm"), pytest.param(3, "tcp", marks=pytest.mark.long)])
 def test_small_outputs_of_varying_size_are_read_everywhere(workers: int, device: str) -> None:
     results = run_job(both, workers=workers, servers=0, device=device).ok()
     for rank, (batches, text) in enumerate(results):

@@ -20,7 +20,7 @@ from tests.harness.jobs import run_job
 from tests.torch.graph import zoo
 
 Optimizer = tw.torch.StoreOptimizer
-DEVICES = [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.slow)]  # with that many servers
+DEVICES = [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)]  # with that many servers
 
 
 class Net(torch.nn.Module):
@@ -142,7 +142,7 @@ def train(job: tw.Job, name: str) -> list[dict[str, int]]:
     ("name", "device", "servers"),
     [
         ("fcn5", "tcp", 2),
-        pytest.param("gpt2", "shm", 2, marks=pytest.mark.slow),
+        pytest.param("gpt2", "shm", 2, marks=pytest.mark.long),
         pytest.param("inception", "tcp", 2, marks=pytest.mark.long),
     ],
 )

@@ -94,9 +94,9 @@ def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, 
             "shm",
             "on",
             [(False, "zerocopy"), (True, "zerocopy"), (False, "copy")],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
-        pytest.param("shm", "off", [(False, "zerocopy")], marks=pytest.mark.slow),
+        pytest.param("shm", "off", [(False, "zerocopy")], marks=pytest.mark.long),
     ],
 )
 def test_the_mean_over_tokens(device: str, births: str, ways: list[tuple[bool, str]]) -> None:
@@ -115,7 +115,7 @@ def pictures(job: tw.Job) -> list[list[str]]:
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_norm_between_convolutions() -> None:
     assert run_job(pictures, workers=2, servers=0).ok() == [[[]] * 4] * 2
 
@@ -133,7 +133,7 @@ def swin(job: tw.Job) -> list[str]:
     return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], workers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_swin() -> None:
     assert run_job(swin, workers=2, servers=0).ok() == [[], []]
 
@@ -172,7 +172,7 @@ def varying(job: tw.Job, most: int | None) -> dict[str, Any]:
     [
         (64, "shm"),
         (None, "tcp"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, "tcp"), (None, "shm")]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(64, "tcp"), (None, "shm")]),
     ],
 )
 def test_lengths_that_vary(most: int | None, device: str) -> None:
