@@ -7,7 +7,7 @@ import os
 import pickle
 import secrets
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -96,6 +96,11 @@ def _worker(
     except BaseException as error:
         pipe.send_bytes(pickle.dumps((f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None)))
         raise SystemExit(1) from None
+
+
+def for_each(job: Any, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What ``function(job, *case)`` returns for each case: several programs of one job, as `run_job` runs them."""
+    return [function(job, *case) for case in cases]
 
 
 def run_job(

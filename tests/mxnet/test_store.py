@@ -20,7 +20,7 @@ from tensorwire import errors
 from tensorwire.store import foreign
 from tensorwire.store.fates import Fate
 from tensorwire.trace.push_fates import read_fates
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 
 def store_of(kind: str = "dist_tensorwire_sync") -> tuple[Any, Any]:
@@ -139,12 +139,10 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "dtype"), OPTIMIZERS, ids=str)
-def test_an_optimizer_on_servers_gives_the_bits_of_the_same_one_here(
-    name: str, options: dict[str, Any], dtype: str
-) -> None:
-    ((served, own),) = run_job(updates_of, name, options, dtype, workers=1).ok()
-    np.testing.assert_array_equal(served, own)
+def test_an_optimizer_on_servers_gives_the_bits_of_the_same_one_here() -> None:
+    (results,) = run_job(for_each, updates_of, OPTIMIZERS, workers=1).ok()
+    for case, (served, own) in zip(OPTIMIZERS, results, strict=True):
+        np.testing.assert_array_equal(served, own, str(case))
 
 
 def test_an_optimizer_with_norms_differs_in_their_last_bits() -> None:

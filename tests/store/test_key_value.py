@@ -20,7 +20,7 @@ from tensorwire.observe import counters
 from tensorwire.store import EASGD, SSP, Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.trace.push_fates import problems, read_fates, totals
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 Array = np.ndarray[Any, Any]
 BUCKET = 4096
@@ -57,11 +57,19 @@ def round_by_round(job: tw.Job, rule: str, reduce: str) -> list[list[Array]]:
     return seen
 
 
+RULES = [("assign", "sum"), ("sum", "sum"), ("sum", "mean"), ("mean", "sum")]
+
+
 @pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("shm", 2), ("tcp", 2)])
-@pytest.mark.parametrize(("rule", "reduce"), [("assign", "sum"), ("sum", "sum"), ("sum", "mean"), ("mean", "sum")])
-def test_a_pull_returns_the_round_of_the_last_push(device: str, servers: int, rule: str, reduce: str) -> None:
-    workers = 3
-    results = run_job(round_by_round, rule, reduce, workers=workers, servers=servers, device=device).ok()
+def test_a_pull_returns_the_round_of_the_last_push(device: str, servers: int) -> None:
+    results = run_job(for_each, round_by_round, RULES, workers=3, servers=servers, device=device).ok()
+    for (rule, reduce), *each in zip(RULES, *results, strict=True):
+        check_rounds(each, rule, reduce)
+
+
+def check_rounds(results: list[list[list[Array]]], rule: str, reduce: str) -> None:
+    """What the workers saw, round after round, is what the rule makes of all pushes."""
+    workers = len(results)
     for number, key in enumerate(KEYS):
         value = VALUES[key].copy()
         for step in range(5):

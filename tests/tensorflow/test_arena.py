@@ -7,14 +7,12 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tensorwire as tw
 from tensorwire.testing.patience import patient
 from tests.harness.jobs import run_job
-from tests.tensorflow.functions import FUNCTIONS
-from tests.tensorflow.test_distribute import run
+from tests.tensorflow.test_distribute import check_bits, run
 
 
 def use_arena() -> Any:
@@ -102,16 +100,8 @@ def run_in_arena(job: tw.Job, number: int) -> Any:
     return run(job, number, True)
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("number", [0, 1, 4, 6, 7], ids=lambda n: FUNCTIONS[n].__name__)
-def test_a_cut_function_has_the_bits_of_one_process(number: int, device: str) -> None:
-    ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
-    for rank, (found, mine, owners) in enumerate(run_job(run_in_arena, number, servers=0, device=device).ok()):
-        for result, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(result, other)
-        for value, owner, other in zip(mine, owners, variables, strict=True):
-            if owner == f"worker {rank}":
-                np.testing.assert_array_equal(value, other)
+def test_cut_functions_have_the_bits_of_one_process() -> None:
+    check_bits([0, 1, 4, 6, 7], run_in_arena, device="shm")
 
 
 def test_an_import_that_is_too_late_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
+from tests.levels import long
 from tests.tensorflow.functions import FUNCTIONS
 from tests.tensorflow.test_operators import load
 
@@ -40,17 +41,27 @@ def run(job: tw.Job, number: int, distributed: bool) -> tuple[list[Any], list[An
     return flat(tf, results), [v.numpy() for v in variables], [owner_of(v.handle) for v in variables]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=lambda n: FUNCTIONS[n].__name__)
-def test_a_cut_function_has_the_bits_of_one_process(number: int, device: str) -> None:
-    ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
-    for rank, (found, mine, owners) in enumerate(run_job(run, number, True, servers=0, device=device).ok()):
-        for result, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(result, other)
-        for value, owner, other in zip(mine, owners, variables, strict=True):
-            if owner == f"worker {rank}":
-                np.testing.assert_array_equal(value, other)
-    assert set(owners) == {"worker 0", "worker 1"}
+def check_bits(numbers: Sequence[int], run_cut: Callable[..., Any], *arguments: Any, device: str) -> None:
+    """``run_cut(job, number, *arguments)`` has the bits of one process, for the functions of these numbers."""
+    (alone,) = run_job(for_each, run, [(number, False) for number in numbers], workers=1, servers=0).ok()
+    cut = run_job(for_each, run_cut, [(number, *arguments) for number in numbers], servers=0, device=device).ok()
+    for rank, results in enumerate(cut):
+        for number, (found, mine, owners), (wanted, variables, _) in zip(numbers, results, alone, strict=True):
+            for result, other in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(result, other, FUNCTIONS[number].__name__)
+            for value, owner, other in zip(mine, owners, variables, strict=True):
+                if owner == f"worker {rank}":
+                    np.testing.assert_array_equal(value, other, FUNCTIONS[number].__name__)
+            assert set(owners) == {"worker 0", "worker 1"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "device"),
+    [(range(len(FUNCTIONS)), "shm"), ([0, 1], "tcp"), long((range(len(FUNCTIONS)), "tcp"))],
+    ids=str,
+)
+def test_cut_functions_have_the_bits_of_one_process(numbers: Sequence[int], device: str) -> None:
+    check_bits(numbers, run, True, device=device)
 
 
 def captures(job: tw.Job) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters, pickles_counted
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 from tests.tensorflow.test_operators import load
 from tests.tensorflow.test_store_optimizer import BATCH, FEATURES, SAMPLES, backed_up, half_batches, model, share
 
@@ -70,13 +70,14 @@ def on_servers(job: tw.Job, name: str, steps: int, mode: Any, traced: bool) -> l
 
 
 @pytest.mark.parametrize(("device", "servers", "traced"), [("shm", 2, True), ("tcp", 1, False)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_all_workers_have_the_values_of_one_process(name: str, device: str, servers: int, traced: bool) -> None:
-    (wanted,) = run_job(alone, name, 6, 2, workers=1, servers=0).ok()
-    first, second = run_job(on_servers, name, 6, tw.store.Sync(), traced, device=device, servers=servers).ok()
-    for mine, same, other in zip(first, second, wanted, strict=True):
-        np.testing.assert_array_equal(mine, same)
-        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+def test_in_sync_all_workers_have_the_values_of_one_process(device: str, servers: int, traced: bool) -> None:
+    (wanted,) = run_job(for_each, alone, [(name, 6, 2) for name in OPTIMIZERS], workers=1, servers=0).ok()
+    cases = [(name, 6, tw.store.Sync(), traced) for name in OPTIMIZERS]
+    results = run_job(for_each, on_servers, cases, device=device, servers=servers).ok()
+    for name, first, second, values in zip(OPTIMIZERS, *results, wanted, strict=True):
+        for mine, same, other in zip(first, second, values, strict=True):
+            np.testing.assert_array_equal(mine, same, name)
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("mode", [tw.store.Async(), tw.store.SSP(1)])

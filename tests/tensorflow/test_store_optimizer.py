@@ -16,7 +16,8 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters, pickles_counted
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
+from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
 
 SAMPLES, FEATURES, BATCH = 96, 12, 8
@@ -100,12 +101,13 @@ def together(job: tw.Job, name: str, steps: int, traced: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("device", "servers", "traced"), [("shm", 2, True), ("tcp", 1, False)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_all_workers_have_the_bits_of_one_process(name: str, device: str, servers: int, traced: bool) -> None:
-    (wanted,) = run_job(alone, name, 6, traced, workers=1, servers=0).ok()
-    for found in run_job(together, name, 6, traced, device=device, servers=servers).ok():
-        for mine, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(mine, other)
+def test_in_sync_all_workers_have_the_bits_of_one_process(device: str, servers: int, traced: bool) -> None:
+    cases = [(name, 6, traced) for name in OPTIMIZERS]
+    (wanted,) = run_job(for_each, alone, cases, workers=1, servers=0).ok()
+    for worker in run_job(for_each, together, cases, device=device, servers=servers).ok():
+        for name, found, values in zip(OPTIMIZERS, worker, wanted, strict=True):
+            for mine, other in zip(found, values, strict=True):
+                np.testing.assert_array_equal(mine, other, name)
 
 
 def fit(job: tw.Job, mode: Any, epochs: int, **options: Any) -> dict[str, Any]:
@@ -158,8 +160,11 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("name", MODES)
+CASES = [(name, device) for name in MODES for device in ("shm", "tcp")]
+A_MODE_OF_EACH_CLASS = [("Async, int8", "shm"), ("EASGD", "shm"), ("DiLoCo", "shm"), ("Sync, bf16", "tcp")]
+
+
+@pytest.mark.parametrize(("name", "device"), mostly_long(CASES, A_MODE_OF_EACH_CLASS))
 def test_every_mode_learns(name: str, device: str) -> None:
     mode, options = MODES[name]
     found = run_job(fitted, mode, 6, {"bucket_bytes": 4096, **options}, device=device, servers=2).ok()

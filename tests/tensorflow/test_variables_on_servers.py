@@ -15,7 +15,7 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.testing.patience import patient
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 from tests.tensorflow.functions import FUNCTIONS
 from tests.tensorflow.test_distribute import STEPS, flat, run
 from tests.tensorflow.test_operators import load
@@ -30,12 +30,14 @@ def on_servers(job: tw.Job, number: int) -> tuple[list[Any], list[Any]]:
     return flat(tf, results), flat(tf, twt.distribute(lambda: [v.read_value() for v in variables])())
 
 
-@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=lambda n: FUNCTIONS[n].__name__)
-def test_a_function_with_variables_on_a_server_has_the_bits_of_one_process(number: int) -> None:
-    ((wanted, variables, _),) = run_job(run, number, False, workers=1, servers=0).ok()
-    for results, values in run_job(on_servers, number, device=("shm", "tcp")[number % 2]).ok():
-        for found, other in zip(results + values, wanted + variables, strict=True):
-            np.testing.assert_array_equal(found, other)
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_functions_with_variables_on_a_server_have_the_bits_of_one_process(device: str) -> None:
+    numbers = range(("shm", "tcp").index(device), len(FUNCTIONS), 2)
+    (alone,) = run_job(for_each, run, [(number, False) for number in numbers], workers=1, servers=0).ok()
+    for worker in run_job(for_each, on_servers, [(number,) for number in numbers], device=device).ok():
+        for number, (results, values), (wanted, variables, _) in zip(numbers, worker, alone, strict=True):
+            for found, other in zip(results + values, wanted + variables, strict=True):
+                np.testing.assert_array_equal(found, other, FUNCTIONS[number].__name__)
 
 
 def many(job: tw.Job) -> list[Any]:
