@@ -243,7 +243,9 @@ def keep_what_cannot_be_saved(job: tw.Job, path: str) -> list[float]:
     kv = KeyValue(rule="tests.store.array_rules:keeps_a_name")
     kv.init("a", np.zeros(3, "f4"))
     kv.push("a", np.zeros(3, "f4")).wait()
-    with pytest.raises(errors.Unsupported, match="keeps 'name' of 'a' as a str, which is neither a number nor an array"):
+    with pytest.raises(
+        errors.Unsupported, match="keeps 'name' of 'a' as a str, which is neither a number nor an array"
+    ):
         kv.save(path)
     found: list[float] = kv.pull("a").wait().tolist()
     return found
