@@ -69,7 +69,7 @@ def alone(steps: int, workers: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("device", "servers", "cut"),
-    [("shm", 1, (False, False)), ("tcp", 2, (False, False)), ("tcp", 2, (True, True)), ("shm", 1, (False, True))],
+    [("tcp", 2, (False, False)), ("tcp", 2, (True, True)), ("shm", 1, (False, True))],
 )
 def test_keys_have_the_values_of_the_function_alone_also_after_loading(
     device: str, servers: int, cut: tuple[bool, bool], tmp_path: Path
@@ -239,20 +239,20 @@ def test_no_name_in_the_state_is_taken_for_something_else(tmp_path: Path) -> Non
     assert found == [-4.0] * 3 + [-12.0] * 3
 
 
-def keep_what_cannot_be_saved(job: tw.Job, path: str) -> str:
+def keep_what_cannot_be_saved(job: tw.Job, path: str) -> list[float]:
     kv = KeyValue(rule="tests.store.array_rules:keeps_a_name")
     kv.init("a", np.zeros(3, "f4"))
     kv.push("a", np.zeros(3, "f4")).wait()
-    try:
+    with pytest.raises(
+        errors.Unsupported, match="keeps 'name' of 'a' as a str, which is neither a number nor an array"
+    ):
         kv.save(path)
-    except errors.TensorwireError as error:
-        return str(error)
-    return "saved"
+    found: list[float] = kv.pull("a").wait().tolist()
+    return found
 
 
 def test_what_is_neither_a_number_nor_an_array_cannot_be_saved(tmp_path: Path) -> None:
-    ended = run_job(keep_what_cannot_be_saved, str(tmp_path / "a.npz"), workers=1)
-    assert "neither a number nor an array" in str(ended.cause) + str(ended.results)
+    assert run_job(keep_what_cannot_be_saved, str(tmp_path / "a.npz"), workers=1).ok() == [[0.0] * 3]
 
 
 def rows_by_a_rule_of_tensors(job: tw.Job) -> None:

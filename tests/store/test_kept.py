@@ -6,11 +6,12 @@ import random
 from collections.abc import Iterable
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
 from tensorwire.errors import ProtocolError, Unsupported
-from tensorwire.store.kept import Held, join, load_held, number_item, pieces_of, value_of
+from tensorwire.store.kept import Held, KeptArray, join, load_held, number_item, pieces_of, value_of
 from tensorwire.store.sharding import ParameterSpec, Piece, make_plan
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
 from tensorwire.store.tensor_items import outline, tensor_of
@@ -44,10 +45,20 @@ def on_servers(items: Iterable[Item], servers: int) -> list[Item]:
     for server in range(servers):
         pieces = [p for bucket in plan.buckets[server] for p in bucket.pieces]
         held = [Held(piece, SPECS[piece.tensor], (piece.stop - piece.start,)) for piece in pieces]
-        kept = load_held(held, pieces_of(given, plan, server))
+        sent = list(pieces_of(given, plan, server))
+        check_once(sent)
+        kept = load_held(held, sent)
         for each, mine in zip(held, kept, strict=True):
             found.append(each.items({key: tensor_of(*value) for key, value in mine.items()}, outline))
-    return list(join(chain.from_iterable(found)).values())
+    parts = list(chain.from_iterable(found))
+    check_once(parts)
+    return list(join(parts).values())
+
+
+def check_once(items: Iterable[Item]) -> None:
+    """What is not cut with its tensor travels once."""
+    whole = [(entry.tensor, entry.key) for entry, _ in items if not entry.rows]
+    assert len(whole) == len(set(whole))
 
 
 @pytest.mark.parametrize("servers", [(1,), (3,), (3, 2), (1, 4)])
@@ -59,6 +70,7 @@ def test_it_comes_back_as_it_was(servers: tuple[int, ...]) -> None:
     assert by_place == {(entry.tensor, entry.key): (entry, bytes(data)) for entry, data in STATE}
     numbers = [value_of(*each) for each in items if each[0].kind == NUMBER]
     assert sorted((type(n).__name__, n) for n in numbers) == [("bool", True), ("float", 0.5), ("int", 3)]
+    assert value_of(*KeptArray(0, "steps", NUMBER, False, np.array([3.0])).item) == 3  # as files had it before
 
 
 def test_rows_of_a_table_may_have_other_lengths() -> None:

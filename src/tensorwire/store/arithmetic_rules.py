@@ -165,7 +165,7 @@ class PieceValues(Held):
     def saved(self) -> Iterator[Item]:
         """What is kept for them; a master only if it says more than the values do."""
         more = self.half and not bool((self.rounded(self.master) == self.master).all())
-        yield from self.items({**({MASTER: self.master} if more else {}), **self.kept}, self.outline, rows=self.rows)
+        yield from self.items({**self.kept, **({MASTER: self.master} if more else {})}, self.outline, rows=self.rows)
 
     def load(self, found: dict[str, Item]) -> None:
         """What is kept becomes ``found``, which changes no value: a master counts where it rounds to the value."""

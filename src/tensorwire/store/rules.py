@@ -102,7 +102,7 @@ class _TensorValues(PieceValues):
         self.master = torch.nn.Parameter(self.master)
         self.rows = False if rule.spec.whole else None
 
-    @property  # type: ignore[override]
+    @property
     def kept(self) -> dict[str, Any]:
         """What the optimizer keeps."""
         return dict(self.states.get(self.master, {}))
