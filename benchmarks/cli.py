@@ -8,21 +8,19 @@ from typing import Any
 import click
 
 from tensorwire.cli import bench_options, run_command
-from tensorwire.cli.bench_options import MODELS, devices, link, names, plain, processes, shown, sizes, workload
+from tensorwire.cli.bench_options import MODELS, devices, named, plain, processes, shown, sizes, workload
+from tensorwire.errors import ArgumentError
 
+_CROSSINGS = ("zerocopy", "copy", "rpc")
 _MODES = ("sync", "async", "ssp", "easgd", "localsgd", "diloco", "streaming", "decoupled")
-_TRANSFORMERS = ("bert", "llama", "vit")
 
 
-def _peers(default: str, *known: str) -> Callable[..., Any]:
-    return click.option(
-        "--peers",
-        default=default,
-        show_default=True,
-        metavar="NAMES",
-        callback=names("", known),
-        help=f"Beside what: {', '.join(known)}.",
-    )
+def _peers(*known: str) -> Callable[..., Any]:
+    return named("--peers", "", (*known, "none"), ",".join(known), f"Beside what: {', '.join(known)}, or none.")
+
+
+def _part(*known: str, text: str = "What is measured; see above.") -> Callable[..., Any]:
+    return click.option("--part", type=click.Choice(known), default=known[0], show_default=True, help=text)
 
 
 _peer_python = click.option(
@@ -31,8 +29,13 @@ _peer_python = click.option(
 _steps = click.option(
     "--steps", type=click.IntRange(1, 10_000), default=3, show_default=True, help="Timed steps a round."
 )
-_report = click.option(
-    "--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf); train: tell tensor sizes."
+_report = click.option("--report", default="", metavar="FILE", help="Draw the steps' parts (.png, .svg, .pdf).")
+_link = named(
+    "--link links",
+    "",
+    ("100mbit", "1gbit", "10gbit"),
+    "",
+    "tcp over a shaped link of 100mbit, 1gbit, 10gbit instead; needs root, iproute2 and iperf3.",
 )
 
 
@@ -47,31 +50,47 @@ def group() -> None:
       python -m benchmarks store
       python -m benchmarks modes
       python -m benchmarks edge --sizes 64KiB,1MiB
-      python -m benchmarks device --peers all
+      python -m benchmarks device
       python -m benchmarks mxnet --quick
     """
 
 
 @group.command()
 @plain
-@devices("Which transports.", "shm,tcp", "shm", "tcp")
+@devices("Which transports.", "shm,tcp", "shm", "tcp", "verbs")
 @sizes
+@_link
 @click.option(
-    "--peers", default="all", show_default=True, metavar="NAMES", help="Beside what: all, none, or such as ucx,grpc."
+    "--listen", default="", metavar="HOST:PORT", help="verbs between two machines: be the one that is written to."
 )
+@click.option(
+    "--connect", default="", metavar="HOST:PORT", help="verbs between two machines: the other one's --listen."
+)
+@_peers("ucx", "nixl")
 @_peer_python
-def device(peers: str, **options: Any) -> None:
-    """Writes over shm and tcp, beside libfabric and other libraries, and what tensorwire bench has beside them."""
-    from benchmarks.libraries import parse_peers
+def device(listen: str, **options: Any) -> None:
+    """Writes over shm, tcp and verbs, beside libfabric, perftest, iperf3 and other libraries.
 
-    _run("device", peers=tuple(parse_peers(peers)), **options)
+    \b
+    Between two machines (both need TENSORWIRE_SECRET_FILE):
+      python -m benchmarks device --device verbs --listen 10.0.0.1:7000
+      python -m benchmarks device --device verbs --connect 10.0.0.1:7000
+    """
+    if options["links"] and "verbs" in options["devices"]:
+        raise ArgumentError("--link measures tcp")
+    if (listen or options["connect"]) and options["devices"] != ("verbs",):
+        raise ArgumentError("--listen and --connect measure verbs alone: give --device verbs")
+    if listen:
+        _run("listen", connect=listen)
+    else:
+        _run("device", **options)
 
 
 @group.command()
 @plain
 @devices("Which transports.", "shm,tcp", "shm", "tcp", "verbs")
 @sizes
-@_peers("grpc,torch-rpc,gloo", "grpc", "torch-rpc", "gloo")
+@_peers("grpc", "gloo")
 @_peer_python
 def edge(**options: Any) -> None:
     """A stream of tensors over one edge, alone and between a producer and a consumer, beside other libraries."""
@@ -84,28 +103,27 @@ def edge(**options: Any) -> None:
 @workload("Whose tensors: all, or " + ", ".join(MODELS) + "; tiny to try it out.", "tiny")
 @processes
 @_peer_python
-@click.option(
-    "--part",
-    type=click.Choice(["steps", "pushes", "rows", "diloco"]),
-    default="steps",
-    show_default=True,
-    help="pushes: of 4 KiB; rows: of a table; diloco: over --link, beside torchft.",
-)
-@link("diloco: over a shaped link, 100mbit, 1gbit or both; needs root and iproute2.")
+@_part("steps", "keys", "rows", "diloco")
+@_link
 def store(**options: Any) -> None:
-    """The parameter store's step, push and pull, or small pushes, or batches of rows, beside gRPC."""
+    """The parameter store beside gRPC, over links, and in other modes.
+
+    \b
+    Its parts:
+      steps   step, push and pull of a model; --link beside iperf3
+      keys    keys in the modes async, ssp and sync; pushes of 4 KiB; many workers
+      rows    batches of random rows of a table, pulled and pushed
+      diloco  over a --link: DiLoCo's exposed communication, and a step of sync
+    """
     _run("store", **options)
 
 
 @group.command()
 @shown
-@workload(
-    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; also vgg16-sleeping, whose layers sleep.",
-    "vgg16-sleeping",
-)
+@workload("all, or " + ", ".join(MODELS) + "; vgg16-sleeping, whose layers sleep.", "vgg16-sleeping")
 @devices("The store's transports: shm, tcp.", "shm", "shm", "tcp")
-@link("tcp over a shaped link, 1gbit or 10gbit or both; needs root and iproute2. Give --device tcp.")
-@_peers("ddp", "ddp", "grpc", "none")
+@_link
+@_peers("ddp")
 @processes
 @_steps
 @click.option("--overlap", is_flag=True, help="Also with a store that is pushed to while backward runs.")
@@ -119,28 +137,14 @@ def train(**options: Any) -> None:
       python -m benchmarks train --workload all --device shm,tcp --overlap --report steps.png
       python -m benchmarks train --workload vgg16-sleeping --overlap --device tcp --link 10gbit --workers 1
     """
-    from benchmarks.training import check
-
-    check(options["workloads"], options["devices"], options["links"])
     _run("train", **options)
 
 
 @group.command()
 @shown
-@workload(
-    "all, or alexnet, inception, vgg16, lstm, gru, fcn5, gpt2; with transformers also bert, llama, vit.",
-    every=(*MODELS, *_TRANSFORMERS),
-    default="gpt2",
-)
+@workload("all, or " + ", ".join(MODELS) + ".", default="gpt2")
 @devices("Between the workers: shm, tcp.", "shm", "shm", "tcp")
-@click.option(
-    "--modes",
-    default="zerocopy,copy,rpc",
-    show_default=True,
-    metavar="NAMES",
-    callback=names("mode", ("zerocopy", "copy", "rpc")),
-    help="How tensors cross; rpc is a call of gRPC for each.",
-)
+@named("--modes", "mode", _CROSSINGS, ",".join(_CROSSINGS), "How tensors cross; rpc is a call of gRPC for each.")
 @click.option("--workers", type=click.IntRange(2, 8), default=2, show_default=True, help="Processes with a part each.")
 @_steps
 @_report
@@ -157,23 +161,8 @@ def graph(**options: Any) -> None:
 
 @group.command()
 @shown
-@click.option(
-    "--data",
-    "datas",
-    default="digits,fashion",
-    show_default=True,
-    metavar="NAMES",
-    callback=names("data", ("digits", "fashion")),
-    help="What to train on; fashion is Fashion-MNIST.",
-)
-@click.option(
-    "--modes",
-    default=",".join(_MODES),
-    show_default=True,
-    metavar="NAMES",
-    callback=names("mode", _MODES),
-    help="The demo's names of modes.",
-)
+@named("--data datas", "data", ("digits", "fashion"), "digits,fashion", "Train on what; fashion is Fashion-MNIST.")
+@named("--modes", "mode", _MODES, ",".join(_MODES), "The demo's names of modes.")
 @click.option("--seconds", type=click.FloatRange(1), default=20.0, show_default=True, help="Of each training.")
 @click.option("--width", type=click.IntRange(1), default=256, show_default=True, help="Of the hidden layers.")
 @devices("The store's transport: shm or tcp.", "shm", "shm", "tcp")
@@ -188,53 +177,28 @@ def modes(**options: Any) -> None:
     _run("convergence", **options)
 
 
-def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    return tuple(map(int, names("", ("1", "2", "3", "4"))(context, parameter, value)))
-
-
 @group.command()
 @shown
-@click.option(
-    "--part",
-    type=click.Choice(["all", "pushpull", "train", "kill"]),
-    default="all",
-    show_default=True,
-    help="pushpull: of one key; train: two perceptrons; kill, which all leaves out: what a killed process leaves.",
-)
+@_part("all", "pushpull", "train", text="pushpull: of one key; train: two perceptrons.")
 @devices("Our transports on one machine.", "shm,tcp", "shm", "tcp")
-@link("tcp over a shaped link, 1gbit or 10gbit or both, instead of one machine; needs root and iproute2.")
+@_link
 @sizes
-@click.option(
-    "--workers",
-    "counts",
-    default="",
-    metavar="COUNTS",
-    callback=_counts,
-    help="Worker processes, 1 to 4; by default 1 for pushpull, and 1,2 for train.",
-)
+@named("--workers counts", "", ("1", "2", "3", "4"), "", "Processes; by default 1 for pushpull, and 1,2 for train.")
 @_steps
-@click.option("--report", default="", metavar="FILE", help="Draw the seconds per epoch (.png, .svg, .pdf).")
-def mxnet(**options: Any) -> None:
+def mxnet(counts: tuple[str, ...], **options: Any) -> None:
     """MXNet 1.9.1 with its own parameter server, and with ours: push and pull of a key, and training.
 
     \b
     One server. MXNet has a Python of its own: make setup-mxnet, or the one that TENSORWIRE_MXNET_PYTHON names.
-      python -m benchmarks mxnet --report epochs.svg
+      python -m benchmarks mxnet --part train
       sudo python -m benchmarks mxnet --part pushpull --link 1gbit,10gbit
     """
-    _run("mxnet", **options)
+    _run("mxnet", counts=tuple(map(int, counts)), **options)
 
 
 @group.command()
 @plain
-@click.option(
-    "--part",
-    type=click.Choice(["crossings", "networks", "strategies"]),
-    default="crossings",
-    show_default=True,
-    help="crossings: of single tensors; networks: steps of training, with variables on worker 1 or cut in two; "
-    "strategies: steps of two workers with batches of their own.",
-)
+@_part("crossings", "networks", "strategies")
 @workload(
     "networks, strategies: all, or alexnet, inception, vgg16, lstm, gru, fcn5.",
     every=("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5"),
@@ -245,7 +209,13 @@ def mxnet(**options: Any) -> None:
 @_steps
 @_report
 def tensorflow(**options: Any) -> None:
-    """Tensors that cross between two workers: TensorFlow 2.21 with its own runtime over gRPC, and with our edges.
+    """TensorFlow 2.21 on two workers, with its own runtime over gRPC, and with our edges and store.
+
+    \b
+    Its parts:
+      crossings   single tensors that cross
+      networks    steps of training, with variables on worker 1 or cut in two
+      strategies  steps of two workers with batches of their own
 
     \b
     TensorFlow has a Python of its own: make setup-tensorflow, or the one that TENSORWIRE_TENSORFLOW_PYTHON names.

@@ -38,9 +38,6 @@ LAYERS = {
     "gru": Layers(("inputs", "states out")),
     "fcn5": Layers(("net.*",)),
     "gpt2": Layers(("blocks.*",), rest=0),
-    "bert": Layers(("model.bert.encoder.layer.*",), rest=0),
-    "llama": Layers(("model.model.embed_tokens model.model.rotary_emb", "model.model.layers.*")),
-    "vit": Layers(("model.vit.embeddings", "model.vit.layers.*")),
 }
 
 

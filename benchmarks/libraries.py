@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import ROOT
 from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import ACTORS, Contender, pair
 from tensorwire.bench.show import Notes
@@ -21,7 +22,7 @@ _PROGRAM = "ucx_perftest"
 
 @dataclass(frozen=True)
 class Peer:
-    """A library with a program in Python. ``devices``: whose workloads it takes part in.
+    """A library with a program in Python. ``devices``: over what it writes.
 
     ``asleep``: its target's program sleeps while the initiator works; the library's own threads do what is to be done.
     """
@@ -38,18 +39,14 @@ class Peer:
 # glibc gives memory back after each message otherwise, and half of the time goes into page faults.
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_TOP_PAD_": "268435456"}
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("ucx", "ucx_put.py", (), "apt install ucx-utils", ("shm", "tcp"), asleep=False),
-        Peer("nixl", "nixl_write.py", ("nixl_cu12._api",), "pip install --no-deps nixl-cu12", ("shm", "tcp")),
-        Peer("mooncake", "mooncake_write.py", ("mooncake.engine",), "pip install mooncake-transfer-engine-non-cuda"),
-        Peer("zeromq", "zeromq_send.py", ("zmq",), "pip install pyzmq", asleep=False, environment=KEEP),
-        Peer("gloo", "gloo_send.py", ("torch.distributed",), "pip install torch", asleep=False, environment=KEEP),
-        Peer("torch-rpc", "torch_rpc.py", ("torch.distributed.rpc",), "pip install torch", environment=KEEP),
-        Peer("grpc", "grpc_stream.py", ("grpc",), "pip install grpcio", environment=KEEP),
-    )
-}
+PEERS = (
+    Peer("ucx", "ucx_put.py", (), "apt install ucx-utils", ("shm", "tcp"), asleep=False),
+    Peer("nixl", "nixl_write.py", ("nixl_cu12._api",), "pip install --no-deps nixl-cu12", ("shm", "tcp")),
+)
+
+# Threads free what others allocate: with one arena there are a quarter of the page faults.
+ONE_ARENA = {**KEEP, "MALLOC_ARENA_MAX": "1"}
+GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=ONE_ARENA)
 
 
 class Libraries:
@@ -70,8 +67,8 @@ class Libraries:
                 stopped=True,
                 environment={"PYTHONPATH": str(ACTORS), **peer.environment},
             )
-            for peer in map(PEERS.__getitem__, names)
-            if device in peer.devices and (program := self.program(peer))
+            for peer in PEERS
+            if peer.name in names and device in peer.devices and (program := self.program(peer))
         ]
 
     def libfabric(self, nbytes: int) -> list[Contender]:
@@ -98,25 +95,15 @@ class Libraries:
             raise ArgumentError(f"--peer-python {self._python}: {error.strerror}") from None
 
 
-def framework_python(framework: str, variable: str, folder: Path) -> str:
-    """The Python that has a framework: the one that a variable names, or that of an environment of its own.
+def framework_python(framework: str, name: str) -> str:
+    """The Python that has a framework: that of ``.venv-NAME``, or the one that a variable names.
 
     Raises `MissingPackage`.
     """
+    variable, folder = f"TENSORWIRE_{name.upper()}_PYTHON", f".venv-{name}"
     named = os.environ.get(variable)
-    python = Path(named or folder / "bin" / "python")
+    python = Path(named or ROOT / folder / "bin" / "python")
     if not os.access(python, os.X_OK):
-        where = f"{python}, which {variable} names" if named else python.relative_to(folder.parent)
-        raise MissingPackage(f"{framework} has no Python at {where}: make setup-{folder.name.removeprefix('.venv-')}")
+        where = f"{python}, which {variable} names" if named else python.relative_to(ROOT)
+        raise MissingPackage(f"{framework} has no Python at {where}: make setup-{name}")
     return str(python)
-
-
-def parse_peers(text: str) -> list[str]:
-    """``none``, ``all`` or names with commas between them. Raises `ArgumentError`."""
-    if text in ("none", "all"):
-        return list(PEERS) if text == "all" else []
-    names = text.split(",")
-    for name in names:
-        if name not in PEERS:
-            raise ArgumentError(f"--peers: {name!r} is not one of none, all, {', '.join(PEERS)}")
-    return names

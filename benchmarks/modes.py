@@ -9,12 +9,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workers import ROOT
+from benchmarks import ROOT
+from benchmarks.options import Options
+from tensorwire.bench.compare import Settings
 from tensorwire.bench.programs import ProgramFailed
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
@@ -24,28 +24,22 @@ FOLDERS = {"digits": "digits", "fashion": "/usr/share/datasets/fashion-mnist"}
 DEMO = ROOT / "examples" / "fcn5" / "demo.py"
 
 
-@dataclass
-class Trainings:
-    """What has been trained: records, and the curves by data and mode."""
-
-    records: list[Record] = field(default_factory=list)
-    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+Curves = dict[str, dict[str, Curve]]  # by data and mode
 
 
-def measure(
-    datas: Sequence[str], modes: Sequence[str], device: str, *, seconds: float, width: int, notes: Notes
-) -> Trainings:
-    """Every mode on all data."""
-    found = Trainings()
-    for data in datas:
+def measure(options: Options, settings: Settings, notes: Notes, curves: Curves) -> list[Record]:
+    """Every mode on all data; adds to ``curves``."""
+    found = []
+    device, seconds = options.devices[0], 3.0 if options.quick else options.seconds
+    for data in options.datas:
         if data != "digits" and not Path(FOLDERS[data]).is_dir():
             notes.skip(f"{data}: there is no {FOLDERS[data]}: apt install dataset-fashion-mnist")
             continue
-        for mode in modes:
-            notes.progress(f"FCN-5 of width {width} on {data}, {seconds:g} s: {mode}")
-            trained = _train(mode, FOLDERS[data], device, seconds, width)
-            found.records.append(_record(trained, data, device, width))
-            found.curves.setdefault(data, {})[mode] = _curve(trained)
+        for mode in options.modes:
+            notes.progress(f"FCN-5 of width {options.width} on {data}, {seconds:g} s: {mode}")
+            trained = _train(mode, FOLDERS[data], device, seconds, options.width)
+            found.append(_record(trained, data, options.width))
+            curves.setdefault(data, {})[mode] = _curve(trained)
     return found
 
 
@@ -70,7 +64,7 @@ def _curve(trained: dict[str, Any]) -> Curve:
     return [(steps * samples, seconds, loss) for steps, seconds, loss in trained["curve"] if loss is not None]
 
 
-def _record(trained: dict[str, Any], data: str, device: str, width: int) -> Record:
+def _record(trained: dict[str, Any], data: str, width: int) -> Record:
     seconds, gate = trained["training_seconds"], trained["gate"]
     return Record(
         bench="modes",
@@ -80,16 +74,11 @@ def _record(trained: dict[str, Any], data: str, device: str, width: int) -> Reco
         workload=f"FCN-5 of width {width} on {data}, {trained['workers']} workers",
         bytes=0,
         seconds=seconds,
-        bytes_per_second=None,
-        limit=None,
-        limit_value=None,
-        ratio=None,
-        copies=None,
-        rpcs=trained["rpcs"],
-        registrations=trained["registrations"],
         low=seconds,
         high=seconds,
         rounds=1,
+        rpcs=trained["rpcs"],
+        registrations=trained["registrations"],
         target=f"accuracy >= {gate:.0%}",
         met=trained["accuracy"] >= gate,
         details={name: trained[name] for name in ("accuracy", "samples_per_second")},

@@ -1,31 +1,34 @@
-"""What ``train`` and ``graph`` print besides their figures: the parts of a step, the sizes of tensors, a chart."""
+"""What benchmarks of whole steps print besides their figures: tables, the parts of a step, a chart of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tensorwire.bench.models import MODELS, Model
 from tensorwire.bench.records import Record, time_text
 from tensorwire.charts.figure import OUTLINE, PART_NAMES, PART_STYLES, save_picture
-from tensorwire.sizes import size_text
 from tensorwire.tables import print_table
 
-MIB = 2**20
 PARTS = ("compute", "update", "exposed", "idle")  # they add up to a step
 
 
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table, with its title above."""
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool) -> None:
+    """A table, with its title above; for a terminal, or for a page of documentation."""
     print()
-    print_table(head, rows, left=range(len(head)), title=title)
-
-
-def markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The same for a page of documentation."""
-    print(f"\n{title}\n")
+    if not markdown:
+        print_table(head, rows, left=range(len(head)), title=title)
+        return
+    print(f"{title}\n")
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(row) + " |")
+
+
+def grouped(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """Each with its workload, or '' where the one before has the same."""
+    before = ""
+    for record in records:
+        yield "" if record.workload == before else record.workload, record
+        before = record.workload
 
 
 STEP_TITLE = "Where a step's time went (overhead: over the same workers without a store)"
@@ -35,10 +38,8 @@ STEP_HEAD = ("what", "who", "step", "overhead", *PARTS, "hidden", "samples/s", "
 def step_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """A row a record of a step of training."""
     rows = []
-    before = ""
-    for record in records:
+    for what, record in grouped(records):
         details = record.details or {}
-        what, before = ("" if record.workload == before else record.workload), record.workload
         whole = sum(details.get(name, 0.0) for name in PARTS)
         shares = [_share(details, name, whole) for name in (*PARTS, "hidden")]
         if "hidden_share" in details:
@@ -50,33 +51,9 @@ def step_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _share(details: Mapping[str, float], name: str, whole: float) -> str:
-    return (
-        f"{time_text(details[name])} ({details[name] / whole:.1%})"
-        if details.get(name)
-        else "0"
-        if name in details
-        else ""
-    )
-
-
-SIZES_TITLE = "How big the tensors are (float32)"
-SIZES_HEAD = ("workload", "MiB", "tensors", "parameters", "mean", "median", "largest", "< 4 KiB", ">= 1 MiB")
-
-
-def size_rows(models: Sequence[Model] = tuple(MODELS.values())) -> list[tuple[str, ...]]:
-    """A row a workload, whether it was measured or not."""
-    return [
-        (
-            m.title,
-            f"{m.nbytes / MIB:.2f}",
-            str(len(m.tensors)),
-            f"{m.parameters:,}",
-            *(size_text(n) for n in (m.mean, m.median, m.largest)),
-            str(m.small),
-            str(m.large),
-        )
-        for m in models
-    ]
+    if details.get(name):
+        return f"{time_text(details[name])} ({details[name] / whole:.1%})"
+    return "0" if name in details else ""
 
 
 # ---- the chart
@@ -93,12 +70,10 @@ def chart(records: Sequence[Record], path: str, machine: Sequence[str]) -> None:
     figure = Figure(figsize=(10, 1.6 + 0.42 * len(records) + 0.3 * len(machine)), layout="constrained")
     axes = figure.add_subplot()
     places: list[float] = []
-    at, before = 0.0, ""
-    for record in records:
-        at += 1.0 if record.workload == before else 1.8  # a heading has its place
-        if record.workload != before:
-            axes.text(0, at - 0.62, record.workload, fontsize=9, fontweight="bold", va="center")
-        before = record.workload
+    at = 0.0
+    for heading, record in grouped(records):
+        at += 1.8 if heading else 1.0  # a heading has its place
+        axes.text(0, at - 0.62, heading, fontsize=9, fontweight="bold", va="center")
         _bar(axes, at, record)
         places.append(at)
     axes.set_yticks(places, [record.peer for record in records])

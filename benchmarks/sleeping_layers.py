@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorwire.bench import models
-from tensorwire.bench.models import Model, vgg16
+from tensorwire import models
+from tensorwire.models import Model, vgg16
 
 SLEEPING = "vgg16-sleeping"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.libraries import PROGRAMS, framework_python
-from benchmarks.workers import ROOT
+from benchmarks.options import Options
 from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import OURS, Contender
 from tensorwire.bench.records import Record, Target
@@ -31,14 +31,13 @@ TARGETS = {"shm": ((65536, 3.0), (MIB, 4.0), (64 * MIB, 6.0)), "tcp": ((MIB, 1.5
 
 def find_python() -> str:
     """The Python that has TensorFlow. Raises `MissingPackage`."""
-    return framework_python("TensorFlow", "TENSORWIRE_TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow")
+    return framework_python("TensorFlow", "tensorflow")
 
 
-def measure(
-    devices: Sequence[str], sizes: Sequence[int], settings: Settings, notes: Notes, *, quick: bool
-) -> list[Record]:
+def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     """All sizes over each device. Raises `MissingPackage`."""
-    made = compare_all(list(workloads(find_python(), devices, sizes, quick=quick)), settings, notes)
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    made = compare_all(list(workloads(find_python(), options.devices, sizes, quick=options.quick)), settings, notes)
     return made + transfers(made)
 
 

@@ -12,14 +12,14 @@ average over the two:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from benchmarks.options import Options
+from benchmarks.steps import Answers, step_records, titled
 from benchmarks.tensorflow import OWN, find_python, two_workers
-from benchmarks.training import Course
-from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.models import MODELS
-from tensorwire.bench.programs import OURS, Contender, ProgramFailed, Stage
+from tensorwire.bench.compare import Samples, Settings, Stages, Workload, take_turns
+from tensorwire.bench.programs import OURS, Answer, Contender, ProgramFailed, Stage
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 
@@ -53,25 +53,11 @@ class Case:
     @property
     def title(self) -> str:
         """What tables call it."""
-        narrow = f" / {self.shrink}" if self.shrink > 1 else ""
-        return f"{MODELS[self.name].title}{narrow}, batch {self.size}, {TITLES[self.placement]}, {self.device}"
+        return f"{titled(self.name, self.shrink)}, batch {self.size}, {TITLES[self.placement]}, {self.device}"
 
     def word(self, what: str) -> str:
         """What a program is told."""
         return f"{self.name},{self.placement},{what},{self.shrink},{self.size}"
-
-
-@dataclass
-class Timed:
-    """What one runtime showed in a case."""
-
-    by_what: dict[str, Samples] = field(default_factory=lambda: {what: Samples() for what in (STEP, COMPUTE, TRANSFER)})
-    first: dict[str, float] = field(default_factory=dict)  # the loss of the first step, by what was timed
-    losses: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in (STEP, COMPUTE, TRANSFER)})
-
-    def parts(self) -> dict[str, float]:
-        """The parts of a step in seconds."""
-        return parts_of(*(self.by_what[what].median for what in (STEP, COMPUTE, TRANSFER)))
 
 
 def parts_of(step: float, alone: float, crossings: float) -> dict[str, float]:
@@ -86,81 +72,60 @@ def parts_of(step: float, alone: float, crossings: float) -> dict[str, float]:
     }
 
 
-def measure(
-    names: Sequence[str], devices: Sequence[str], shrink: int, course: Course, *, cores: tuple[int, ...], notes: Notes
-) -> list[Record]:
+def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     """Every network in both placements. Raises `MissingPackage`, or `ProgramFailed` where losses differ."""
     python = find_python()
     found: list[Record] = []
-    for device in devices:
-        contenders = {who: _contender(python, who, device) for who in (OURS, OWN)}
-        for name in names:
+    for device in options.devices:
+        contenders = {
+            who: replace(two_workers(python, "tensorflow_network.py", who, who, carrier), together=True)
+            for who, carrier in ((OURS, device), (OWN, "tcp"))
+        }
+        for name in options.workloads:
             for placement in (SERVERS, HALVES):
-                case = Case(name, placement, device, shrink)
-                found += _records(case, _run(case, contenders, course, cores, notes))
+                found += contest(Case(name, placement, device, options.shrink), contenders, options, settings, notes)
     return found
 
 
-def _run(
-    case: Case,
-    contenders: Mapping[str, Contender],
-    course: Course,
-    cores: tuple[int, ...],
-    notes: Notes,
-) -> dict[str, Timed]:
+def contest(
+    case: Case, contenders: Mapping[str, Contender], options: Options, settings: Settings, notes: Notes
+) -> list[Record]:
     """The runtimes take turns; each has processes of its own for what is timed, so that memory goes back after it."""
-    timed = {who: Timed() for who in contenders}
+    told: dict[str, Answers] = {}
     for what in (STEP, COMPUTE, TRANSFER):
-        stages: dict[str, Stage] = {}
-        try:
-            for who, contender in contenders.items():
-                notes.progress(f"{case.title}: {what}: starting {who}")
-                stages[who] = Stage(contender, cores)
-            for number in range(course.rounds):
-                order = list(stages)[number % 2 :] + list(stages)[: number % 2]
-                for who in order:
-                    notes.progress(f"{case.title}: {what}, round {number + 1} of {course.rounds}: {who}")
-                    answers = stages[who].run(WARM, course.steps, case.word(what))
-                    timed[who].by_what[what].add(answers, WARM, course.steps, 1)
-                    timed[who].losses[what].append(answers[-1]["loss"])
-                    timed[who].first[what] = answers[-1]["first"]
-        finally:
-            for stage in stages.values():
-                stage.close()
-    check_losses(case.title, timed)
-    return timed
+
+        def steps(who: str, stage: Stage, what: str = what) -> list[Answer]:
+            return stage.run(WARM, options.steps, case.word(what))
+
+        with Stages(settings.cores) as stages:
+            label = f"{case.title}: {what}"
+            told[what] = take_turns(stages, contenders, settings.rounds, steps, label=label, notes=notes, peers=())
+    check_losses(case.title, told)
+
+    def details(who: str, seconds: float) -> dict[str, float]:
+        step, alone, crossings = (Samples.of(told[what][who], WARM, options.steps).median for what in told)
+        return {
+            "step": step,
+            **parts_of(step, alone, crossings),
+            "crossings": crossings,
+            "alone": alone,
+            "loss": told[STEP][who][-1][-1]["loss"],
+            "samples_per_second": case.size / seconds,
+        }
+
+    shape = Workload("tensorflow", case.device, case.title, 0, f"{case.placement}-step", (), (OWN,))
+    return step_records(shape, told[STEP], WARM, options.steps, details)
 
 
-def check_losses(title: str, timed: Mapping[str, Timed]) -> None:
+def check_losses(title: str, told: Mapping[str, Answers]) -> None:
     """Raises `ProgramFailed` where ours does not have the bits of one process, or the first losses differ.
 
     Later losses of gRPC are not compared: over it, Inception-v3 has others in every run, and normalisations of two
     samples make much of the last bit.
     """
-    ours, own = timed[OURS], timed[OWN]
-    if ours.losses[STEP] != ours.losses[COMPUTE]:
-        raise ProgramFailed(f"{title}: the losses are {ours.losses[STEP]}, in one process {ours.losses[COMPUTE]}")
-    if not abs(ours.first[STEP] - own.first[STEP]) <= SAME_LOSS * abs(own.first[STEP]):
-        raise ProgramFailed(f"{title}: the first loss is {ours.first[STEP]!r}, over {OWN} {own.first[STEP]!r}")
-
-
-def _records(case: Case, timed: Mapping[str, Timed]) -> Iterator[Record]:
-    shape = Workload("tensorflow", case.device, case.title, 0, f"{case.placement}-step", (), (OWN,))
-    names = {who: who for who in timed}
-    for record in records(shape, {who: each.by_what[STEP] for who, each in timed.items()}, names):
-        each = timed[record.peer]
-        details = {
-            "step": record.seconds,
-            **each.parts(),
-            "crossings": each.by_what[TRANSFER].median,
-            "alone": each.by_what[COMPUTE].median,
-            "loss": each.losses[STEP][-1],
-            "samples_per_second": case.size / record.seconds,
-        }
-        yield replace(record, details=details, bytes_per_second=None)
-
-
-def _contender(python: str, peer: str, device: str) -> Contender:
-    """The programs of worker 1 and worker 0."""
-    runtime, carrier = (OWN, "tcp") if peer == OWN else (OURS, device)
-    return replace(two_workers(python, "tensorflow_network.py", peer, runtime, carrier), together=True)
+    step, alone = ([answers[-1]["loss"] for answers in told[what][OURS]] for what in (STEP, COMPUTE))
+    if step != alone:
+        raise ProgramFailed(f"{title}: the losses are {step}, in one process {alone}")
+    ours, own = (told[STEP][who][-1][-1]["first"] for who in (OURS, OWN))
+    if not abs(ours - own) <= SAME_LOSS * abs(own):
+        raise ProgramFailed(f"{title}: the first loss is {ours!r}, over {OWN} {own!r}")

@@ -6,239 +6,164 @@ the very steps that were timed.
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from typing import Any
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from benchmarks.libraries import PEERS as LIBRARIES
+from benchmarks import ACTORS, links
+from benchmarks.links import Places
+from benchmarks.options import Options
 from benchmarks.sleeping_layers import MODELS, SLEEPING
-from benchmarks.workers import Setup, Variant, Workers
-from tensorwire._native import available_bytes
-from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.links import cable
-from tensorwire.bench.programs import OURS, Answer, ProgramFailed
+from benchmarks.steps import Answers, check_losses, mean, parts, started, step_records
+from tensorwire.bench.actors.lines import LEAVE
+from tensorwire.bench.compare import Settings, Stages, Workload, take_turns
+from tensorwire.bench.machine import MALLOC
+from tensorwire.bench.programs import HERE, OURS, Answer, Contender, Stage, actor, job
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
-from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.sizes import size_text
-from tensorwire.trace.parts import ProcessTrace, parts_of_trace, typical
+from tensorwire.errors import ArgumentError
+from tensorwire.trace.parts import read_trace
 
-PEERS = ("ddp", "grpc")
-# Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
-ROOM = {"overlap": 1.5, "ddp": 1.25, "grpc": 2.5}
 NO_STORE, COMPUTE, OVERLAP = "no store", "compute alone", f"{OURS}, overlap"
-DDP, GRPC = "DDP, gloo", "gRPC store"
+DDP = "DDP, gloo"
+KINDS = {NO_STORE: "alone", COMPUTE: "compute", OURS: "store", OVERLAP: "overlap", DDP: "ddp"}
+PEERS = (DDP,)
+SERVED = (OURS, OVERLAP)  # they have servers, and write a trace
+# Who is left out where memory is short: what one takes for each byte that the store without overlap took, and a margin.
+ROOM = {OVERLAP: 1.5, DDP: 1.25}
 REHEARSAL = "0"  # seconds that layers sleep while it is found out how long they are to
 WARM = 1  # steps of a round that nobody times
-# What the figures are to reach: exposed communication as a share of a step, losses, the share that overlap hides.
-EXPOSED, SAME_LOSS, HIDDEN = 0.10, 1e-4, 0.80
-QUICK_SHRINK = 16
+# What the figures are to reach: exposed communication as a share of a step, and the share that overlap hides.
+EXPOSED, HIDDEN = 0.10, 0.80
 
 
-@dataclass(frozen=True)
-class Course:
-    """How long: ``rounds`` of ``steps`` for each variant, taking turns."""
+def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    """Every workload over every device, or over tcp on every link."""
+    if options.links and options.devices != ("tcp",):
+        raise ArgumentError("--link measures tcp: give --device tcp")
 
-    rounds: int
-    steps: int
+    def over(rate: str, places: Places) -> list[Record]:
+        return [r for name in options.workloads for r in contest(name, "tcp", rate, places, options, settings, notes)]
 
-
-@dataclass
-class Outcome:
-    """What one variant showed: seconds of a step by round, the last losses of its workers, the trace of its job."""
-
-    samples: Samples = field(default_factory=Samples)
-    loss: float = 0.0
-    size: float = 0.0
-    trace: Mapping[str, ProcessTrace] = field(default_factory=dict)
-
-    def add(self, answers: Sequence[Answer], course: Course) -> None:
-        """One round's answers."""
-        self.samples.add(answers, WARM, course.steps, 1)
-        self.loss = statistics.fmean(a["loss"] for a in answers)
-        self.size = sum(a["samples"] for a in answers)
-
-    @property
-    def seconds(self) -> float:
-        """A step's, the median of the rounds."""
-        return self.samples.median
-
-
-def variants(workload: str, device: str, peers: Iterable[str], *, overlap: bool) -> list[Variant]:
-    """Who takes part; the first has no store."""
-    stores = [Variant(OURS, "store", device)] + ([Variant(OVERLAP, "overlap", device)] if overlap else [])
-    if workload == SLEEPING:
-        return [Variant(COMPUTE, "compute"), *stores]
-    others = [Variant(name, kind) for name, kind in ((DDP, "ddp"), (GRPC, "grpc")) if kind in peers]
-    return [Variant(NO_STORE, "alone"), *stores, *others]
-
-
-def measure(
-    workloads: Sequence[str], devices: Sequence[str], links: Sequence[str], made: Mapping[str, Any], notes: Notes
-) -> list[Record]:
-    """Every workload over every device, or over tcp on every link. ``made``: the rest of what `contest` takes."""
-    if "grpc" in made["peers"] and find_spec("grpc") is None:
-        notes.skip(f"grpc is not here: {LIBRARIES['grpc'].install}")
-        made = {**made, "peers": [peer for peer in made["peers"] if peer != "grpc"]}
-    found: list[Record] = []
-    for workload in workloads:
-        for rate in links:
-            try:
-                with cable(rate) as ends:
-                    found += contest(workload, "tcp", rate=rate, ends=ends, notes=notes, **made)
-            except Unsupported as error:
-                notes.skip(f"--link {rate}: {error}")
-        for device in () if links else devices:
-            found += contest(workload, device, notes=notes, **made)
-    return found
+    if options.links:
+        return links.over_each(options.links, notes, over)
+    pairs = [(name, device) for name in options.workloads for device in options.devices]
+    return [r for name, device in pairs for r in contest(name, device, "", HERE, options, settings, notes)]
 
 
 def contest(
-    workload: str,
-    device: str,
-    *,
-    workers: int,
-    servers: int,
-    peers: Iterable[str],
-    overlap: bool,
-    course: Course,
-    notes: Notes,
-    shrink: int = 1,
-    rate: str = "",
-    ends: tuple[str, ...] = (),
+    workload: str, device: str, rate: str, places: Places, options: Options, settings: Settings, notes: Notes
 ) -> list[Record]:
     """One workload over one device: a record a variant. Raises `ProgramFailed` if Tensorwire's own fails."""
-    setup = Setup(workload, workers, servers, shrink, ends)
-    label = f"{workload} over {rate or device}"
-    outcomes = run(variants(workload, device, peers, overlap=overlap), setup, course, label, notes)
-    check_losses(workload, outcomes, notes)
-    size = next(iter(outcomes.values())).size
-    model = MODELS[workload]
+    with tempfile.TemporaryDirectory(prefix="tensorwire-bench-") as folder:
+        contenders = {
+            name: contender(name, workload, device, places, options, f"{folder}/{name}")
+            for name in variants(workload, options)
+        }
+        answers = run(contenders, workload, f"{workload} over {rate or device}", options, settings, notes)
+        traces = {name: parts(read_trace(f"{folder}/{name}")) for name in answers if name in SERVED}
+    together = {name: mean(rounds[-1], "loss") for name, rounds in answers.items() if name not in (NO_STORE, COMPUTE)}
+    check_losses(workload, together)
+    model, shrink = MODELS[workload], options.shrink
+    size = sum(a.get("samples", 0) for a in answers[OURS][-1])
     place = f"tcp over a link of {rate}" if rate else device
-    name = f"{model.title}{f' / {shrink}' if shrink > 1 else ''}, batch {workers} x {size / workers:g}, {place}"
-    limits = (COMPUTE, NO_STORE)
-    shape = Workload("train", device, name, model.nbytes if shrink == 1 else 0, "training-step", (), limits)
-    made = records(shape, {name: o.samples for name, o in outcomes.items()}, {name: name for name in outcomes})
+    title = f"{model.title}{f' / {shrink}' if shrink > 1 else ''}, batch {options.workers} x {size / options.workers:g}"
+    limits, nbytes = (COMPUTE, NO_STORE), model.nbytes if shrink == 1 else 0
+    shape = Workload("train", device, f"{title}, {place}", nbytes, "training-step", (), limits)
+
+    def details(name: str, seconds: float) -> dict[str, float]:
+        return {
+            "loss": mean(answers[name][-1], "loss"),
+            "samples_per_second": size / seconds,
+            **traces.get(name, {}),
+        }
+
+    made = {r.peer: r for r in step_records(shape, answers, WARM, options.steps, details)}
     aimed = shrink == 1 and (workload, device) in (("fcn5", "shm"), (SLEEPING, "tcp"))
-    return [_detailed(record, outcomes, aimed=aimed) for record in made]
+    compared = [beside(record, made) for record in made.values()]
+    return [judged(record, made) for record in compared] if aimed else compared
 
 
-def run(variants: Sequence[Variant], setup: Setup, course: Course, label: str, notes: Notes) -> dict[str, Outcome]:
-    """Starts all of them, has them take turns, and ends them. Who fails and is not ours is left out, and who does not
-    fit into memory beside the others."""
-    outcomes: dict[str, Outcome] = {}
-    with contextlib.ExitStack() as stack:
-        jobs: dict[str, Workers] = {}
-        ours = 0  # bytes that the store without overlap took
-        for variant in variants:
-            notes.progress(f"{label}: starting {variant.name}")
-            before, needed = available_bytes(), round(ROOM.get(variant.kind, 0) * ours)
-            if before < needed:
-                notes.skip(
-                    f"{label}: {variant.name} may take {size_text(needed)} of memory, and {size_text(before)} are left"
-                )
-                continue
-            with _tolerated(variant, notes):
-                job = stack.enter_context(Workers(variant, setup))
-                job.run(2, 1, REHEARSAL)  # now it has all its memory
-                jobs[variant.name], outcomes[variant.name] = job, Outcome()
-            if variant.name == OURS:
-                ours = before - available_bytes()
-        word = _sleep(jobs, course) if setup.workload == SLEEPING else ""
-        for number in range(course.rounds):
-            names = list(outcomes)
-            at = number % len(names)  # nobody is always the first after a pause
-            for name in names[at:] + names[:at]:
-                notes.progress(f"{label}: round {number + 1} of {course.rounds}: {name}")
-                with _tolerated(jobs[name].variant, notes, outcomes):
-                    outcomes[name].add(jobs[name].run(WARM, course.steps, word), course)
-        for name, outcome in outcomes.items():
-            outcome.trace = jobs[name].finish()
-    return outcomes
+def variants(workload: str, options: Options) -> list[str]:
+    """Who takes part; the first has no store."""
+    stores = [OURS, *([OVERLAP] if options.overlap else [])]
+    if workload == SLEEPING:
+        return [COMPUTE, *stores]
+    return [NO_STORE, *stores, *(name for name in PEERS if KINDS[name] in options.peers)]
 
 
-@contextlib.contextmanager
-def _tolerated(variant: Variant, notes: Notes, outcomes: dict[str, Outcome] | None = None) -> Iterator[None]:
-    try:
-        yield
-    except ProgramFailed as error:
-        if variant.kind not in PEERS:
-            raise
-        notes.skip(f"{variant.name}: {error}")
-        (outcomes or {}).pop(variant.name, None)
+def contender(name: str, workload: str, device: str, places: Places, options: Options, folder: str) -> Contender:
+    """The programs of a variant; ``folder``: for its trace, and where the workers of DDP meet."""
+    kind, servers = KINDS[name], options.servers if name in SERVED else 0
+    environment = {
+        **MALLOC,
+        "GLOO_SOCKET_IFNAME": "lo" if places == HERE else "cable",  # else it takes the one of the machine's name
+        **({"TENSORWIRE_TRACE": folder} if servers else {}),
+    }
+    Path(folder).mkdir()
+    return job(
+        name,
+        actor("train", ACTORS),
+        *(kind, workload, options.shrink, f"{folder}/meeting", device),
+        workers=options.workers,
+        servers=servers,
+        places=places,
+        environment=environment,
+        together=True,
+    )
 
 
-def _sleep(jobs: Mapping[str, Workers], course: Course) -> str:
+def run(
+    contenders: Mapping[str, Contender], workload: str, label: str, options: Options, settings: Settings, notes: Notes
+) -> dict[str, list[list[Answer]]]:
+    """Starts all of them, has them take turns, and leave."""
+
+    def rehearse(name: str, stage: Stage) -> list[Answer]:
+        return stage.run(2, 1, REHEARSAL)  # now it has all its memory
+
+    def steps(name: str, stage: Stage) -> list[Answer]:
+        return stage.run(WARM, options.steps, word)
+
+    word = ""
+    with Stages(settings.cores) as stages:
+        ready = started(stages, contenders, rehearse, ROOM, OURS, label=label, notes=notes, peers=PEERS)
+        if workload == SLEEPING:
+            word = REHEARSAL
+            took = take_turns(stages, ready, 1, steps, label=label, notes=notes, peers=PEERS)
+            word = sleep(took, options.steps)
+        answers = take_turns(stages, ready, settings.rounds, steps, label=label, notes=notes, peers=PEERS)
+        for name in answers:
+            stages.get(ready[name]).run(0, 0, LEAVE)
+    return answers
+
+
+def sleep(took: Answers, steps: int) -> str:
     """How long a step's computation is to take: as long as its communication does without overlap."""
-    took = {}
-    for name in (COMPUTE, OURS):
-        answers = jobs[name].run(WARM, course.steps, REHEARSAL)
-        took[name] = max(a["seconds"] for a in answers) / course.steps
-    return str(max(took[OURS] - took[COMPUTE], 0.001))
+    seconds = {name: max(a["seconds"] for a in rounds[0]) / steps for name, rounds in took.items()}
+    return str(max(seconds[OURS] - seconds[COMPUTE], 0.001))
 
 
-def check_losses(workload: str, outcomes: Mapping[str, Outcome], notes: Notes) -> None:
-    """Who trains together on the same batches has the same loss, up to rounding: sums in another order.
-
-    Raises `ProgramFailed` where they differ by more than 1e-4 of it.
-    """
-    together = {name: o.loss for name, o in outcomes.items() if name not in (NO_STORE, COMPUTE)}
-    wanted = together[OURS]
-    for name, loss in together.items():
-        if not abs(loss - wanted) <= SAME_LOSS * max(1.0, abs(wanted)):
-            raise ProgramFailed(f"{workload}: the loss is {wanted:.6g} with {OURS}, but {loss:.6g} with {name}")
-
-
-# ---- what is shown of a step
-
-
-def parts(trace: Mapping[str, ProcessTrace]) -> dict[str, float]:
-    """The typical timed step, whole and in parts, in seconds."""
-    timed = {int(name.removeprefix("worker-")): _timed(t) for name, t in trace.items() if name.startswith("worker-")}
-    found = typical((p for p in parts_of_trace(trace) if p.step in timed[p.worker]), skip=0)
-    names = ("compute", "update", "exposed", "idle", "hidden")
-    return {"step": found.seconds, **{name: getattr(found, name) for name in names if hasattr(found, name)}}
-
-
-def _timed(trace: ProcessTrace) -> set[int]:
-    """The steps that lie in the timed parts of rounds; in the others, workers waited for the bench."""
-    intervals: Any = trace.facts["timed"]
-    computed = [(span[1], span[3]) for span in trace.spans if span[0] == "compute"]
-    return {step for step, stop in computed if any(start < stop < end for start, end in intervals)}
-
-
-def _detailed(record: Record, outcomes: Mapping[str, Outcome], *, aimed: bool) -> Record:
-    """``record`` with its details, and with what it is to reach where there is such an aim."""
-    outcome = outcomes[record.peer]
-    details = {"loss": outcome.loss, "samples_per_second": outcome.size / outcome.seconds}
+def beside(record: Record, made: Mapping[str, Record]) -> Record:
+    """``record`` with what a step costs beyond computation, and what of that overlap hides."""
+    details = dict(record.details or {})
     for without in (NO_STORE, COMPUTE):
-        if without in outcomes and record.peer != without:
-            details["overhead"] = outcome.seconds / outcomes[without].seconds - 1
-    if outcome.trace:
-        details |= parts(outcome.trace)
-    if record.peer == OVERLAP and COMPUTE in outcomes:
-        compute = outcomes[COMPUTE].seconds
-        details["hidden_share"] = 1 - (outcome.seconds - compute) / (outcomes[OURS].seconds - compute)
-    record = replace(record, details=details, bytes_per_second=None)  # of a step, bytes a second say nothing
-    return _judged(record, outcomes) if aimed else record
+        if without in made and record.peer != without:
+            details["overhead"] = record.seconds / made[without].seconds - 1
+    if record.peer == OVERLAP and COMPUTE in made:
+        compute = made[COMPUTE].seconds
+        details["hidden_share"] = 1 - (record.seconds - compute) / (made[OURS].seconds - compute)
+    return replace(record, details=details)
 
 
-def _judged(record: Record, outcomes: Mapping[str, Outcome]) -> Record:
+def judged(record: Record, made: Mapping[str, Record]) -> Record:
+    """``record`` with what it is to reach."""
     details = record.details or {}
     if "hidden_share" in details:
         return replace(record, target=f"hides >= {HIDDEN:.0%}", met=details["hidden_share"] >= HIDDEN)
-    if record.peer != OURS or COMPUTE in outcomes:
+    if record.peer != OURS or COMPUTE in made:
         return record
     target, met = f"exposed <= {EXPOSED:.0%}", details["exposed"] <= EXPOSED * details["step"]
-    if DDP in outcomes:
-        target, met = f"{target}, ahead of DDP", met and record.seconds < outcomes[DDP].seconds
+    if DDP in made:
+        target, met = f"{target}, ahead of DDP", met and record.seconds < made[DDP].seconds
     return replace(record, target=target, met=met)
-
-
-def check(workloads: Sequence[str], devices: Sequence[str], links: Sequence[str]) -> None:
-    """Raises `ArgumentError` for what does not go together."""
-    if links and devices != ("tcp",):
-        raise ArgumentError("--link measures tcp: give --device tcp")

@@ -1,8 +1,8 @@
-"""A worker of a model that is cut: ``MODE WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
+"""A worker of a model that is cut, or the coordinator of their job: ``server|worker INDEX MODE WORKLOAD SHRINK DEVICE
+WORKERS SERVERS HOST``.
 
-``MODE``: how tensors cross, or ``alone``: the whole model in one process, by eager kernels. Dynamo captures it there,
-too, as models of transformers compute something else where it looks: their attention masks. Its line to the benchmark
-tells where the model is cut, as JSON. The word of a round is ``leave``, or nothing. ``MEETING`` is not used.
+``MODE``: how tensors cross, or ``alone``: the whole model in one process, by eager kernels. Its line to the benchmark
+tells where the model is cut, as JSON.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 import tensorwire as tw
+from benchmarks.actors import members
 from benchmarks.actors.train import BATCHES, SGD
 from benchmarks.cuts import cut
-from benchmarks.graphs import MODELS
-from tensorwire.bench.actors.lines import Lines, Run
+from benchmarks.graphs import REHEARSAL
+from tensorwire.bench.actors.lines import LEAVE, Lines, Run
+from tensorwire.control import Coordinator
 from tensorwire.launch import current_worker
+from tensorwire.models import MODELS
 from tensorwire.observe import counters, spans
 from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
@@ -47,20 +50,20 @@ class Worker:
         if mode == "alone":
             self.run = torch.compile(self.model, backend="eager")
         else:
-            self._divide(mode, workload, workers)
+            self._cut = cut(workload, self.model, self._batches[0], workers)
+            self.facts["cut"] = self._cut.text
         # Parameters of other workers have no gradients here: the optimizer passes them by.
         self._optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
 
-    def _divide(self, mode: str, workload: str, workers: int) -> None:
-        found = cut(workload, self.model, self._batches[0], workers)
-        self.facts["cut"] = found.text
+    def join(self, mode: str) -> None:
+        """Joins the job, and has this worker's part of the model run."""
         job = tw.init()
         self.leave = job.close
         if mode == "rpc":
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it tells people that a peer has left in good order
             importlib.import_module("benchmarks.rpc").install(group_of(current_worker()))
             mode = "copy"
-        tw.torch.place(self.model, found.workers)
+        tw.torch.place(self.model, self._cut.workers)
         self.run = torch.compile(self.model, backend="tensorwire", options={"mode": mode})
 
     def step(self) -> Tensor:
@@ -86,21 +89,40 @@ class Worker:
         return start, clock(), counters.since(before), loss.item()
 
 
-def main(mode: str, workload: str, shrink: str, _rank: str, workers: str, _meeting: str) -> None:
+def main(
+    role: str,
+    index: str,
+    mode: str,
+    workload: str,
+    shrink: str,
+    device: str,
+    workers: str,
+    _servers: str,
+    _interface: str,
+) -> None:
     """Runs as the bench says."""
     lines = Lines()
+    if role == "server":
+        lines.hello(Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=int(workers), servers=0).address)
+        for _ in lines.runs():
+            lines.answer()
+        return
     worker = Worker(mode, workload, int(shrink), int(workers))
     timed: list[tuple[float, float]] = []
-    lines.hello(json.dumps(worker.facts))
+    members.join(lines, int(index), device, int(workers), 0, json.dumps(worker.facts))
+    if mode != "alone":
+        worker.join(mode)
     for run in lines.runs():
-        if run.word == "leave":
-            break
+        if run.word == LEAVE:
+            facts: dict[str, Any] = spans.facts
+            facts["timed"] = timed  # between rounds a worker waits for the bench
+            worker.leave()
+            lines.answer()
+            continue
         start, stop, counted, loss = worker.round(run)
-        timed.append((start, stop))
+        if run.word != REHEARSAL:
+            timed.append((start, stop))
         lines.answer(stop - start, loss=loss, **asdict(counted))
-    facts: dict[str, Any] = spans.facts
-    facts["timed"] = timed  # the other steps are rehearsals, or between rounds
-    worker.leave()
 
 
 if __name__ == "__main__":

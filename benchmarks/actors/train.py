@@ -1,12 +1,12 @@
-"""A worker that trains: ``KIND WORKLOAD SHRINK RANK WORKERS MEETING``, driven as ``lines.py`` says.
+"""A worker that trains, or its server: ``ROLE INDEX KIND WORKLOAD SHRINK MEETING DEVICE WORKERS SERVERS HOST``.
 
-``MEETING``: how DDP's workers find each other (a file), and those of the gRPC store its servers. The word
-of a round is ``leave``, or the seconds that a model of sleeping layers takes a step.
+``KIND``: ``compute`` (no update), ``alone`` (torch's own optimizer in each worker), ``ddp``,
+``store``, or ``overlap`` (a store that is pushed to while backward runs). ``MEETING``: the file by which DDP's workers
+find each other. The word of a round: the seconds that a model of sleeping layers takes a step.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.actors import members
 from benchmarks.sleeping_layers import MODELS, SleepingLayers
 from benchmarks.training import REHEARSAL
-from tensorwire.bench.actors.lines import Lines, Run
-from tensorwire.bench.models import Model
+from tensorwire.bench.actors.lines import LEAVE, Lines, Run
+from tensorwire.models import Model
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
@@ -42,8 +43,6 @@ class Worker:
             self._store(overlap=kind == "overlap")
         elif kind == "ddp":
             self._ddp(rank, workers, meeting)
-        elif kind == "grpc":
-            self._grpc(rank, meeting.split(","))
         if kind in ("alone", "ddp"):
             self.update = torch.optim.SGD(self.module.parameters(), **SGD).step
 
@@ -55,11 +54,6 @@ class Worker:
         optimizer = tw.torch.StoreOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
         self.update, self.leave = optimizer.step, job.close
         self.clear = optimizer.zero_grad  # the model's would wait for all parameters
-
-    def _grpc(self, rank: int, addresses: list[str]) -> None:
-        optimizer = importlib.import_module("grpc_train").GrpcOptimizer
-        self.update = optimizer(self.model.named_parameters(), addresses, rank, **SGD).step
-        self.leave = lambda: spans.write(f"worker-{rank}")
 
     def _ddp(self, rank: int, workers: int, meeting: str) -> None:
         from torch import distributed
@@ -94,15 +88,35 @@ class Worker:
         return start, clock(), loss.item()
 
 
-def main(kind: str, workload: str, shrink: str, rank: str, workers: str, meeting: str) -> None:
+def main(
+    role: str,
+    index: str,
+    kind: str,
+    workload: str,
+    shrink: str,
+    meeting: str,
+    device: str,
+    workers: str,
+    servers: str,
+    interface: str,
+) -> None:
     """Runs as the bench says."""
     lines = Lines()
-    worker = Worker(kind, MODELS[workload], int(shrink), int(rank), int(workers), meeting)
+    if role == "server":
+        members.serve(lines, int(index), device, int(workers), int(servers), interface)
+        return
+    if kind in ("store", "overlap"):
+        members.join(lines, int(index), device, int(workers), int(servers))
+    else:
+        lines.hello()
+    worker = Worker(kind, MODELS[workload], int(shrink), int(index), int(workers), meeting)
     timed: list[tuple[float, float]] = []
-    lines.hello()
     for run in lines.runs():
-        if run.word == "leave":
-            break
+        if run.word == LEAVE:
+            spans.facts["timed"] = timed  # between rounds a worker waits for the bench
+            worker.leave()
+            lines.answer()
+            continue
         before = counters.snapshot()
         start, stop, loss = worker.round(run)
         counted = counters.since(before)
@@ -110,8 +124,6 @@ def main(kind: str, workload: str, shrink: str, rank: str, workers: str, meeting
             timed.append((start, stop))
         counts = {name: getattr(counted, name) for name in ("copies", "rpcs", "registrations")}
         lines.answer(stop - start, loss=loss, samples=worker.size, **counts)
-    spans.facts["timed"] = timed  # between rounds a worker waits for the bench
-    worker.leave()
 
 
 if __name__ == "__main__":

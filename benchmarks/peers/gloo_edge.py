@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meeting import meet_by_gloo
 
 from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, Run, check, fill, timed
@@ -85,7 +84,12 @@ def main(role: str, device: str, nbytes: str) -> None:
     torch.set_num_threads(1)
     lines = Lines()
     target = role == "target"
-    meet_by_gloo(lines, target=target)
+    if target:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        lines.hello(str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(lines.hello()), 2)
+    dist.init_process_group("gloo", store=store, rank=0 if target else 1, world_size=2)
     end = Target(int(nbytes)) if target else Initiator(int(nbytes))
     for run in lines.runs():
         lines.answer(end.run(run))

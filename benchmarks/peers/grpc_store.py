@@ -18,7 +18,7 @@ import torch
 
 from tensorwire.bench.actors.expected_values import Expected, check_gradient, digest, flat, put, put_start, sgd
 from tensorwire.bench.actors.lines import Lines, timed
-from tensorwire.bench.models import Model, find
+from tensorwire.models import Model, find
 from tensorwire.store.sharding import Bucket, StorePlan, make_plan
 
 # Tried with FCN-5 and two workers on two cores, in turns, each against the rest as it is: these gave the least time of

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.bench.actors import store_job
+from benchmarks.actors import members
 from tensorwire.bench.actors.lines import Lines
 
 OWN = "dist_sync"  # MXNet's own store
@@ -31,10 +31,10 @@ _PATIENCE_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(lines: Lines, store: str, workers: int, device: str, host: str) -> None:
+def serve(lines: Lines, store: str, device: str, workers: str, servers: str, host: str) -> None:
     """The server's rounds, which it serves by itself."""
     if store != OWN:
-        store_job.serve(lines, 0, workers, 1, device, host)
+        members.serve(lines, 0, device, int(workers), int(servers), host)
         return
     with socket.socket() as free:
         free.bind((host, 0))
@@ -49,10 +49,10 @@ def serve(lines: Lines, store: str, workers: int, device: str, host: str) -> Non
         lines.answer()
 
 
-def join(lines: Lines, index: int, store: str, workers: int, device: str, host: str) -> tuple[Any, Any]:
+def join(lines: Lines, index: str, store: str, device: str, workers: str, servers: str, host: str) -> tuple[Any, Any]:
     """MXNet, and the store of worker ``index``."""
     if store != OWN:
-        store_job.join(lines, index, workers, 1, device)
+        members.join(lines, int(index), device, int(workers), int(servers))
         importlib.import_module("tensorwire.mxnet")  # before MXNet
     else:
         os.environ.update(_settings(lines.hello().split()[0], workers, host), DMLC_ROLE="worker")
@@ -75,12 +75,12 @@ def run_program(main: Callable[..., None]) -> None:
         os._exit(1)
 
 
-def _settings(address: str, workers: int, host: str) -> dict[str, str]:
+def _settings(address: str, workers: str, host: str) -> dict[str, str]:
     root, _, port = address.rpartition(":")
     return {
         "DMLC_PS_ROOT_URI": root,
         "DMLC_PS_ROOT_PORT": port,
-        "DMLC_NUM_WORKER": str(workers),
+        "DMLC_NUM_WORKER": workers,
         "DMLC_NUM_SERVER": "1",
         "DMLC_NODE_HOST": host,
     }

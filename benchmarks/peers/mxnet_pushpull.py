@@ -1,4 +1,4 @@
-"""Push and pull of one key by MXNet: ``server|worker INDEX STORE WORKERS DEVICE HOST``; the word is the size in bytes.
+"""Push and pull of one key by MXNet: ``server|worker INDEX STORE DEVICE WORKERS SERVERS HOST``; the word: its bytes.
 
 All workers push whole numbers, so that their sum, which each of them pulls, is exact in any order. MXNet's own store
 pulls into the array that was pushed as well, so every push begins with new values there; nobody times that.
@@ -59,13 +59,13 @@ class Key:
             raise SystemExit(f"the key of {self._name} bytes is not the sum of what was pushed")
 
 
-def main(role: str, index: str, store: str, workers: str, device: str, host: str) -> None:
+def main(role: str, index: str, store: str, *job: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
     if role == "server":
-        serve(lines, store, int(workers), device, host)
+        serve(lines, store, *job)
         return
-    mx, kv = join(lines, int(index), store, int(workers), device, host)
+    mx, kv = join(lines, index, store, *job)
     keys: dict[str, Key] = {}
     for run in lines.runs():
         if run.word not in keys:

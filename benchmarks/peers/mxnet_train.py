@@ -1,16 +1,14 @@
-"""Training by MXNet: ``server|worker INDEX STORE WORKERS DEVICE HOST DATA SHRINK``.
+"""Training by MXNet: ``server|worker INDEX STORE DATA SHRINK DEVICE WORKERS SERVERS HOST``.
 
-DATA: ``fashion``, Fashion-MNIST; ``mnist`` or ``cifar``, random images of these shapes. The perceptrons are those of
-RDMA-MXNet, their hidden layers divided by SHRINK. Every worker has a share of the images.
+DATA: ``mnist`` or ``cifar``, random images of these shapes. The perceptrons are those of RDMA-MXNet, their hidden
+layers divided by SHRINK. Every worker has a share of the images.
 """
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import math
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,26 +20,15 @@ from tensorwire.bench.actors.transfer import counts, since
 BATCH, CLASSES = 128, 10
 _HIDDEN = (2048, 1024)
 _LEARNING_RATE = 0.1
-_INPUTS = {"fashion": 784, "mnist": 784, "cifar": 3072}
+_INPUTS = {"mnist": 784, "cifar": 3072}
 _RANDOM = 10_240  # images; over and over
-_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-_HEADERS = {"train-images-idx3-ubyte": 16, "train-labels-idx1-ubyte": 8}  # bytes of a header
 
 
 def images(data: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Images as rows of bytes, and their labels."""
-    if data == "fashion":
-        rows, labels = (_read(name, header) for name, header in _HEADERS.items())
-        return rows.reshape(len(labels), -1), labels
+    """Random images as rows of bytes, and their labels."""
     random = np.random.default_rng(0)
     rows = random.integers(0, 256, (_RANDOM, _INPUTS[data]), np.uint8)
     return rows, random.integers(0, CLASSES, _RANDOM, np.uint8)
-
-
-def _read(name: str, header: int) -> np.ndarray[Any, Any]:
-    path = _FOLDER / name
-    content = path.read_bytes() if path.is_file() else gzip.decompress((_FOLDER / f"{name}.gz").read_bytes())
-    return np.frombuffer(content, np.uint8, offset=header)
 
 
 class Trainer:
@@ -98,15 +85,13 @@ class Trainer:
         return code
 
 
-def main(
-    role: str, index: str, store: str, workers: str, device: str, host: str, data: str = "mnist", shrink: str = "1"
-) -> None:
+def main(role: str, index: str, store: str, data: str, shrink: str, *job: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
     if role == "server":
-        serve(lines, store, int(workers), device, host)
+        serve(lines, store, *job)
         return
-    mx, kv = join(lines, int(index), store, int(workers), device, host)
+    mx, kv = join(lines, index, store, *job)
     trainer = Trainer(mx, kv, data, int(shrink))
     for run in lines.runs():
         before = counts()

@@ -1,6 +1,6 @@
 """The papers' six workloads as operators of TensorFlow, in two parts that may be on different workers.
 
-Their parameters have the shapes of ``tensorwire.bench.models``, in TensorFlow's order of dimensions. There is no
+Their parameters have the shapes of ``tensorwire.models``, in TensorFlow's order of dimensions. There is no
 dropout, so that two runtimes compute the same numbers.
 """
 

@@ -1,4 +1,5 @@
-"""Workers that train one network, each on its own batches: ``ROLE INDEX WAY DEVICE NAME SHRINK SIZE``.
+"""Workers that train one network, each on its own batches: ``ROLE INDEX WAY NAME SHRINK SIZE DEVICE WORKERS SERVERS
+HOST``.
 
 ROLE: ``server``, ``worker``, or ``chief``. The ways are TensorFlow's, ``mirrored``, by gradients that workers sum up,
 and ``ps``, by a parameter server whose chief gives workers their steps; and ours, ``sync`` and ``async``, by gradients
@@ -23,7 +24,7 @@ import tensorflow as tf
 from tensorflow_models import NETWORKS, Network, batch
 from tensorflow_runtimes import free_port, limit_threads
 
-from tensorwire.bench.actors import store_job
+from benchmarks.actors import members
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.transfer import counts, since
 
@@ -70,7 +71,7 @@ def ours(lines: Lines, index: int, way: str, device: str, name: str, shrink: int
     import tensorwire as tw
     from tensorwire.tensorflow import StoreOptimizer
 
-    store_job.join(lines, index, WORKERS, 1, device)
+    members.join(lines, index, device, WORKERS, 1)
     tw.init()
     network = network_of(name, shrink)
     x, y = mine(name, size, index)
@@ -163,7 +164,7 @@ def chief(lines: Lines, name: str, shrink: int, size: int) -> Steps:
     return steps
 
 
-def main(role: str, index: str, way: str, device: str, name: str, shrink: str, size: str) -> None:
+def main(role: str, index: str, way: str, name: str, shrink: str, size: str, device: str, *_: str) -> None:
     """Runs until its input ends."""
     lines = Lines()
     limit_threads()
@@ -172,7 +173,7 @@ def main(role: str, index: str, way: str, device: str, name: str, shrink: str, s
         serve(lines, role, int(index))
         return
     if role == "server":
-        store_job.serve(lines, 0, WORKERS, 1, device, "127.0.0.1")
+        members.serve(lines, 0, device, WORKERS, 1, "127.0.0.1")
         return
     if role == "chief":
         steps = chief(lines, *network)

@@ -4,7 +4,6 @@
 
     python examples/fcn5/demo.py
     python examples/fcn5/demo.py --mode diloco
-    python examples/fcn5/demo.py --compare grpc
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import beside
 import click
 import launch
 import table
@@ -63,14 +61,12 @@ def _many(options: dict[str, Any], what: str) -> str:
 @click.option("--width", type=click.IntRange(1), default=4096, help="Of the hidden layers.")
 @click.option("--seed", type=int, default=0)
 @click.option("--mode", type=click.Choice(list(MODES)), default="sync", help="How the workers take turns.")
-@click.option("--compare", type=click.Choice(["grpc"]), help="Instead: --steps with ours and with a store on gRPC.")
-@click.option("--steps", type=click.IntRange(5), default=25, help="Of each run of --compare.")
 @click.option("--no-gate", is_flag=True, help="Any accuracy will do.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures there, too.")
-def main(compare: str | None, no_gate: bool, json_file: str | None, **options: object) -> None:
+def main(no_gate: bool, json_file: str | None, **options: object) -> None:
     """Train FCN-5 with workers and parameter servers on this machine."""
     try:
-        status = run(options, no_gate, json_file) if compare is None else beside.run(options, json_file)
+        status = run(options, no_gate, json_file)
     except ArgumentError as error:
         print(f"tensorwire: {error}", file=sys.stderr)
         status = 2

@@ -9,7 +9,6 @@ from tensorwire.tables import print_table
 from tensorwire.trace.parts import Parts, ProcessTrace, average, parts_of_trace, typical
 
 MIB = 2**20
-PARTS = ("compute", "update", "exposed", "idle", "hidden")
 
 
 @dataclass(frozen=True)
@@ -82,29 +81,6 @@ def show(o: Outcome) -> None:
     """Prints the table."""
     print()
     print_table(("", ""), rows(o), left=(0, 1), title="FCN-5 (from step on: per worker and step)")
-
-
-def show_beside(columns: list[dict[str, Any]]) -> None:
-    """Prints two runs beside each other, and by how much the second one's step is longer."""
-    first, second = columns
-    head = ("", first["store"], second["store"], "")
-    lines: list[tuple[str, ...]] = [("device", first["device"], second["device"], "")]
-    lines += [_times("step", first, second, "seconds")]
-    lines += [_times(f"  {_PARTS_TOLD.get(name, name)}", first, second, name) for name in PARTS if name in first]
-    rates = [f"{column['samples_per_second']:,.0f} samples/s" for column in columns]
-    losses = [f"{column['loss']:.6f}" for column in columns]
-    lines += [("throughput", *rates, ""), (f"loss after {first['steps']} steps", *losses, "")]
-    print()
-    print_table(head, lines, left=range(4), title="FCN-5 (per worker and step)")
-
-
-_PARTS_TOLD = {"exposed": "exposed communication", "hidden": "hidden, beside compute"}
-
-
-def _times(told: str, first: dict[str, Any], second: dict[str, Any], name: str) -> tuple[str, str, str, str]:
-    cells = [f"{c[name] * 1e3:,.1f} ms ({c[name] / c['seconds']:.1%})" for c in (first, second)]
-    times = f"{second[name] / first[name]:.1f}x" if name in ("seconds", "exposed") and first[name] else ""
-    return told, cells[0], cells[1], times
 
 
 def record(o: Outcome, **settings: object) -> dict[str, object]:

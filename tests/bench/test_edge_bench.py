@@ -30,24 +30,6 @@ def find(name: str, device: str, nbytes: int, *, word: str = "transfer") -> Cont
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nbytes", "kind", "device"),
-    [
-        (300 * KIB, "tensorwire", "tcp"),
-        (64, "tensorwire, bounded", "shm"),
-        (64, "tensorwire, dynamic", "tcp"),
-        (300 * KIB, "tensorwire, dynamic", "shm"),
-    ],
-)
-def test_every_kind_of_edge(device: str, kind: str, nbytes: int) -> None:
-    with nothing_kept(), Stage(find(kind, device, nbytes), CORES) as stage:
-        for warm, count, word in ((1, 1, "transfer"), (2, 5, "whole"), (0, 4, "transfer"), (1, 2, "whole")):
-            answers = stage.run(warm, count, word)  # values are checked in there
-        assert [(a["copies"], a["rpcs"], a["registrations"]) for a in answers] == [(0, 0, 0)] * 2
-        assert answers[1]["seconds"] > 0 == answers[0]["seconds"]
-
-
-@pytest.mark.slow
 def test_the_ends_alone_share_the_memory_of_the_static_edge() -> None:
     floor, ours = find("ends alone", "shm", 4 * KIB, word="whole"), find("tensorwire", "shm", 4 * KIB)
     assert (floor.commands, floor.word) == (ours.commands, "alone")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tensorwire.bench.actors.expected_values import Expected, check_gradient, put, put_start
-from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Contender, ProgramFailed, Stage
+from tensorwire.models import TINY
 from tests.harness.sandbox import nothing_kept
 
 CORES = (0, 1)

@@ -6,25 +6,42 @@ import importlib.util
 
 import pytest
 
-from benchmarks.edges import OTHERS, Other, workloads
+from benchmarks.edges import OTHERS, workloads
 from benchmarks.libraries import Libraries
 from tensorwire.bench.edges import KIB
 from tensorwire.bench.limits import Limits
-from tensorwire.bench.programs import Stage
+from tensorwire.bench.programs import Contender, Stage
 from tensorwire.bench.show import Notes
 from tests.harness.sandbox import nothing_kept
 
 QUIET = Notes(lambda text: None, lambda text: None)
 
 
+def contenders(name: str, device: str, nbytes: int) -> list[Contender]:
+    """A contender by its name, as the benchmark makes it: for the transfer alone, and for the whole."""
+    made = workloads([device], nbytes, Limits(QUIET), Libraries(None, QUIET), ["grpc", "gloo"])
+    return [next(c for c in workload.contenders if c.name == name) for workload in made]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.name)
-def test_others_have_the_same_ends(other: Other) -> None:
-    if "grpc" in other.name and importlib.util.find_spec("grpc") is None:
+@pytest.mark.parametrize(
+    ("name", "device", "nbytes"),
+    [
+        ("tensorwire", "tcp", 300 * KIB),
+        ("tensorwire, bounded", "shm", 64),
+        ("tensorwire, dynamic", "tcp", 64),
+        ("tensorwire, dynamic", "shm", 300 * KIB),
+        *((other.name, "tcp", 68 * KIB) for other in OTHERS),
+    ],
+)
+def test_every_edge_has_the_same_ends(name: str, device: str, nbytes: int) -> None:
+    if "grpc" in name and importlib.util.find_spec("grpc") is None:
         pytest.skip("needs grpcio, of which this process is to have no thread")
-    transfer, whole = workloads(["tcp"], 68 * KIB, Limits(QUIET), Libraries(None, QUIET), [other.peer.name])
-    contenders = [next(c for c in workload.contenders if c.name == other.name) for workload in (transfer, whole)]
-    assert len({c.commands for c in contenders}) == 1
-    with nothing_kept(), Stage(contenders[0], (0, 1)) as stage:
-        for warm, count, contender in ((1, 1, contenders[1]), (3, 4, contenders[0]), (2, 5, contenders[1])):
-            assert stage.run(warm, count, contender.word)[-1]["seconds"] > 0
+    transfer, whole = contenders(name, device, nbytes)
+    assert transfer.commands == whole.commands
+    with nothing_kept(), Stage(transfer, (0, 1)) as stage:
+        for warm, count, contender in ((1, 1, transfer), (2, 5, whole), (0, 4, transfer), (1, 2, whole)):
+            answers = stage.run(warm, count, contender.word)  # values are checked in there
+        assert answers[1]["seconds"] > 0 == answers[0]["seconds"]
+        if name.startswith("tensorwire"):
+            assert [(a["copies"], a["rpcs"], a["registrations"]) for a in answers] == [(0, 0, 0)] * 2

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import graphs, huggingface
+from benchmarks import graphs
 from benchmarks.cuts import LAYERS, cut, divide
-from benchmarks.workers import Setup, Variant, Workers
-from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.programs import ProgramFailed
+from benchmarks.options import Options
+from tensorwire.bench.actors.lines import LEAVE
+from tensorwire.bench.compare import Settings
+from tensorwire.bench.programs import ProgramFailed, Stage
+from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError
-from tensorwire.trace.parts import ProcessTrace
+from tensorwire.models import MODELS
+from tensorwire.trace.parts import ProcessTrace, read_trace
 from tests.bench.running import BESIDE, bench, costs, peers
 from tests.harness.sandbox import Sandbox
+from tests.levels import mostly_slow
 
 TINY = 16  # divides the hidden sizes
 
@@ -70,10 +74,13 @@ def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_worker() -> None:
-    with Workers(Variant("copy", "copy", "shm", actor=graphs.ACTOR), Setup("fcn5", 2, 0, TINY)) as job:
-        job.run(1, 2)
-        trace = job.finish()
+def test_every_tensor_that_is_waited_for_was_pushed_by_the_other_worker(tmp_path: Path) -> None:
+    options = Options(quick=True, modes=("copy",))
+    contender = graphs.contender("copy", "fcn5", "shm", options, str(tmp_path / "trace"))
+    with Stage(contender, (0, 1)) as stage:
+        stage.run(1, 2)
+        stage.run(0, 0, LEAVE)
+    trace = read_trace(tmp_path / "trace")
 
     def named(process: str, name: str) -> set[tuple[str, int]]:
         spans = (span for span in trace[process].spans if span.name == name)
@@ -106,13 +113,11 @@ def test_layers_are_divided_by_what_they_cost() -> None:
 
 def built(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A small model and a batch."""
-    return graphs.MODELS[name].build(TINY), graphs.MODELS[name].inputs(2, torch.Generator().manual_seed(0))
+    return MODELS[name].build(TINY), MODELS[name].inputs(2, torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", graphs.MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), ["fcn5", "lstm"]))
 def test_a_cut_gives_every_worker_parameters(name: str) -> None:
-    if name in huggingface.MODELS:
-        pytest.importorskip("transformers")
     model, batch = built(name)
     found = cut(name, model, batch, 2)
     modules = dict(model.named_modules())
@@ -136,63 +141,44 @@ def test_too_many_workers_for_the_layers() -> None:
 
 
 def test_every_workload_has_its_layers() -> None:
-    assert set(graphs.MODELS) == set(LAYERS)
-
-
-@pytest.mark.parametrize("name", huggingface.MODELS)
-def test_every_parameter_of_a_small_transformer_learns(name: str) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model, batch = built(name)
-    loss = model(*batch)
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+    assert set(MODELS) == set(LAYERS)
 
 
 # ---- what is left out, and what is judged
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, missing: str, workload: str, **made: Any) -> tuple[list[str], list[str]]:
+def measured(monkeypatch: pytest.MonkeyPatch, missing: str, options: Options) -> tuple[list[str], list[str]]:
     """What is skipped, and which modes are left, where the package ``missing`` is not there."""
     monkeypatch.setattr(graphs, "find_spec", lambda name: None if name == missing else object())
     contests: list[str] = []
-    monkeypatch.setattr(graphs, "contest", lambda name, device, *, modes, **_: contests.extend(modes) or [])
+    monkeypatch.setattr(graphs, "contest", lambda name, device, options, *_: contests.extend(options.modes) or [])
     skipped: list[str] = []
-    options = {"workers": 2, "modes": graphs.MODES, **made}
-    graphs.measure([workload], ["shm"], options, [], Notes(skipped.append, skipped.append))
+    graphs.measure(options, Settings(1, 1.0, (0, 1)), Notes(skipped.append, skipped.append), [])
     return skipped, contests
 
 
 def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(devices=("shm",), workloads=("fcn5",), modes=("zerocopy", "copy", "rpc"))
     rpc = ["skipped: rpc needs grpcio: run pip install '.[benchmarks]' in the folder of Tensorwire's source"]
-    assert measured(monkeypatch, "grpc", "fcn5") == (rpc, ["zerocopy", "copy"])
-    bert = ["skipped: bert needs transformers: pip install transformers"]
-    assert measured(monkeypatch, "transformers", "bert") == (bert, [])
-    assert measured(monkeypatch, "", "lstm", workers=3) == (["skipped: lstm can be cut over 2 workers"], [])
-
-
-def outcome(*losses: float) -> graphs.Outcome:
-    """A variant that has trained."""
-    return graphs.Outcome(losses=list(losses))
+    assert measured(monkeypatch, "grpc", options) == (rpc, ["zerocopy", "copy"])
+    lstm = Options(devices=("shm",), workloads=("lstm",), workers=3)
+    assert measured(monkeypatch, "", lstm) == (["skipped: lstm can be cut over 2 workers"], [])
 
 
 def test_losses_are_to_be_the_same_bit_for_bit() -> None:
-    assert graphs.same({"a": outcome(2.0, 1.0), "b": outcome(2.0, 1.0)}) == "a, b"
+    assert graphs.same({"a": [2.0, 1.0], "b": [2.0, 1.0]}) == "a, b"
     with pytest.raises(ProgramFailed, match=r"round 2: the loss is 1\.0000000001 with b, but 1\.0 with a"):
-        graphs.same({"a": outcome(2.0, 1.0), "b": outcome(2.0, 1.0000000001)})
+        graphs.same({"a": [2.0, 1.0], "b": [2.0, 1.0000000001]})
+    assert graphs.loss_of([{"seconds": 0.0}, {"loss": 1.0}, {"loss": 1.0}]) == 1.0
+    with pytest.raises(ProgramFailed, match="workers have different losses"):
+        graphs.loss_of([{"loss": 1.0}, {"loss": 2.0}])
 
 
 def judged(*, aimed: bool, **showed: float) -> tuple[str | None, bool | None]:
     """The verdict on a step of a second in which so much was counted or exposed."""
-    parts = {"step": 1.0, "exposed": showed.pop("exposed", 0.0)}
-    counts = {**dict.fromkeys(graphs.COUNTS, 0.0), **showed}
-    found = {
-        name: graphs.Outcome(Samples([1.0], counts), [2.0], {"batch": 1}, parts) for name in (graphs.ALONE, "zerocopy")
-    }
-    shape = Workload("graph", "shm", "w", 1, "training-step", ())
-    record = records(shape, {n: o.samples for n, o in found.items()}, {n: n for n in found})[1]
-    record = graphs._detailed(record, found, aimed=aimed)
+    details = {**dict.fromkeys(graphs.COUNTS, 0.0), "step": 1.0, "exposed": 0.0, **showed}
+    record = Record("graph", "shm", "zerocopy", "training-step", "w", 1, 1.0, 1.0, 1.0, 1, details=details)
+    record = graphs.judged(record, aimed=aimed)
     return record.target, record.met
 
 
@@ -204,9 +190,3 @@ def test_verdicts() -> None:
     assert judged(aimed=True, exposed=0.03) == (f"{target}; exposed <= 3%", True)
     assert judged(aimed=True, exposed=0.031)[1] is False
     assert judged(aimed=True, copies=1.0)[1] is False
-
-
-def test_workers_that_disagree_fail() -> None:
-    answers = [{"seconds": 1.0, "loss": loss, **dict.fromkeys(graphs.COUNTS, 0.0)} for loss in (1.0, 2.0)]
-    with pytest.raises(ProgramFailed, match="workers have different losses"):
-        graphs.Outcome().add(answers, graphs.Course(1, 1))

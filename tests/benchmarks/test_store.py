@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.libraries import Libraries
 from benchmarks.stores import workloads
-from tensorwire.bench.models import TINY
 from tensorwire.bench.programs import Stage
 from tensorwire.bench.show import Notes
 from tensorwire.bench.stores import StoreJob
+from tensorwire.models import TINY
 from tests.harness.sandbox import nothing_kept
 
 QUIET = Notes(lambda text: None, lambda text: None)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import sleeping_layers, training
+from benchmarks import sleeping_layers, steps, training
 from benchmarks.sleeping_layers import SLEEPING
-from benchmarks.workers import Setup, Variant
-from tensorwire.bench import models
-from tensorwire.bench.compare import Samples, Workload, records
-from tensorwire.bench.models import MODELS
-from tensorwire.bench.programs import ProgramFailed
+from tensorwire import models
+from tensorwire.bench.compare import Stages
+from tensorwire.bench.programs import Contender, ProgramFailed
+from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.charts.figure import check_picture
 from tensorwire.errors import Unsupported
 from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, peers
 from tests.harness.sandbox import Sandbox
+from tests.levels import mostly_slow
 
 TINY = 16  # divides the hidden sizes
 
@@ -34,7 +33,7 @@ def test_sleeping_layers_have_vgg16s_tensors() -> None:
     assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
 
 
-@pytest.mark.parametrize("name", training.MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(training.MODELS), ["fcn5", "lstm"]))
 def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     torch.manual_seed(0)
     model = sleeping_layers.MODELS[name]
@@ -63,24 +62,17 @@ def test_gradients_of_sleeping_layers_are_not_copied_and_the_sleeps_add_up(monke
 def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     chart = sandbox.folder / "steps.png"
-    result, records = bench(sandbox, *BESIDE, "train", "--steps", "2", "--peers", "ddp,grpc", "--report", str(chart))
-    grpc = ["gRPC store"] if find_spec("grpc") else []
-    assert peers(records) == ["no store", "tensorwire", "DDP, gloo", *grpc]
+    _, records = bench(sandbox, *BESIDE, "train", "--steps", "2", "--report", str(chart))
+    assert peers(records) == ["no store", "tensorwire", "DDP, gloo"]
     assert {(r["bench"], r["mode"], r["device"]) for r in records} == {("train", "training-step", "shm")}
-    alone, ours, *others = records
+    alone, ours, ddp = records
     assert (ours["copies"], ours["rpcs"], ours["registrations"]) == (2 * 10, 0, 0)  # a gradient once, in both workers
-    for other in others:
-        assert other["details"]["loss"] == pytest.approx(ours["details"]["loss"], rel=1e-4)
+    assert ddp["details"]["loss"] == pytest.approx(ours["details"]["loss"], rel=1e-4)
     assert ours["details"]["overhead"] == ours["seconds"] / alone["seconds"] - 1
-    for record in records:
-        details = record["details"]
-        if record["peer"] in ("tensorwire", *grpc):
-            assert min(details["compute"], details["exposed"]) > 0
-            assert min(details["update"], details["idle"]) >= 0  # such a short step may have none
-        else:
-            assert "compute" not in details
+    assert min(ours["details"][name] for name in ("compute", "exposed")) > 0
+    assert min(ours["details"][name] for name in ("update", "idle")) >= 0  # such a short step may have none
+    assert "compute" not in alone["details"].keys() | ddp["details"].keys()
     assert chart.read_bytes().startswith(b"\x89PNG")
-    assert f"{MODELS['fcn5'].parameters:,}" in result.out  # the table of sizes tells the whole models
 
 
 @pytest.mark.slow
@@ -100,21 +92,15 @@ def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     assert not list(Path("/run/netns").glob("tw-bench-*"))
 
 
-def outcomes(**losses: float) -> dict[str, training.Outcome]:
-    """Ways that have trained, by name."""
-    return {name: training.Outcome(loss=loss) for name, loss in losses.items()}
-
-
 def test_losses_are_to_be_the_same() -> None:
-    notes = Notes(lambda _: None, lambda _: None)
-    training.check_losses("fcn5", outcomes(tensorwire=2.0, ddp=2.0001) | {"no store": training.Outcome(loss=7)}, notes)
+    steps.check_losses("fcn5", {"tensorwire": 2.0, "ddp": 2.0001})
     for other in (2.001, float("nan")):
         with pytest.raises(ProgramFailed, match=r"fcn5: the loss is 2 with tensorwire, but \S+ with ddp"):
-            training.check_losses("fcn5", outcomes(tensorwire=2.0, ddp=other), notes)
+            steps.check_losses("fcn5", {"tensorwire": 2.0, "ddp": other})
 
 
 def test_steps_between_rounds_are_not_told() -> None:
-    def steps(*computes: tuple[float, float]) -> list[Any]:
+    def computed(*computes: tuple[float, float]) -> list[Any]:
         found: list[Any] = []
         for step, (start, stop) in enumerate(computes, 1):
             found += [
@@ -125,38 +111,19 @@ def test_steps_between_rounds_are_not_told() -> None:
         return found
 
     # Three steps of 10 s; before the second round, a pause of 1000 s.
-    spans = steps((0, 8), (10, 18), (20, 1028), (1030, 1038))
+    spans = computed((0, 8), (10, 18), (20, 1028), (1030, 1038))
     worker = ProcessTrace("worker-0", {"timed": [[10.0, 20.0], [1030.0, 1040.0]]}, {}, spans)
-    told = training.parts({"worker-0": worker})
+    told = steps.parts({"worker-0": worker})
     assert (told["step"], told["compute"], told["exposed"]) == (10.0, 8.0, 2.0)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "store"])
-def test_only_a_peer_may_fail(kind: str) -> None:
-    told: list[str] = []
-    left = {"it": training.Outcome()}
-
-    def fail() -> None:
-        with training._tolerated(Variant("it", kind), Notes(told.append, told.append), left):
-            raise ProgramFailed("it ended")
-
-    if kind == "ddp":
-        fail()
-        assert (told, left) == (["skipped: it: it ended"], {})
-    else:
-        with pytest.raises(ProgramFailed):
-            fail()
 
 
 def test_verdicts() -> None:
     def judged(exposed: float, theirs: float) -> bool | None:
-        found = {
-            name: training.Outcome(samples=Samples([seconds]))
+        made = {
+            name: Record("train", "shm", name, "training-step", "w", 1, seconds, seconds, seconds, 1)
             for name, seconds in {"no store": 0.9, "tensorwire": 1.0, "DDP, gloo": theirs}.items()
         }
-        shape = Workload("train", "shm", "w", 1, "training-step", ())
-        record = records(shape, {n: o.samples for n, o in found.items()}, {n: n for n in found})[1]
-        return training._judged(replace(record, details={"exposed": exposed, "step": 1.0}), found).met
+        return training.judged(replace(made["tensorwire"], details={"exposed": exposed, "step": 1.0}), made).met
 
     assert [judged(0.10, 1.1), judged(0.11, 1.1), judged(0.10, 0.99)] == [True, False, False]
 
@@ -167,33 +134,28 @@ def test_a_chart_needs_matplotlib_and_says_so(monkeypatch: pytest.MonkeyPatch, t
         check_picture(str(tmp_path / "steps.png"), option="--report")
 
 
-def test_who_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fails_or_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     left, told = 110 << 30, []
 
-    class Large:
-        """Stands for processes that take 30 GiB."""
+    def ask(name: str, stage: Any) -> list[Any]:
+        nonlocal left
+        left -= 30 << 30  # what each takes
+        if name == "fails":
+            raise ProgramFailed("no more")
+        return []
 
-        def __init__(self, variant: Variant, setup: Setup) -> None:
-            self.variant = variant
+    monkeypatch.setattr(Stages, "get", lambda self, contender: None)
+    monkeypatch.setattr(steps, "available_bytes", lambda: left)
+    notes, label = Notes(lambda text: None, told.append), "vgg16 over shm"
 
-        def run(self, warm: int, count: int, word: str = "") -> list[Any]:
-            nonlocal left
-            left -= 30 << 30
-            return []
+    def started(*names: str) -> list[str]:
+        contenders = {name: Contender(name, ()) for name in names}
+        room = {"ddp": 1.25, "small": 0.5}
+        made = steps.started(Stages(()), contenders, ask, room, "ours", label=label, notes=notes, peers=("fails",))
+        return list(made)
 
-        def finish(self) -> dict[str, Any]:
-            return {}
-
-        def __enter__(self) -> Large:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(training, "Workers", Large)
-    monkeypatch.setattr(training, "available_bytes", lambda: left)
-    variants = training.variants("vgg16", "shm", ["ddp"], overlap=True)
-    notes = Notes(lambda text: None, told.append)
-    found = training.run(variants, Setup("vgg16", 2, 1), training.Course(0, 1), "vgg16 over shm", notes)
-    assert list(found) == [training.NO_STORE, training.OURS, training.OVERLAP]
-    assert told == ["skipped: vgg16 over shm: DDP, gloo may take 37.5 GiB of memory, and 20 GiB are left"]
+    assert started("alone", "ours", "overlap", "ddp", "small") == ["alone", "ours", "overlap", "small"]
+    assert told == ["skipped: vgg16 over shm: ddp may take 37.5 GiB of memory, and 20 GiB are left"]
+    left = 110 << 30
+    assert started("fails", "ours") == ["ours"]
+    assert told[-1] == "skipped: fails: no more"

@@ -156,32 +156,6 @@ def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode:
 
 
 @pytest.mark.long
-def test_the_same_training_with_a_store_on_grpc_beside_ours(tmp_path: Path) -> None:
-    pytest.importorskip("grpc")
-    figures = tmp_path / "figures.json"
-    # So many steps, since a worker may lose its processor between two spans, and find an update done.
-    options = ["--compare", "grpc", "--data", "digits", "--width", "64", "--steps", "200", "--json", str(figures)]
-    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    ours, theirs = json.loads(figures.read_text())
-    assert (ours["store"], theirs["store"]) == ("tensorwire", "gRPC")
-    assert ours["steps"] == theirs["steps"] == 200
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-    for run in (ours, theirs):
-        assert run["compute"] + run["update"] + run["exposed"] + run["idle"] == pytest.approx(run["seconds"], rel=0.05)
-        assert min(run["update"], run["samples_per_second"]) > 0
-    last = done.stdout.splitlines()[-1].split()
-    assert last == ["loss", "after", "200", "steps", f"{ours['loss']:.6f}", f"{theirs['loss']:.6f}"]
-
-
-def test_comparing_without_grpc_is_one_line_and_status_2(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['grpc'] = None\n")
-    done = start([str(FOLDER / "demo.py"), "--compare", "grpc"], tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr == "tensorwire: --compare grpc needs grpcio: .venv/bin/pip install grpcio\n"
-
-
-@pytest.mark.long
 def test_a_missed_gate_is_one_line_and_a_failure(tmp_path: Path) -> None:
     options = ["--data", "digits", "--width", "1", "--seconds", "1", "--workers", "1"]
     done = start([str(FOLDER / "demo.py"), *options], tmp_path)

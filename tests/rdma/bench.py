@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.rdma.wire import ADDRESSES
 
-COMMAND = [sys.executable, "-m", "tensorwire.cli", "bench", "device", "--device", "verbs"]
+COMMAND = [sys.executable, "-m", "benchmarks", "device", "--device", "verbs"]
 
 
 def main(arguments: list[str]) -> int:

@@ -102,14 +102,6 @@ def call_flat(tf: Any) -> None:
     assert type(found) is tf.__internal__.EagerTensor
 
 
-def started(tf: Any) -> None:
-    from tensorflow.python.eager import context
-
-    tf.zeros([])
-    assert context.context()._initialized is True
-    assert callable(context.context().enable_collective_ops)  # tests/tensorflow/test_protocol.py uses it
-
-
 def first_epoch(tf: Any) -> None:
     import keras
 
@@ -161,8 +153,6 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "pywrap_tfe": gradient_function,
     "backprop": gradient_function,
     "_call_flat": call_flat,
-    "context": started,
-    "_initialized": started,
     "_initial_epoch": first_epoch,
     "_save_model": save_model,
     "_exclude_from_weight_decay": excluded,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -16,8 +15,6 @@ from tensorwire.sizes import size_text
 
 Commands = tuple[tuple[str, ...], ...]
 _COUNTS = ("copies", "rpcs", "registrations")
-_SLEEPS = ("sleeps", "wake_ups")  # counts, too
-_PARTS = ("calling", "waiting")  # seconds
 _DELAYS = ("median", "p99_over_median", "slowest_key_over_median")  # of the worst worker
 _MOST_OPERATIONS = 20_000
 
@@ -55,7 +52,7 @@ class Workload:
 
 @dataclass
 class Samples:
-    """Seconds of each round, counts per operation, and the parts of an operation in seconds in each round."""
+    """Seconds of each round, counts per operation, and in each round what else is told of an operation."""
 
     seconds: list[float] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
@@ -66,15 +63,20 @@ class Samples:
         """The figure."""
         return statistics.median(self.seconds)
 
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Answer]], warm: int, count: int, per: int = 1) -> Samples:
+        """What was answered in ``rounds`` of ``warm`` operations that nobody timed and ``count`` that were."""
+        made = cls()
+        for answers in rounds:
+            made.add(answers, warm, count, per)
+        return made
+
     def add(self, answers: Sequence[Answer], warm: int, count: int, per: int) -> None:
         """One round's answers: the slowest end's time, the counts of both ends."""
         self.seconds.append(max(a["seconds"] for a in answers) / count / per)
-        for name in (*_COUNTS, *_SLEEPS):
+        for name in _COUNTS:
             if name in answers[-1]:
                 self.counts[name] = sum(a.get(name, 0) for a in answers) / (warm + count)
-        for name in _PARTS:
-            if name in answers[-1]:
-                self.parts.setdefault(name, []).append(answers[-1][name])
         for name in _DELAYS:
             if name in answers[-1]:
                 self.parts.setdefault(name, []).append(max(a[name] for a in answers if name in a))
@@ -82,10 +84,7 @@ class Samples:
     @property
     def details(self) -> dict[str, float] | None:
         """What else is told of an operation; None where nothing is."""
-        if not self.parts:
-            return None
-        counts = {name: self.counts[name] for name in _SLEEPS if name in self.counts}
-        return {name: statistics.median(seconds) for name, seconds in self.parts.items()} | counts
+        return {name: statistics.median(told) for name, told in self.parts.items()} or None
 
 
 class Stages:
@@ -110,6 +109,38 @@ class Stages:
             stage.close()
 
 
+def take_turns(
+    running: Stages,
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    ask: Callable[[str, Stage], list[Answer]],
+    *,
+    label: str,
+    notes: Notes,
+    peers: Collection[str] | None = None,
+) -> dict[str, list[list[Answer]]]:
+    """What each contender answers in every round.
+
+    A peer that fails is left out, with a note. ``peers``: their names; by default all that do not begin with ours.
+
+    Raises `ProgramFailed` where another one fails.
+    """
+    found: dict[str, list[list[Answer]]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        names = list(found)
+        at = number % max(1, len(names))  # nobody is always the first after a pause
+        for name in names[at:] + names[:at]:
+            notes.progress(f"{label}: round {number + 1} of {rounds}: {name}")
+            try:
+                found[name].append(ask(name, running.get(contenders[name])))
+            except ProgramFailed as error:
+                if name not in peers if peers is not None else name.startswith(OURS):
+                    raise
+                notes.skip(f"{name}: {error}")
+                del found[name]
+    return found
+
+
 def compare_all(workloads: Sequence[Workload], settings: Settings, notes: Notes) -> list[Record]:
     """One workload after the other; those of the same programs share them."""
     made: list[Record] = []
@@ -128,8 +159,7 @@ def _compare_sharing(workloads: Sequence[Workload], settings: Settings, notes: N
                 samples.update(measure(workload, contenders, settings, notes, stages))
     made: list[Record] = []
     for workload, samples in zip(workloads, found, strict=True):
-        groups = {c.name: c.group or c.name for c in workload.contenders}
-        made += records(workload, {name: samples[name] for name in groups if name in samples}, groups)
+        made += records(workload, {c.name: samples[c.name] for c in workload.contenders if c.name in samples})
     return made
 
 
@@ -154,53 +184,21 @@ def fitting(workloads: Sequence[Workload], left: int, notes: Notes) -> list[set[
 def measure(
     workload: Workload, contenders: Sequence[Contender], settings: Settings, notes: Notes, running: Stages
 ) -> dict[str, Samples]:
-    """Measures contenders in turns; a peer that fails is skipped with a note."""
-    stages: dict[str, tuple[Contender, Stage, int]] = {}
-    for contender in contenders:
-        notes.progress(f"{workload.name}: {contender.name}")
-        with _tolerated(contender, notes):
-            stage = running.get(contender)
-            stages[contender.name] = (
-                contender,
-                stage,
-                _calibrate(stage, contender.word, settings.seconds, workload.least),
-            )
-    samples = {name: Samples() for name in stages}
-    for round in range(1, settings.rounds + 1):
-        for name, (contender, stage, count) in _in_turns(stages, round):
-            notes.progress(f"{workload.name}: round {round} of {settings.rounds}: {name}")
-            with _tolerated(contender, notes):
-                if name in samples:
-                    _round(contender, stage, count, workload.per, samples)
-    return samples
+    """Measures contenders in turns."""
+    counts: dict[str, int] = {}
 
+    def calibrate(name: str, stage: Stage) -> list[Answer]:
+        counts[name] = _calibrate(stage, named[name].word, settings.seconds, workload.least)
+        return []
 
-def _round(contender: Contender, stage: Stage, count: int, per: int, samples: dict[str, Samples]) -> None:
-    warm = count // 8 + 1
-    try:
-        samples[contender.name].add(stage.run(warm, count, contender.word), warm, count, per)
-    except ProgramFailed:
-        del samples[contender.name]
-        raise
+    def run(name: str, stage: Stage) -> list[Answer]:
+        return stage.run(counts[name] // 8 + 1, counts[name], named[name].word)
 
-
-@contextlib.contextmanager
-def _tolerated(contender: Contender, notes: Notes) -> Iterator[None]:
-    try:
-        yield
-    except ProgramFailed as error:
-        if contender.name.startswith(OURS):
-            raise
-        notes.skip(f"{contender.name}: {error}")
-
-
-Turn = tuple[str, tuple[Contender, Stage, int]]
-
-
-def _in_turns(stages: Mapping[str, tuple[Contender, Stage, int]], round: int) -> list[Turn]:
-    items = list(stages.items())
-    at = round % max(1, len(items))  # nobody is always the first after a pause
-    return items[at:] + items[:at]
+    named = {c.name: c for c in contenders}
+    ready = take_turns(running, named, 1, calibrate, label=workload.name, notes=notes)
+    left = {name: named[name] for name in ready}
+    answers = take_turns(running, left, settings.rounds, run, label=workload.name, notes=notes)
+    return {name: Samples.of(told, counts[name] // 8 + 1, counts[name], workload.per) for name, told in answers.items()}
 
 
 def _calibrate(stage: Stage, word: str, seconds: float, least: int) -> int:
@@ -214,11 +212,12 @@ def _calibrate(stage: Stage, word: str, seconds: float, least: int) -> int:
     return count
 
 
-def records(workload: Workload, samples: Mapping[str, Samples], groups: Mapping[str, str]) -> list[Record]:
+def records(workload: Workload, samples: Mapping[str, Samples]) -> list[Record]:
     """A record a contender; the limit is the best of the first group that was measured."""
+    groups = {c.name: c.group or c.name for c in workload.contenders}
     best: dict[str, str] = {}
     for name, measured in samples.items():
-        group = groups[name]
+        group = groups.get(name, name)
         if group not in best or measured.median < samples[best[group]].median:
             best[group] = name
     medians = {group: samples[name].median for group, name in best.items()}
@@ -256,9 +255,7 @@ def _record(
         low=min(measured.seconds),
         high=max(measured.seconds),
         rounds=len(measured.seconds),
-        target=None,
-        met=None,
-        details=measured.details if workload.device == "tcp" or _DELAYS[0] in measured.parts else None,
+        details=measured.details,
         how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
     )
     if workload.target is None or name != OURS:

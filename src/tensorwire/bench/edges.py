@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tensorwire.bench.compare import Workload
 from tensorwire.bench.limits import Limits
-from tensorwire.bench.programs import OURS, Contender, actors
+from tensorwire.bench.programs import OURS, Contender, actor, pair
 from tensorwire.bench.records import Target, size_text
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -21,13 +21,6 @@ LARGE = 256 * MIB  # from here on few rounds
 _FLAG = 8  # bytes of payload in the C flag: it moves none either, to speak of
 _DEPTH = 2  # tensors on their way
 _STREAM = 4  # tensors of a round at least: one alone is not a stream
-# Bytes that ours may take for each byte of a tensor, on a device that maps and on one that does not.
-_KINDS = {"static": (4, 6), "bounded": (4, 6), "dynamic": (5, 8)}
-_HOW = {
-    "static": "static edge of two slots",
-    "bounded": "bounded edge of two slots, whose bound is the size",
-    "dynamic": "dynamic edge; a lease a tensor from a pool of two",
-}
 _TITLES = {
     "transfer": "transfer alone",
     "transfer-mapped": "transfer alone (no byte moved)",
@@ -41,9 +34,10 @@ def workloads(devices: Sequence[str], nbytes: int, limits: Limits) -> list[Workl
     """The transfer alone, then with a producer and a consumer, over each device."""
     made = []
     for device in devices:
-        ours = _ours(device, nbytes)
-        floor = replace(ours[0], name="ends alone", how="what both ends do, without anything between them")
-        lists = {"transfer": [*ours, *_limits(device, nbytes, limits)], "whole": [*ours, floor]}
+        memory = (4 if device == "shm" else 6) * nbytes
+        ours = Contender(OURS, pair(actor("edge"), device, nbytes), memory=memory, how="static edge of two slots")
+        floor = replace(ours, name="ends alone", how="what both ends do, without anything between them")
+        lists = {"transfer": [ours, *_limits(device, nbytes, limits)], "whole": [ours, floor]}
         for word, contenders in lists.items():
             mode = f"{word}-mapped" if device == "shm" else word
             made.append(
@@ -61,18 +55,6 @@ def workloads(devices: Sequence[str], nbytes: int, limits: Limits) -> list[Workl
                 )
             )
     return made
-
-
-def _ours(device: str, nbytes: int) -> list[Contender]:
-    return [
-        Contender(
-            OURS if kind == "static" else f"{OURS}, {kind}",
-            actors("edge", device, kind, nbytes),
-            memory=memory[device != "shm"] * nbytes,
-            how=_HOW[kind],
-        )
-        for kind, memory in _KINDS.items()
-    ]
 
 
 def _limits(device: str, nbytes: int, limits: Limits) -> list[Contender]:

@@ -8,11 +8,15 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tensorwire.bench.compare import Samples, Settings, Workload, records
-from tensorwire.bench.programs import OURS, Contender, Stage, actors
+from tensorwire.bench.programs import OURS, Contender, Stage, actor, pair
 from tensorwire.bench.records import Record, Target, size_text
 from tensorwire.bench.show import Notes
+
+if TYPE_CHECKING:
+    from tensorwire.bench.suite import Options
 
 HEARTBEAT, LOST_AFTER = 0.1, 1.0  # seconds, of the rows in which the peer is stopped
 _CHILDREN = 2
@@ -51,25 +55,24 @@ def faults(devices: Sequence[str], *, quick: bool) -> list[Fault]:
     return killed + [Fault(d, 0, 0, signal.SIGSTOP) for d in devices]
 
 
-def measure(devices: Sequence[str], settings: Settings, notes: Notes, *, quick: bool) -> list[Record]:
+def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     """``settings.rounds`` victims a row, the rows in turns."""
-    rows = faults(devices, quick=quick)
-    samples = {fault: Samples() for fault in rows}
+    samples = {fault: Samples() for fault in faults(options.devices, quick=options.quick)}
     for round in range(settings.rounds):
-        for fault in rows:
+        for fault, measured in samples.items():
             notes.progress(f"{fault.title}: round {round + 1} of {settings.rounds}")
-            samples[fault].seconds.append(_lose(fault, settings))
+            measured.seconds.append(_lose(fault, settings))
     made: list[Record] = []
     for fault, measured in samples.items():
         mode = "stopped" if fault.number == signal.SIGSTOP else "killed"
         workload = Workload("faults", fault.device, fault.title, 0, mode, (), target=fault.target)
-        made += records(workload, {OURS: measured}, {OURS: OURS})
+        made += records(workload, {OURS: measured})
     return made
 
 
 def _lose(fault: Fault, settings: Settings) -> float:
     beats = (HEARTBEAT, LOST_AFTER) if fault.number == signal.SIGSTOP else (1.0, 10.0)
-    contender = Contender(OURS, actors("fault", fault.device, fault.mib, fault.children, *beats))
+    contender = Contender(OURS, pair(actor("fault"), fault.device, fault.mib, fault.children, *beats))
     with Stage(contender, settings.cores) as stage:
         victim, waiter = stage.programs
         stage.run(0, 1)

@@ -42,22 +42,16 @@ class Limits:
         ours = replace(ours, commands=tuple((*command, *library) for command in ours.commands))
         return ours, [replace(ours, name=f"C {name}", word=name, group=group, how="") for name in names]
 
-    def sockets(self, nbytes: int, buffers: Sequence[int], window: int = 1) -> list[Contender]:
-        """Blocking sockets with buffers of several sizes, 0 being the kernel's own choice; one byte back.
+    def sockets(self, nbytes: int, buffers: Sequence[int], window: int = 1, *, polls: bool = False) -> list[Contender]:
+        """Sockets with buffers of several sizes, 0 being the kernel's own choice; one byte back.
 
-        ``window``: how many payloads may be on their way before the first is answered.
+        ``window``: how many payloads may be on their way before the first is answered. ``polls``: both ends poll, which
+        takes the time that the kernel itself needs, without a wake-up; else they block.
         """
-        program = self.program(SOURCES / "sockets.c")
-        made = []
-        for buffer in buffers if program else ():
-            name = f"C sockets, {size_text(buffer)}" if buffer else "C sockets"
-            made.append(Contender(name, pair(program, nbytes, window, buffer, "127.0.0.1", 0), "C sockets"))
-        return made
-
-    def polling_sockets(self, nbytes: int) -> list[Contender]:
-        """The same where both ends poll: the time that the kernel itself needs, without a wake-up."""
-        program = self.program(SOURCES / "sockets.c")
-        return [Contender(POLLING, pair(program, nbytes, 1, 0, "127.0.0.1", 1))] if program else []
+        program, group = self.program(SOURCES / "sockets.c"), POLLING if polls else "C sockets"
+        names = {buffer: f"{group}, {size_text(buffer)}" if buffer else group for buffer in buffers if program}
+        arguments = {buffer: (nbytes, window, buffer, "127.0.0.1", int(polls)) for buffer in names}
+        return [Contender(name, pair(program, *arguments[buffer]), group) for buffer, name in names.items()]
 
     def program(self, source: Path, *libraries: str, needs: str = "") -> tuple[str, ...]:
         """The command of the program of ``source``; empty, with a note that names what it ``needs``, without it."""

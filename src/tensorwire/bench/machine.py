@@ -63,8 +63,7 @@ def describe(cores: tuple[int, ...], *, shared: bool = False) -> list[str]:
         f"{_cpu()}, {os.cpu_count()} processors, {memory:.0f} GiB; Linux {platform.release()}, "
         f"Python {platform.python_version()}",
         f"{pinned}; load average " + " ".join(f"{load:.2f}" for load in os.getloadavg()),
-        f"transparent huge pages: {_setting('enabled')}, for shared memory: {_setting('shmem_enabled')}; "
-        f"congestion control: {_congestion()}",
+        f"transparent huge pages: {_setting('enabled')}, for shared memory: {_setting('shmem_enabled')}",
         f"copies: {described()}",
     ]
     if len(set(cores)) == 1:
@@ -100,13 +99,6 @@ def _setting(name: str) -> str:
     except OSError:
         return "not in this kernel"
     return text.partition("[")[2].partition("]")[0] or text.strip()
-
-
-def _congestion() -> str:
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 def _ranges(numbers: list[int]) -> str:

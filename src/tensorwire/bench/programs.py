@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -17,18 +18,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from tensorwire.control.names import describe_exit
 from tensorwire.errors import TensorwireError
 from tensorwire.launch import start
 from tensorwire.launch.start import module_command
 
-ACTORS = Path(__file__).parent / "actors"
+ACTORS = Path(__file__).parent / "actors"  # on the import path of programs that have nothing of ours
 HANG_SECONDS = 600.0  # for one answer; only a guard: a round over a slow link takes minutes
 OURS = "tensorwire"
 Answer = dict[str, float]
-Own = TypeVar("Own", bound="Group")
+Place = tuple[tuple[str, ...], str]
+HERE: tuple[Place, ...] = (((), "127.0.0.1"),)
 
 
 class ProgramFailed(TensorwireError):
@@ -61,9 +63,9 @@ class Contender:
     together: bool = False
 
 
-def actor(name: str, role: str, *arguments: object) -> tuple[str, ...]:
-    """The command of one of Tensorwire's own programs."""
-    return tuple(module_command(f"tensorwire.bench.actors.{name}", role, *arguments))
+def actor(name: str, package: str = "tensorwire.bench.actors") -> tuple[str, ...]:
+    """The command of one of Tensorwire's own programs, without its arguments."""
+    return tuple(module_command(f"{package}.{name}"))
 
 
 def pair(program: tuple[str, ...], *arguments: object) -> tuple[tuple[str, ...], ...]:
@@ -71,9 +73,29 @@ def pair(program: tuple[str, ...], *arguments: object) -> tuple[tuple[str, ...],
     return tuple((*program, role, *map(str, arguments)) for role in ("target", "initiator"))
 
 
-def actors(name: str, *arguments: object) -> tuple[tuple[str, ...], ...]:
-    """The same for one of Tensorwire's own programs."""
-    return tuple(actor(name, role, *arguments) for role in ("target", "initiator"))
+def job(
+    name: str,
+    program: tuple[str, ...],
+    *arguments: object,
+    workers: int,
+    servers: int = 1,
+    places: Sequence[Place] = HERE,
+    **options: Any,
+) -> Contender:
+    """Servers and workers of one job, each ``program ROLE INDEX ARGUMENTS... WORKERS SERVERS HOST``.
+
+    A place is what a command there begins with, and its address. Where there are two, server 0 and worker 1 are at the
+    first, and worker 0 is at the second.
+    """
+
+    def command(place: int, role: str, index: int) -> tuple[str, ...]:
+        prefix, host = places[place % len(places)]
+        return (*prefix, *program, role, *map(str, (index, *arguments, workers, servers, host)))
+
+    commands = [command(i, "server", i) for i in range(servers)]
+    commands += [command(i + 1, "worker", i) for i in reversed(range(workers))]
+    options["environment"] = {"TENSORWIRE_SECRET": secrets.token_hex(32), **options.get("environment", {})}
+    return Contender(name, tuple(commands), servers=servers, **options)
 
 
 @contextlib.contextmanager
@@ -171,12 +193,6 @@ class Program:
                         pipe.close()
             _running.discard(self)
 
-    def left(self) -> bool:
-        """Whether it has gone without a word and without a signal, as a server does when its job is over."""
-        if not self._ends_now():
-            return False
-        return self.process.returncode in (0, 1) and not self._words()
-
     def _ends_now(self) -> bool:
         """Waits a moment: it may have closed its output only."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,18 +212,14 @@ class Program:
 def receive_all(programs: Sequence[Program], *, silent: Sequence[Program] = ()) -> list[str]:
     """The next line of each, in their order. Raises `ProgramFailed` as soon as one ends.
 
-    ``silent`` ones have nothing to say meanwhile, unless they fail. Those that leave do so because of another one,
-    which says why.
+    ``silent`` ones have nothing to say meanwhile, unless they fail.
     """
     # One may have failed while the other waits for it: the first to speak or end is heard first.
-    waiting, watched = list(programs), list(silent)
+    waiting = list(programs)
     heard: dict[Program, str] = {}
     while waiting:
-        ready, _, _ = select.select([*waiting, *watched], [], [], HANG_SECONDS)
+        ready, _, _ = select.select([*waiting, *silent], [], [], HANG_SECONDS)
         for program in ready or list(waiting):
-            if program in watched and program.left():
-                watched.remove(program)
-                continue
             heard[program] = program.receive()
             waiting.remove(program)
     return [heard[program] for program in programs]
@@ -220,47 +232,19 @@ def ask(programs: Sequence[Program], line: str, *, silent: Sequence[Program] = (
     return [json.loads(told) for told in receive_all(programs, silent=silent)]
 
 
-class Group:
-    """Programs that are driven together, and end together. A context manager."""
+class Stage:
+    """A contender's programs, which run and end together. The initiator's answer is the last. A context manager.
 
-    def __init__(self) -> None:
-        self.programs: list[Program] = []  # in the order in which they answer
-        self._rounds = 0
+    They are a ring, in which each is told the line of the next one; where there are servers, all are told all lines.
 
-    def introduce(self, told: Sequence[str], *, silent: Sequence[Program] = ()) -> None:
-        """Sends each program what it needs of the others; waits until all are ready. ``silent``: see `receive_all`."""
-        for program, line in zip(self.programs, told, strict=True):
-            program.send(line)
-        receive_all(self.programs, silent=silent)
-
-    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
-        """One round; the answers in the order of the programs. Raises `ProgramFailed`."""
-        self._rounds += 1  # each has bytes of its own
-        return self.ask(f"run {self._rounds} {warm} {count} {word}".rstrip())
-
-    def ask(self, line: str) -> list[Answer]:
-        """Gives all of them a line; their answers."""
-        return ask(self.programs, line)
-
-    def close(self) -> None:
-        """Ends all of them. Idempotent."""
-        for program in self.programs:
-            program.close()
-        self.programs = []
-
-    def __enter__(self: Own) -> Own:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Stage(Group):
-    """A contender's programs, in a ring: each was told the line of the next one. The initiator's answer is the last."""
+    Raises `ProgramFailed` where one of them does not start.
+    """
 
     def __init__(self, contender: Contender, cores: Sequence[int]) -> None:
-        super().__init__()
         self.contender = contender
+        self.programs: list[Program] = []
+        self.lines: list[str] = []
+        self._rounds = 0
         environment = {"OMP_NUM_THREADS": "1", **contender.environment}
         try:
             for i, command in enumerate(contender.commands):
@@ -268,13 +252,19 @@ class Stage(Group):
                 core = cores[(len(contender.commands) - 1 - i) % len(cores)]
                 shared = contender.servers or contender.together
                 self.programs.append(Program(command, environment, cores if shared else [core]))
-            lines = receive_all(self.programs)
-            self.introduce([" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]])
+            lines = self.lines = receive_all(self.programs)
+            told = [" ".join(lines)] * len(lines) if contender.servers else [*lines[1:], lines[0]]
+            for program, line in zip(self.programs, told, strict=True):
+                program.send(line)
+            receive_all(self.programs)
         except BaseException:
             self.close()
             raise
 
-    def ask(self, line: str) -> list[Answer]:
+    def run(self, warm: int, count: int, word: str = "") -> list[Answer]:
+        """One round; the answers in the order of the programs. Raises `ProgramFailed`."""
+        self._rounds += 1  # each has bytes of its own
+        line = f"run {self._rounds} {warm} {count} {word}".rstrip()
         self._signal(signal.SIGCONT)
         try:
             return self._ask(line)
@@ -296,3 +286,15 @@ class Stage(Group):
         servers, others = self.programs[:count], self.programs[count:]
         answers = ask(others, line, silent=servers)
         return ask(servers, line) + answers
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        for program in self.programs:
+            program.close()
+        self.programs = []
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -103,25 +104,13 @@ def markdown(records: Sequence[Record], machine: Sequence[str]) -> str:
 
 
 def hows(records: Sequence[Record]) -> list[str]:
-    """A line for each way in which somebody was run, where that is told, and for where a small write's time goes."""
-    told = [f"{record.peer}: {record.how}" for record in records if record.how]
-    return list(
-        dict.fromkeys([*told, *(_divided(record) for record in records if "calling" in (record.details or {}))])
-    )
-
-
-def _divided(record: Record) -> str:
-    parts = record.details or {}
-    return (
-        f"{record.workload}, {record.mode}, {record.peer}: {time_text(parts['calling'])} in write(), "
-        f"{time_text(parts['waiting'])} in wait(); per write {parts['sleeps']:.2f} sleeps of a waiter and "
-        f"{parts['wake_ups']:.2f} wake-ups of a device's thread"
-    )
+    """A line for each way in which somebody was run, where that is told."""
+    return list(dict.fromkeys(f"{record.peer}: {record.how}" for record in records if record.how))
 
 
 def write_json(path: str, records: Sequence[Record], machine: Sequence[str]) -> None:
     """One list of records. Raises `ArgumentError` for a file that cannot be written."""
-    listed = [{**record.as_dict(), "machine": " | ".join(machine)} for record in records]
+    listed = [{**asdict(record), "machine": " | ".join(machine)} for record in records]
     save_file(path, (json.dumps(listed, indent=1) + "\n").encode(), option="--json")
 
 

@@ -1,23 +1,20 @@
-"""``bench store``: steps of the parameter store, and on a link its push and pull beside iperf3.
+"""``bench store``: steps of the parameter store.
 
 Where the payload ends up in mapped memory and was born there, no byte moves; the mode says so.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tensorwire.bench import links
+from tensorwire.bench import programs
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.models import Model, find
-from tensorwire.bench.programs import OURS, Contender, actor
-from tensorwire.bench.records import Target
+from tensorwire.bench.programs import OURS, Contender
+from tensorwire.models import Model, find
 
 MIB = 2**20
 RULES = {"SGD": "step", "none": "exchange"}  # and the first half of the mode
-_ONE_WAY = 0.95
 
 
 @dataclass(frozen=True)
@@ -54,35 +51,5 @@ def workloads(job: StoreJob, devices: Sequence[str]) -> list[Workload]:
 
 
 def _ours(job: StoreJob, rule: str, device: str) -> Contender:
-    arguments = (job.model.name, rule, job.workers, job.servers, device, "127.0.0.1")
-    servers = [actor("store", "server", i, *arguments) for i in range(job.servers)]
-    workers = [actor("store", "worker", i, *arguments) for i in reversed(range(job.workers))]
-    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
-    return Contender(OURS, (*servers, *workers), servers=job.servers, environment=secret)
-
-
-def over_link(model: Model, rate: str, names: tuple[str, str]) -> list[Workload]:
-    """A worker at one end of a cable, server and another worker at the other; against iperf3, one way.
-
-    The other worker decides when the store answers, and so lets the push and the pull be on the cable one at a time.
-    """
-    here, there = (links.inside(name) for name in names)
-    arguments = (model.name, "none", 2, 1, "auto")
-    commands = (
-        (*here, *actor("store", "server", 0, *arguments, links.ADDRESSES[0])),
-        (*here, *actor("store", "worker", 1, *arguments, links.ADDRESSES[0])),
-        (*there, *actor("store", "worker", 0, *arguments, links.ADDRESSES[1])),
-    )
-    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
-    made = []
-    for mode, word, share in (
-        ("push", "push", _ONE_WAY),
-        ("pull", "pull", _ONE_WAY),
-        ("push-and-pull", "born", links.BOTH_WAYS[rate]),
-    ):
-        ours = Contender(OURS, commands, word=word, servers=1, environment=secret)
-        title = f"tcp store over a link of {rate}, {model.title} ({model.nbytes / MIB:.1f} MiB)"
-        shares = Target(shares={"iperf3": share})
-        theirs = links.iperf(names, model.nbytes, both_ways=word == "born")
-        made.append(Workload("store", "tcp", title, model.nbytes, mode, (ours, *theirs), ("iperf3",), shares))
-    return made
+    program, name = programs.actor("store"), job.model.name
+    return programs.job(OURS, program, name, rule, device, workers=job.workers, servers=job.servers)

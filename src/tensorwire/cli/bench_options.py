@@ -15,7 +15,6 @@ from tensorwire.errors import ArgumentError
 from tensorwire.progress import progress
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_LINKS = ("100mbit", "1gbit", "10gbit")
 MODELS = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 
 
@@ -51,13 +50,6 @@ def parse_sizes(context: click.Context, parameter: click.Parameter, value: str) 
     return tuple(found)
 
 
-def _workloads(every: tuple[str, ...], others: tuple[str, ...]) -> Parse:
-    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        return every if value == "all" else names("workload", (*every, *others))(context, parameter, value)
-
-    return parse
-
-
 def shown(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every benchmark."""
     for option in (
@@ -78,27 +70,25 @@ def plain(command: Callable[..., Any]) -> Callable[..., Any]:
     return shown(option(command))
 
 
-def devices(what: str, default: str, *known: str) -> Callable[..., Any]:
-    """The option that names devices: some of ``known``."""
+def named(option: str, what: str, known: tuple[str, ...], default: str, text: str) -> Callable[..., Any]:
+    """An option whose values are `names` of ``known``."""
+    parse, (flag, *parameter) = names(what, known), option.split()
     return click.option(
-        "--device",
-        "devices",
-        default=default,
-        show_default=True,
-        metavar="NAMES",
-        callback=names("device", known),
-        help=what,
+        flag, *parameter, default=default, show_default=bool(default), metavar="NAMES", callback=parse, help=text
     )
 
 
-def link(what: str) -> Callable[..., Any]:
-    """The option of a benchmark that runs over shaped links."""
-    return click.option("--link", "links", default="", metavar="RATES", callback=names("", _LINKS), help=what)
+def devices(what: str, default: str, *known: str) -> Callable[..., Any]:
+    """The option that names devices: some of ``known``."""
+    return named("--device devices", "device", known, default, what)
 
 
 def workload(what: str, *others: str, every: tuple[str, ...] = MODELS, default: str = "fcn5") -> Callable[..., Any]:
     """The option of a benchmark of models: ``every`` one is ``all``, which leaves out ``others``."""
-    parse = _workloads(every, others)
+
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        return every if value == "all" else names("workload", (*every, *others))(context, parameter, value)
+
     return click.option(
         "--workload", "workloads", default=default, show_default=True, metavar="NAMES", callback=parse, help=what
     )

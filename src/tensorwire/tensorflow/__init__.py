@@ -16,7 +16,6 @@ from tensorwire.tensorflow.embedding_layer import StoreEmbedding  # noqa: E402
 from tensorwire.tensorflow.fit_callbacks import AverageMetrics, BackupAndRestore  # noqa: E402  # need tensorflow
 from tensorwire.tensorflow.operators import recv, send  # noqa: E402
 from tensorwire.tensorflow.placement import server, worker  # noqa: E402
-from tensorwire.tensorflow.protocol import use_protocol  # noqa: E402
 from tensorwire.tensorflow.store_optimizer import StoreOptimizer  # noqa: E402
 
 __all__ = [
@@ -28,6 +27,5 @@ __all__ = [
     "recv",
     "send",
     "server",
-    "use_protocol",
     "worker",
 ]

@@ -21,7 +21,6 @@ from tensorwire.tensorflow.graph_part import GraphPart, PartBuilder, runnable
 from tensorwire.tensorflow.operator_edges import operator_edges
 from tensorwire.tensorflow.parts_on_servers import serve_parts
 from tensorwire.tensorflow.placement import gradients_beside_their_operators
-from tensorwire.tensorflow.protocol import protocol_in_use
 
 _numbers = itertools.count()  # of graphs: the same on all workers
 _EAGER: Any = tf.__internal__.EagerTensor
@@ -105,16 +104,14 @@ def _kinds(args: tuple[Any, ...]) -> Any:
 
 
 def _part_of(function: Any, name: str) -> Callable[..., list[Any]]:
-    worker, grpc = current_worker(), protocol_in_use() == "grpc"
+    worker = current_worker()
     imported, analysis = _analyzed(function, name, worker)
     plan = analysis.plan
     servers = plan.workers[worker.num_workers :]
-    if servers and grpc:
-        raise Unsupported(f"gRPC reaches no servers, and {name} has variables there: use protocol 'tensorwire'")
     worker.member.client.compare(f"tensorflow/{name}", plan.digest, plan.text, worker.num_workers, step_timeout())
 
     def build(member: str, calls: Mapping[str, tuple[str, int]] | None = None) -> GraphPart:
-        return PartBuilder(function, imported, analysis, member, name, grpc=grpc).build(calls)
+        return PartBuilder(function, imported, analysis, member, name).build(calls)
 
     calls = serve_parts(servers, build, imported.captured)
     part = build(worker.member.name, calls)

@@ -14,7 +14,6 @@ from tensorwire.graph.analysis import Analysis
 from tensorwire.graph.passes.causality import sends_before
 from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
-from tensorwire.tensorflow.grpc_nodes import GrpcNodes, add_constant
 from tensorwire.tensorflow.operator_edges import Carried, OperatorEdges, edge_name, operator_edges
 
 _STEP = "tensorwire/step"  # a constant: the operators count
@@ -85,12 +84,18 @@ def runnable(part: GraphPart, captured: Mapping[str, Any]) -> Callable[..., list
     return run
 
 
-class PartBuilder:
-    """Builds the part of ``me``. ``name``: the function's, in edges. ``grpc``: whether gRPC carries what crosses."""
+def add_constant(graph: Any, name: str, value: Any) -> str:
+    """Adds a constant to a graph definition, and returns its name."""
+    node = graph.node.add(op="Const", name=name)
+    node.attr["dtype"].type = value.dtype.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+    return name
 
-    def __init__(
-        self, function: Any, imported: Imported, analysis: Analysis, me: str, name: str, *, grpc: bool = False
-    ) -> None:
+
+class PartBuilder:
+    """Builds the part of ``me``. ``name``: the function's, in edges."""
+
+    def __init__(self, function: Any, imported: Imported, analysis: Analysis, me: str, name: str) -> None:
         self._function, self._imported = function, imported
         self._me, self._name, self._crossing = me, name, analysis.crossing
         self._graph = graph_pb2.GraphDef()
@@ -105,7 +110,6 @@ class PartBuilder:
             for node in function_def.node_def:
                 self._make_local(node)
         del self._graph.library.gradient[:]
-        self._grpc = GrpcNodes(self._graph) if grpc else None
         self._received: dict[str, str] = {}  # by value, the node that receives it
         sends = [
             (value, target)
@@ -154,9 +158,6 @@ class PartBuilder:
         edge = edge_name(f"{value} of {self._name}", source, self._me)
         name = f"tensorwire/receive/{len(self._received)}"
         self._received[value] = name
-        if self._grpc is not None:
-            self._grpc.receive(name, carried, edge, (source, self._me))
-            return
         self._end(edge, "consumer", source, carried)
         node = self._graph.node.add(
             op=RECEIVE_VARYING if carried.varies else RECEIVE, name=name, input=[_ANCHOR, _STEP]
@@ -177,9 +178,6 @@ class PartBuilder:
         self._add_send(self._sends[value, target], source, edge, target, self._imported.carried(value))
 
     def _add_send(self, name: str, source: str, edge: str, target: str, carried: Carried) -> None:
-        if self._grpc is not None:
-            self._grpc.send(name, source, carried, edge, (self._me, target))
-            return
         self._end(edge, "producer", target, carried)
         node = self._graph.node.add(op=SEND_VARYING if carried.varies else SEND, name=name, input=[source, _STEP])
         node.attr["T"].type = carried.dtype.as_datatype_enum

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from tensorwire.bench import models as papers
+from tensorwire import models as papers
 
 Inputs = Callable[[torch.Generator], dict[str, torch.Tensor]]
 _TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}

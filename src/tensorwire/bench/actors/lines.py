@@ -21,8 +21,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+LEAVE = "leave"  # the word of a last round, in which programs leave their job, and write their traces
 _BLOCK = 4096
-_PIECE = 16 * _BLOCK
+_PIECES = 16  # blocks that are compared at once
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,29 +73,36 @@ class Lines:
         return line.strip()
 
 
+def _block(round: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(hashlib.shake_128(str(round).encode()).digest(_BLOCK), np.uint8)
+
+
 def pattern(round: int, nbytes: int) -> np.ndarray[Any, Any]:
     """Bytes that are others in each round: what is stale, missing or torn shows."""
-    block = np.frombuffer(hashlib.shake_128(str(round).encode()).digest(_BLOCK), np.uint8)
-    return np.tile(block, -(-nbytes // _BLOCK))[:nbytes]
+    return np.tile(_block(round), -(-nbytes // _BLOCK))[:nbytes]
 
 
-def _pieces(memory: Any) -> Iterator[np.ndarray[Any, Any]]:
+def _pieces(values: np.ndarray[Any, Any], size: int) -> Iterator[np.ndarray[Any, Any]]:
     # Large temporary arrays would come from the kernel and go back to it, which disturbs what is timed afterwards.
-    here = np.frombuffer(memory, np.uint8)
-    return (here[at : at + _PIECE] for at in range(0, here.size, _PIECE))
+    return (values[at : at + size] for at in range(0, values.size, size))
 
 
 def fill(memory: Any, round: int) -> None:
     """Puts the round's bytes into ``memory``."""
-    whole = pattern(round, _PIECE)
-    for piece in _pieces(memory):
+    whole = pattern(round, _PIECES * _BLOCK)
+    for piece in _pieces(np.frombuffer(memory, np.uint8), whole.size):
         piece[:] = whole[: piece.size]
+
+
+def repeats(values: np.ndarray[Any, Any], block: np.ndarray[Any, Any]) -> bool:
+    """Whether ``values`` are ``block`` again and again."""
+    whole = np.tile(block, _PIECES)
+    return all(np.array_equal(piece, whole[: piece.size]) for piece in _pieces(values, whole.size))
 
 
 def check(memory: Any, round: int) -> None:
     """Raises `SystemExit` unless ``memory`` holds the round's bytes."""
-    whole = pattern(round, _PIECE)
-    if not all(np.array_equal(piece, whole[: piece.size]) for piece in _pieces(memory)):
+    if not repeats(np.frombuffer(memory, np.uint8), _block(round)):
         raise SystemExit("the bytes that arrived are wrong")
 
 

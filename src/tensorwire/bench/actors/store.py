@@ -1,4 +1,4 @@
-"""Tensorwire's store: ``server|worker INDEX WORKLOAD RULE WORKERS SERVERS DEVICE HOST``.
+"""Tensorwire's store: ``server|worker INDEX WORKLOAD RULE DEVICE WORKERS SERVERS HOST``.
 
 Server 0 holds the coordinator. Words: ``copied``, gradients are copied from private memory into their slots; ``born``,
 they lie there already. ``push`` and ``pull`` time worker 0 alone, whose gradients are born: the server answers when the
@@ -27,10 +27,9 @@ from tensorwire.bench.actors.expected_values import (
     sgd,
 )
 from tensorwire.bench.actors.lines import Lines, Run, timed
-from tensorwire.bench.actors.store_job import join_as_server
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
-from tensorwire.bench.models import Model, find
-from tensorwire.control import Member
+from tensorwire.control import Coordinator, Member
+from tensorwire.models import Model, find
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
 from tensorwire.store.server import StoreServer
@@ -192,9 +191,19 @@ class StoreWorker:
         self._member.client.barrier(f"met/{self._met}", self._workers, SECONDS)
 
 
-def serve(lines: Lines, index: int, workers: int, servers: int, device: str, interface: str) -> None:
+def join_as_server(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> Member:
+    """Server ``index`` of the job. Server 0 holds the coordinator, and says its address to all."""
+    secret = os.environ["TENSORWIRE_SECRET"].encode()
+    address = "-"
+    if index == 0:
+        address = Coordinator(secret, workers=workers, servers=servers, interface=interface).address
+    address = lines.hello(address).split()[0]
+    return Member(address, secret, "server", index, device=device, interface=interface)
+
+
+def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
     """A server's rounds; it is asked about each when the workers have answered."""
-    member = join_as_server(lines, index, workers, servers, device, interface)
+    member = join_as_server(lines, index, device, workers, servers, interface)
     server = Server(member, workers, servers)
     before = counts()
     for run in lines.runs():
@@ -204,14 +213,12 @@ def serve(lines: Lines, index: int, workers: int, servers: int, device: str, int
 
 
 def work(
-    lines: Lines, index: int, model: Model, rule: str, sizes: tuple[int, int], device: str, interface: str
+    lines: Lines, index: int, model: Model, rule: str, device: str, workers: int, servers: int, interface: str
 ) -> None:
     """A worker's rounds."""
-    secret = os.environ["TENSORWIRE_SECRET"].encode()
-    address = lines.hello().split()[0]
-    worker = StoreWorker(
-        Member(address, secret, "worker", index, device=device, interface=interface), model, rule, *sizes
-    )
+    secret, address = os.environ["TENSORWIRE_SECRET"].encode(), lines.hello().split()[0]
+    member = Member(address, secret, "worker", index, device=device, interface=interface)
+    worker = StoreWorker(member, model, rule, workers, servers)
     for run in lines.runs():
         before = counts()
         seconds = worker.run(run)
@@ -219,15 +226,15 @@ def work(
 
 
 def main(
-    role: str, index: str, workload: str, rule: str, workers: str, servers: str, device: str, interface: str
+    role: str, index: str, workload: str, rule: str, device: str, workers: str, servers: str, interface: str
 ) -> None:
     """Runs until its input ends."""
     torch.set_num_threads(1)
-    lines = Lines()
+    lines, job = Lines(), (device, int(workers), int(servers), interface)
     if role == "server":
-        serve(lines, int(index), int(workers), int(servers), device, interface)
+        serve(lines, int(index), *job)
     else:
-        work(lines, int(index), find(workload), rule, (int(workers), int(servers)), device, interface)
+        work(lines, int(index), find(workload), rule, *job)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tensorwire.bench.actors.lines import Lines, check, fill, timed
-from tensorwire.device import Completion, Device, RemoteRegion, TcpDevice, find_device
+from tensorwire.device import Completion, Device, RemoteRegion, find_device
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import counters
 
@@ -38,13 +38,6 @@ def counts() -> dict[str, float]:
 def since(earlier: dict[str, float]) -> dict[str, float]:
     """What was counted after ``earlier``."""
     return {name: value - earlier[name] for name, value in counts().items()}
-
-
-def sleeps(device: Device) -> dict[str, float]:
-    """How often waiters have slept, and the device's own thread was woken; of tcp."""
-    if not isinstance(device, TcpDevice):
-        return {}
-    return dict(zip(("sleeps", "wake_ups"), device.sleeps, strict=True))
 
 
 def polled(wait: Callable[[float], object]) -> None:
@@ -79,7 +72,6 @@ class TransferEnd:
         self.there_word = there.view(self.word, 8)
         self.at = 0
         self.depth = DEPTHS.get(device.name, 2)
-        self.calling: float | None = None  # of a write with its completion, in seconds: the first of its two calls
 
     def fill(self, round: int) -> None:
         """Puts the round's bytes into the source."""
@@ -136,18 +128,9 @@ class TransferEnd:
         self.at += count
 
     def warm_write(self, count: int) -> None:
-        """``write``, always awake; in the second half of it the calls of ``write()`` are timed."""
-        divided = (count + 1) // 2  # of a single write, too, which is all that a busy machine does in a short round
-        for _ in range(count - divided):
+        """``write``, always awake."""
+        for _ in range(count):
             polled(self.step().wait)
-        calling = 0.0
-        for _ in range(divided):
-            start = time.perf_counter()
-            completion = self.step()
-            calling += time.perf_counter() - start
-            completion.wait()
-        if divided:
-            self.calling = calling / divided
 
     def copy(self, library: str, name: str) -> Callable[[int], None]:
         """What ``write`` does, by a copy and a flag in C."""
@@ -214,15 +197,13 @@ def main(role: str, kind: str, nbytes: str, mode: str, interface: str, library: 
         end = TransferEnd(lines, device, int(nbytes))
         repeat, warm = work(end, role, mode)
         for run in lines.runs():
-            before, slept = counts(), sleeps(device)
+            before = counts()
             end.fill(run.round)
             if run.word and role == "initiator":
                 seconds = timed(run, end.copy(library, run.word))
             else:
                 seconds = timed(run, repeat, warm)
-            counted = since(before) | {name: n - slept[name] for name, n in sleeps(device).items()}
-            if end.calling is not None:
-                counted |= {"calling": end.calling, "waiting": max(0.0, seconds / run.count - end.calling)}
+            counted = since(before)
             if role == "target" or mode in ("ping-pong", "both-ways"):
                 end.wait(end.at)
                 check(end.payload, run.round)

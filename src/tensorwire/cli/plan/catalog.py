@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorwire.bench.models import MODELS
 from tensorwire.cli.plan import llama
 from tensorwire.errors import ArgumentError
+from tensorwire.models import MODELS
 
 NAMES = ("alexnet", "inception", "vgg16", "lstm", "gru", "fcn5", "gpt2")
 

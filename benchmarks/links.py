@@ -10,12 +10,14 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import ACTORS
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.programs import OURS, Contender, actor, uninterrupted
-from tensorwire.bench.records import Target, size_text
+from tensorwire.bench.programs import OURS, Contender, Place, actor, uninterrupted
+from tensorwire.bench.records import Record, Target, size_text
+from tensorwire.bench.show import Notes
 from tensorwire.errors import Unsupported
 
 # Settings of the token bucket at which the rate is stable.
@@ -27,11 +29,12 @@ RATES = {
 BOTH_WAYS = {"100mbit": 0.95, "1gbit": 0.95, "10gbit": 0.90}
 ADDRESSES = ("10.213.8.1", "10.213.8.2")
 NBYTES = 16 * 2**20  # of a write
+Places = tuple[Place, ...]
 
 
 @contextlib.contextmanager
-def cable(rate: str) -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces with such a cable between them; gone at the end, whatever happens.
+def cable(rate: str) -> Iterator[Places]:
+    """Two network namespaces with such a cable between them; gone at the end, whatever happens.
 
     Raises `Unsupported` where it cannot be made.
     """
@@ -55,7 +58,7 @@ def cable(rate: str) -> Iterator[tuple[str, str]]:
             for name in names:
                 setting = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
                 _do("ip", "netns", "exec", name, "sh", "-c", setting)
-        yield names
+        yield tuple((("ip", "netns", "exec", name), host) for name, host in zip(names, ADDRESSES, strict=True))
     finally:
         with uninterrupted():
             for name in names:
@@ -82,33 +85,41 @@ def _cubic_allowed() -> Iterator[None]:
         path.write_text(" ".join(allowed))
 
 
-def workloads(rate: str, names: tuple[str, str]) -> list[Workload]:
-    """One way, and both ways at once; each against one-way iperf3."""
+def over_each(rates: Sequence[str], notes: Notes, measure: Callable[[str, Places], list[Record]]) -> list[Record]:
+    """What is measured over a cable of each rate; one that cannot be made is skipped with a note."""
+    found: list[Record] = []
+    for rate in rates:
+        try:
+            with cable(rate) as places:
+                found += measure(rate, places)
+        except Unsupported as error:
+            notes.skip(f"--link {rate}: {error}")
+    return found
+
+
+def workloads(rate: str, places: Places) -> list[Workload]:
+    """Writes one way, and both ways at once; each against one-way iperf3."""
     made = []
     for mode, share in (("one-way", 0.97), ("both-ways", BOTH_WAYS[rate])):
-        ours = Contender(OURS, _inside(names, "transfer", ("tcp", NBYTES, mode)))
-        theirs = iperf(names, NBYTES, both_ways=mode == "both-ways")
+        ours = Contender(OURS, across(places, actor("transfer"), "tcp", NBYTES, mode))
+        theirs = iperf(places, NBYTES, both_ways=mode == "both-ways")
         title = f"tcp over a link of {rate}, writes of {size_text(NBYTES)}, {mode}"
         target = Target(shares={"iperf3": share})
         made.append(Workload("device", "tcp", title, NBYTES, mode, (ours, *theirs), ("iperf3",), target))
     return made
 
 
-def iperf(names: tuple[str, str], nbytes: int, *, both_ways: bool) -> tuple[Contender, ...]:
+def iperf(places: Places, nbytes: int, *, both_ways: bool) -> tuple[Contender, ...]:
     """iperf3 one way, and what it does ``both_ways`` itself: what the processors allow there."""
-    commands = _inside(names, "iperf", (nbytes,))
+    commands = across(places, actor("iperf", ACTORS), nbytes)
     alone = Contender("iperf3", commands)
     return (alone, Contender("iperf3 --bidir", commands, word="bidir")) if both_ways else (alone,)
 
 
-def inside(name: str) -> tuple[str, ...]:
-    """What a command begins with that is to run in a network namespace."""
-    return ("ip", "netns", "exec", name)
-
-
-def _inside(names: tuple[str, str], name: str, arguments: Sequence[object]) -> tuple[tuple[str, ...], ...]:
-    ends = zip(("target", "initiator"), names, ADDRESSES, strict=True)
-    return tuple((*inside(space), *actor(name, role, *arguments, address)) for role, space, address in ends)
+def across(places: Places, program: tuple[str, ...], *arguments: object) -> tuple[tuple[str, ...], ...]:
+    """The commands of a target at the first end and an initiator at the second; each gets its address at the end."""
+    ends = zip(("target", "initiator"), places, strict=True)
+    return tuple((*prefix, *program, role, *map(str, arguments), host) for role, (prefix, host) in ends)
 
 
 def _do(*command: str) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from tensorwire.bench.remote import call, pump
+from benchmarks.remote import call, pump
 
 
 def main(role: str, where: str, *request: str) -> None:

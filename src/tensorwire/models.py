@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ from torch.nn import functional
 from tensorwire.store.sharding import ParameterSpec
 
 CLASSES = 10
-_KIB, _MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True)
@@ -56,31 +54,6 @@ class Model:
     def parameters(self) -> int:
         """Elements of all tensors."""
         return sum(t.elements for t in self.tensors)
-
-    @property
-    def mean(self) -> float:
-        """Bytes of the mean tensor."""
-        return self.nbytes / len(self.tensors)
-
-    @property
-    def median(self) -> float:
-        """Bytes of the median tensor."""
-        return statistics.median(t.nbytes for t in self.tensors)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(t.nbytes for t in self.tensors)
-
-    @property
-    def small(self) -> int:
-        """How many tensors have less than 4 KiB."""
-        return sum(t.nbytes < 4 * _KIB for t in self.tensors)
-
-    @property
-    def large(self) -> int:
-        """How many tensors have 1 MiB or more."""
-        return sum(t.nbytes >= _MIB for t in self.tensors)
 
 
 class Classifier(nn.Module):

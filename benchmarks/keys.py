@@ -1,15 +1,17 @@
-"""``bench store --part keys``: modes beside each other, small pushes, and many workers at the keys of one server."""
+"""``store --part keys``: modes beside each other, small pushes, and many workers at the keys of one server."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+from dataclasses import replace
 
-from tensorwire.bench.actors.key_pushes import LIST
-from tensorwire.bench.compare import Workload
-from tensorwire.bench.models import find
-from tensorwire.bench.programs import OURS, Contender, actor
-from tensorwire.bench.records import Target
+from benchmarks import ACTORS
+from benchmarks.actors.key_pushes import LIST
+from benchmarks.options import Options
+from tensorwire.bench.compare import Settings, Workload, compare_all
+from tensorwire.bench.programs import OURS, Contender, actor, job
+from tensorwire.bench.records import Record, Target
+from tensorwire.bench.show import Notes
+from tensorwire.models import find
 
 BYTES = 4096  # of a small push
 PUSHES = 4 * LIST  # keys that are pushed to in turn: a call does not wait for the one before
@@ -19,27 +21,22 @@ AS_FAST = 0.9  # of sync
 _FAIR = 200  # passes of a round: percentiles need that many
 
 
+def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
+    """All of it over each device; the tensors of the models are keys of the modes."""
+    made = []
+    for device in options.devices:
+        made += [modes(name, device, options.workers, options.servers) for name in options.workloads]
+        made += pushes(device)
+        made += [shared(device, count, quick=options.quick) for count in ((1, 2) if options.quick else (1, 2, 4, 8))]
+    return compare_all(made, settings, notes)
+
+
 def contender(
     name: str, keys: str, mode: str, device: str, *, workers: int, servers: int = 1, word: str = "", memory: int = 0
 ) -> Contender:
     """A job with these keys."""
-    arguments = (keys, mode, workers, servers, device, "127.0.0.1")
-    commands = [actor("key_pushes", "server", i, *arguments) for i in range(servers)]
-    commands += [actor("key_pushes", "worker", i, *arguments) for i in reversed(range(workers))]
-    secret = {"TENSORWIRE_SECRET": secrets.token_hex(32)}
-    return Contender(name, tuple(commands), servers=servers, word=word, environment=secret, memory=memory)
-
-
-def workloads(
-    names: Sequence[str], devices: Sequence[str], workers: int, servers: int, *, quick: bool
-) -> list[Workload]:
-    """All of it over each device; ``names``: the models whose tensors are keys of the modes."""
-    made = []
-    for device in devices:
-        made += [modes(name, device, workers, servers) for name in names]
-        made += pushes(device)
-        made += [shared(device, count, quick=quick) for count in ((1, 2) if quick else (1, 2, 4, 8))]
-    return made
+    program, words = actor("key_pushes", ACTORS), (keys, mode, device)
+    return job(name, program, *words, workers=workers, servers=servers, word=word, memory=memory)
 
 
 def modes(name: str, device: str, workers: int, servers: int) -> Workload:
@@ -63,8 +60,8 @@ def pushes(device: str) -> list[Workload]:
     for word, per in (("list", LIST), ("one", 1)):
         title = f"{device}, pushes of 4 KiB, rule sum, 1 worker, async, {per} per call"
         target = Target(1 / PER_SECOND) if (device, word) == ("shm", "list") else None
-        with_word = Contender(**{**vars(ours), "word": word})
-        made.append(Workload("store", device, title, BYTES, f"push-{word}", (with_word,), target=target, per=per))
+        worded = replace(ours, word=word)
+        made.append(Workload("store", device, title, BYTES, f"push-{word}", (worded,), target=target, per=per))
     return made
 
 

@@ -16,15 +16,16 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from benchmarks import ACTORS
 from tensorwire.addresses import address_text
+from tensorwire.bench.programs import actor
 from tensorwire.control.address import split_address
 from tensorwire.device import handshake
 from tensorwire.errors import ArgumentError, AuthenticationError, PeerLost, ProtocolError
 from tensorwire.launch.secret import file_secret
-from tensorwire.launch.start import module_command
 
 PURPOSE = b"bench"
-PROGRAMS = ("transfer", "perftest")
+OURS_THERE = {"transfer": "tensorwire.bench.actors", "perftest": ACTORS}  # programs that may run there, by package
 _GREETING_SECONDS = 10.0
 _MOST_REQUEST = 1024
 
@@ -77,7 +78,7 @@ def listen(where: str) -> None:
     with listener:
         address = address_text(host, listener.getsockname()[1])
         print(f"listening on {address}; on the other machine, with the same secret:")
-        print(f"  tensorwire bench device --device verbs --connect {address}", flush=True)
+        print(f"  python -m benchmarks device --device verbs --connect {address}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 sock, _ = listener.accept()
@@ -116,9 +117,9 @@ def _command(line: bytes, interface: str) -> list[str]:
         name, *arguments = json.loads(line)
     except ValueError:
         raise ProtocolError("a malformed request") from None
-    if name not in PROGRAMS or not all(isinstance(each, str) for each in arguments):
+    if name not in OURS_THERE or not all(isinstance(each, str) for each in arguments):
         raise ProtocolError(f"there is no program {name!r}")
-    return module_command(f"tensorwire.bench.actors.{name}", "target", *arguments, interface)
+    return [*actor(name, OURS_THERE[name]), "target", *arguments, interface]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A table under the rule sum: ``server|worker INDEX ROWS WORKERS SERVERS DEVICE HOST``.
+"""A table under the rule sum: ``server|worker INDEX ROWS DEVICE WORKERS SERVERS HOST``.
 
 An operation pulls a batch of random rows, and pushes ones to them; it is over when these have been applied. Batches are
 drawn before, each row of a batch once and in order: removing duplicates is no communication. The answer has
@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tensorwire.bench.actors.lines import Lines, Run, timed
-from tensorwire.bench.actors.store_job import join, serve
-from tensorwire.bench.actors.transfer import counts, since
+from benchmarks.actors.members import run_member
+from tensorwire.bench.actors.lines import Run, timed
 from tensorwire.observe import counters
 from tensorwire.store import Async, KeyValue
 
@@ -60,13 +59,14 @@ class RowWorker:
         self._ones = np.ones((BATCH, WIDTH), np.float32)
         self._pulled = np.empty_like(self._ones)
 
-    def run(self, run: Run) -> tuple[float, float]:
+    def run(self, run: Run) -> dict[str, float]:
         """One round: its seconds, and bytes written over bytes of rows."""
         before = counters.bytes
         seconds = timed(run, self._exchange)
         written = counters.bytes - before
         self._batches.check(self._pull)
-        return seconds, written / ((run.warm + run.count) * self._ones.nbytes)
+        share = written / ((run.warm + run.count) * self._ones.nbytes)
+        return {"seconds": seconds, "bytes_over_rows": share}
 
     def _exchange(self, count: int) -> None:
         for _ in range(count):
@@ -79,22 +79,9 @@ class RowWorker:
         return self._pulled
 
 
-def main(role: str, index: str, rows: str, workers: str, servers: str, device: str, interface: str) -> None:
-    """Runs until its input ends."""
-    lines = Lines()
-    sizes = (int(workers), int(servers))
-    if role == "server":
-        serve(lines, int(index), *sizes, device, interface)
-        return
-    import tensorwire as tw
-
-    join(lines, int(index), *sizes, device)
-    tw.init()
-    worker = RowWorker(int(rows))
-    for run in lines.runs():
-        before = counts()
-        seconds, share = worker.run(run)
-        lines.answer(seconds, bytes_over_rows=share, **since(before))
+def main(role: str, index: str, rows: str, *job: str) -> None:
+    """Runs until its input ends. ``job``: DEVICE WORKERS SERVERS HOST."""
+    run_member(role, index, *job, make=lambda: RowWorker(int(rows)).run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A store of keys with the rule sum: ``server|worker INDEX KEYS MODE WORKERS SERVERS DEVICE HOST``.
+"""A store of keys with the rule sum: ``server|worker INDEX KEYS MODE DEVICE WORKERS SERVERS HOST``.
 
 KEYS: the name of a model, whose tensors are the keys, or ``COUNTxBYTES``. Words: ``whole``, every key is pushed from
 its slot and pulled; ``list``, a call pushes 64 arrays, which are copied; ``one``, a call pushes one; ``turns``, every
@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tensorwire.bench.actors.lines import Lines, Run, timed
-from tensorwire.bench.actors.store_job import join, serve
-from tensorwire.bench.actors.transfer import counts, since
+from benchmarks.actors.members import run_member
+from tensorwire.bench.actors.lines import Run, timed
 from tensorwire.store import SSP, Async, KeyValue, Sync
 
 LIST = 64  # keys of a call
@@ -28,7 +27,7 @@ def sizes_of(keys: str) -> list[int]:
     if keys[:1].isdigit():
         count, nbytes = map(int, keys.split("x"))
         return [nbytes // 4] * count
-    from tensorwire.bench.models import find  # it imports torch
+    from tensorwire.models import find  # it imports torch
 
     return [t.elements for t in find(keys).tensors]
 
@@ -54,12 +53,12 @@ class KeyWorker:
         }
         self._took: list[list[float]] = []
 
-    def run(self, run: Run) -> tuple[float, dict[str, float]]:
+    def run(self, run: Run) -> dict[str, float]:
         """One round: its seconds, and what else is told of it."""
         self._took = [[] for _ in self._keys]
         seconds = timed(run, self._calls[run.word or "whole"])
         self._check()
-        return seconds, self._delays() if run.word == "turns" else {}
+        return {"seconds": seconds, **(self._delays() if run.word == "turns" else {})}
 
     def _note(self, keys: list[int]) -> None:
         everybody = self._kv.num_workers * (self._kv.num_workers + 1) // 2
@@ -110,27 +109,9 @@ class KeyWorker:
         kv.barrier()
 
 
-def work(lines: Lines, index: int, keys: str, mode: str, sizes: tuple[int, int], device: str) -> None:
-    """A worker's rounds."""
-    import tensorwire as tw
-
-    join(lines, index, *sizes, device)
-    tw.init()
-    worker = KeyWorker(sizes_of(keys), mode)
-    for run in lines.runs():
-        before = counts()
-        seconds, told = worker.run(run)
-        lines.answer(seconds, **told, **since(before))
-
-
-def main(role: str, index: str, keys: str, mode: str, workers: str, servers: str, device: str, interface: str) -> None:
-    """Runs until its input ends."""
-    lines = Lines()
-    sizes = (int(workers), int(servers))
-    if role == "server":
-        serve(lines, int(index), *sizes, device, interface)
-    else:
-        work(lines, int(index), keys, mode, sizes, device)
+def main(role: str, index: str, keys: str, mode: str, *job: str) -> None:
+    """Runs until its input ends. ``job``: DEVICE WORKERS SERVERS HOST."""
+    run_member(role, index, *job, make=lambda: KeyWorker(sizes_of(keys), mode).run)
 
 
 if __name__ == "__main__":

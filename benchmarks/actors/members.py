@@ -1,0 +1,64 @@
+"""Members of a job that the programs of a benchmark are: servers, and workers that ``tensorwire.init()``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from tensorwire.bench.actors.lines import LEAVE, Lines, Run
+from tensorwire.bench.actors.store import join_as_server
+from tensorwire.bench.actors.transfer import counts, since
+from tensorwire.launch.server_process import serve as serve_stores
+from tensorwire.observe import spans
+
+
+def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
+    """A server's rounds, which it serves by itself; it tells what it counted in them."""
+    member = join_as_server(lines, index, device, workers, servers, interface)
+    thread = threading.Thread(target=serve_stores, args=(member,), daemon=True)
+    thread.start()
+    before = counts()
+    for run in lines.runs():
+        if run.word == LEAVE:
+            thread.join()  # the job is over: its trace is whole
+            spans.write(f"server-{index}")
+        lines.answer(**since(before))
+        before = counts()
+
+
+def join(lines: Lines, index: int, device: str, workers: int, servers: int, line: str = "-") -> None:
+    """What ``tensorwire.init()`` of a worker needs is in its environment. ``line``: what it tells the others."""
+    os.environ.update(
+        TENSORWIRE_COORDINATOR=lines.hello(line).split()[0],
+        TENSORWIRE_RANK=str(index),
+        TENSORWIRE_WORKERS=str(workers),
+        TENSORWIRE_SERVERS=str(servers),
+        TENSORWIRE_DEVICE=device,
+    )
+
+
+def run_member(
+    role: str,
+    index: str,
+    device: str,
+    workers: str,
+    servers: str,
+    interface: str,
+    *,
+    make: Callable[[], Callable[[Run], dict[str, float]]],
+) -> None:
+    """Runs a server, or a worker whose rounds are what ``make`` returns, until its input ends."""
+    lines, sizes = Lines(), (int(workers), int(servers))
+    if role == "server":
+        serve(lines, int(index), device, *sizes, interface)
+        return
+    import tensorwire as tw
+
+    join(lines, int(index), device, *sizes)
+    tw.init()
+    work = make()
+    for run in lines.runs():
+        before = counts()
+        told = work(run)
+        lines.answer(**told, **since(before))
