@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import ROOT
@@ -47,6 +47,7 @@ PEERS = (
 # Threads free what others allocate: with one arena there are a quarter of the page faults.
 ONE_ARENA = {**KEEP, "MALLOC_ARENA_MAX": "1"}
 GRPC = Peer("grpc", "grpc_store.py", ("grpc", "torch", "tensorwire"), "pip install grpcio", environment=ONE_ARENA)
+GRPC_ROWS = replace(GRPC, script="grpc_rows.py", modules=("grpc", "tensorwire"))
 
 
 class Libraries:

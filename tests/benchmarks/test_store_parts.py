@@ -13,8 +13,10 @@ import tensorwire as tw
 from benchmarks import keys, rows
 from benchmarks.actors.key_pushes import KeyWorker
 from benchmarks.actors.paced import PacedWorker
+from benchmarks.libraries import GRPC_ROWS, Libraries
 from tensorwire.bench.actors.lines import Run
 from tensorwire.bench.programs import Stage
+from tensorwire.bench.show import Notes
 from tensorwire.models import find
 from tests.bench.running import BESIDE, bench, peers
 from tests.harness.jobs import run_job
@@ -49,6 +51,14 @@ def test_pushes_of_every_kind_arrive_once() -> None:
             assert server["seconds"] == 0 < worker["seconds"]
             assert worker["registrations"] == 0 or word == "list"  # the first round's server has just begun
             assert ("p99_over_median" in worker) == (word == "turns")
+
+
+@pytest.mark.slow
+def test_rows_are_the_same_on_grpc() -> None:
+    peer = Libraries(None, Notes(print, print)).program(GRPC_ROWS)
+    _, theirs = rows.workload("tcp", 20_000, peer=peer).contenders
+    with nothing_kept(), Stage(theirs, CORES) as stage:
+        assert stage.run(1, 3)[-1]["seconds"] > 0  # values are checked in there
 
 
 @pytest.mark.slow
