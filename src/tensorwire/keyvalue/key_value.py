@@ -1,6 +1,6 @@
-"""A key-value client of the parameter store, for programs without a framework: numpy arrays in and out.
+"""A client of the parameter store for numpy arrays, without a framework.
 
-It imports no framework. Its calls are those of MXNet's KVStore, whose order per key they keep.
+It has the calls of MXNet's KVStore and keeps their order per key.
 """
 
 from __future__ import annotations
