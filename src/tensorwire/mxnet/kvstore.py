@@ -1,7 +1,7 @@
 """The store as a KVStore of MXNet.
 
-Gradients of Gluon's parameters are moved into the slots that pushes leave from; weights stay where MXNet has put them,
-because oneDNN changes the layout of their memory in place when a network is evaluated.
+Gradients of Gluon's parameters move into the slots that pushes send from. Weights stay in MXNet's memory, because
+oneDNN changes their layout in place when a network is evaluated.
 """
 
 from __future__ import annotations
