@@ -1,8 +1,8 @@
 """Functions as rules for keys and rows: ``function(parameter, gradient, state, options)`` over numpy arrays.
 
-A function says by an attribute, ``function.numpy = True``, that it takes these. What it keeps between calls it puts
-into ``state``, as numbers and arrays, which are saved and restored with the keys; or as what numpy takes for arrays.
-What it keeps for rows begins as zeros, or as what ``function.initial(options)`` returns, a number for each name.
+The attribute ``function.numpy = True`` says that a function takes arrays. It keeps numbers and arrays, or objects that
+numpy takes for arrays, in ``state``, which is saved and restored with the keys. The state of a row begins as zeros, or
+as the numbers that ``function.initial(options)`` returns by name.
 """
 
 from __future__ import annotations

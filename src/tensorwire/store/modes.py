@@ -1,4 +1,4 @@
-"""Training modes: when a server closes a round, and what the workers compute on. `StoreOptimizer` takes one."""
+"""Training modes: when a server closes a round, and which parameters workers compute on. `StoreOptimizer` takes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of one store: its shard, and the mode that says when it closes a round."""
+"""A server of one store: its shard, and the mode that closes its rounds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """From tensors to servers: one deterministic layout that every process computes for itself.
 
-Each tensor has a place in one address space, the *space* that a worker sees its parameters in. Big tensors are split
-over all servers, at multiples of the page and of 1,024 elements; small ones go whole to the server with the least
-bytes. A server's part of the space is its *shard*, cut into *buckets* of at most 4 MiB: the unit of transfer and of
-update. A bucket is contiguous in the space and in the shard, so that one write moves it.
+Each tensor has a place in the *space*, one range of addresses in which a worker sees its parameters. Big tensors are
+split over all servers, at multiples of the page and of 1,024 elements; small ones go whole to the server with the
+fewest bytes. A server's part of the space is its *shard*, cut into *buckets* of at most 4 MiB: the unit of transfer and
+of update. A bucket is contiguous in the space and in the shard, so one write moves it.
 """
 
 from __future__ import annotations
