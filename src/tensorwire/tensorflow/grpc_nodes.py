@@ -1,4 +1,4 @@
-"""Nodes that send and receive by TensorFlow's own gRPC runtime, by its collectives."""
+"""Nodes that send and receive through the collectives of TensorFlow's gRPC runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send and receive as operators of TensorFlow, with gradients: that of a send is a receive, and the other way round."""
+"""Send and receive as operators of TensorFlow. The gradient of a send is a receive, and the other way round."""
 
 from __future__ import annotations
 

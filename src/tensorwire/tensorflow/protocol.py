@@ -1,4 +1,4 @@
-"""What carries the tensors of a cut function: edges of ours, or TensorFlow's own gRPC runtime."""
+"""The transport of a cut function's tensors: Tensorwire's edges, or TensorFlow's own gRPC runtime."""
 
 from __future__ import annotations
 

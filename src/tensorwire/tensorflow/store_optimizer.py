@@ -1,4 +1,4 @@
-"""``StoreOptimizer``: a Keras optimizer whose workers share what they learn through the job's servers."""
+"""``StoreOptimizer``: a Keras optimizer that trains one model on all workers, through the job's servers."""
 
 from __future__ import annotations
 
