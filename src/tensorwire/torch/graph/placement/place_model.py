@@ -1,4 +1,4 @@
-"""``place`` and ``unplace``: they assign modules to workers and free the memory of what this worker does not run."""
+"""``place`` and ``unplace`` assign modules to workers and free the memory of modules that run elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node of a captured graph learns its worker: from a ``worker`` block, else from the module it was called in."""
+"""Finds the worker of a captured node: from a ``worker`` block, else from the module that called it."""
 
 from __future__ import annotations
 
