@@ -1,6 +1,6 @@
-"""Places in the course of a step at which tests let a process fail.
+"""Points in a step at which tests make a process fail.
 
-Nobody listens by default; then a place costs one comparison: ``failpoints.listener is not None``.
+Without a listener, a point costs one comparison: ``failpoints.listener is not None``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Spans of time: what each process did in which step, on the machine's monotonic clock.
+"""Spans of time: each process's activities by step, on the machine's monotonic clock.
 
-Totals by name are always kept. The spans themselves are when ``TENSORWIRE_TRACE`` names a folder; each process writes
+Totals by name are always kept. If ``TENSORWIRE_TRACE`` names a folder, each process also keeps the spans and writes
 ``ROLE-INDEX.json`` there when it leaves.
 """
 
