@@ -1,4 +1,4 @@
-"""How two processes connect devices: they exchange addresses over a connection that they already have."""
+"""Connects the devices of two processes: they exchange addresses over an existing connection."""
 
 from __future__ import annotations
 

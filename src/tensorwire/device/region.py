@@ -1,4 +1,4 @@
-"""Registered memory: our own (regions, views) and that of a peer (remote regions, remote views)."""
+"""Registered memory: this process's (regions, views) and a peer's (remote regions, remote views)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs device: one-sided operations that the NICs of both ends do, over reliable-connected queue pairs."""
+"""The verbs device: the NICs of both ends carry out one-sided operations, over reliable-connected queue pairs."""
 
 from __future__ import annotations
 
