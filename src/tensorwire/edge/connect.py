@@ -1,4 +1,4 @@
-"""An edge between two processes, connected by one call at each end, in which they exchange where its memory lies.
+"""An edge between two processes, connected by one call at each end, which exchanges the places of its memory.
 
 Each end allocates its part, sends one message (`_Offer`, msgpack, at most 64 KiB), and checks the other's: both must
 describe the same edge. Nothing is pickled.

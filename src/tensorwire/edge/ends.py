@@ -1,4 +1,4 @@
-"""The ends of a connected edge: one set of verbs for every kind."""
+"""The ends of a connected edge: the same calls for every kind."""
 
 from __future__ import annotations
 

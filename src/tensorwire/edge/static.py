@@ -1,14 +1,14 @@
 """The static edge: a tensor whose size the plan knows. One write and one signal per step; if mapped, a signal alone.
 
-Slots come in rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word says
-which step lies in its slot; the producer's *credit* word says which step the consumer has given back. A producer may
-fill the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, nobody asks.
+Slots form rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word names the
+step in its slot; the producer's *credit* word names the last step that the consumer has released. A producer may fill
+the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, and no message asks.
 
-An edge keeps to one lane of its channel: its payload, then its signal. Nothing is ordered between edges; what one edge
-must not overtake is said by a word that was waited for.
+An edge keeps to one lane of its channel: its payload, then its signal. Edges have no common order; if one must not
+overtake another, it waits for a word first.
 
-A credit need not be a message of its own: where another edge's signal implies it (a store's new version implies that
-the gradient was read), both edges share one word.
+A credit need not be a message of its own. If another edge's signal implies it (a store's new version implies that the
+gradient was read), both edges share one word.
 """
 
 from __future__ import annotations
