@@ -104,7 +104,7 @@ class Lease:
         return self._hold
 
     def release(self) -> None:
-        """Lets go of the memory; it goes back when nobody else needs it. Idempotent."""
+        """Releases the memory, which returns to the pool when nothing else refers to it. Idempotent."""
         self._hold = None
 
     def __enter__(self) -> Lease:
@@ -118,7 +118,7 @@ class Pool:
     """Registered memory, leased in blocks. Safe to use from several threads; leases may be dropped in any, at any time.
 
     Args:
-        device: What the memory is registered with.
+        device: The device that registers the memory.
         limit: The most bytes of registered memory.
 
     Raises:
