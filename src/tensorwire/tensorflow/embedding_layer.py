@@ -190,7 +190,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         self._table.drop()
 
     def wait(self) -> None:
-        """Returns when the servers have applied what this worker has pushed.
+        """Returns when the servers have applied this worker's pushes.
 
         Raises:
             WaitTimeout: They did not in time, because another worker did not push its gradients.
@@ -199,7 +199,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         self._table.table.wait()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes all rows, and what the optimizer keeps for them, to a folder of npy files.
+        """Writes all rows, and their optimizer state, to a folder of npy files.
 
         One worker may call it alone, while the others wait at a barrier.
 
@@ -214,7 +214,7 @@ class StoreEmbedding(keras.layers.Layer):  # type: ignore[misc]
         save_table(self._table.table, folder)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Sets all rows, and what the optimizer keeps for them. Every worker calls it; worker 0 reads the folder.
+        """Sets all rows, and their optimizer state. Every worker calls it; worker 0 reads the folder.
 
         Args:
             folder: A folder that `save` wrote, with any number of servers.

@@ -21,18 +21,18 @@ _chosen: tuple[Worker, Protocol] | None = None
 
 
 def use_protocol(protocol: str = "auto") -> Protocol:
-    """Says what carries the tensors of cut functions. Every worker calls it, after ``init()``, with the same protocol.
+    """Chooses the transport of cut functions' tensors. Every worker calls it, after ``init()``, with one protocol.
 
     Without this call it is ``"tensorwire"``. `send`, `recv` and `StoreOptimizer` use nothing else. Call it before the
     first tensor or variable is made.
 
     Args:
-        protocol: ``"tensorwire"``: edges. ``"grpc"``: the gRPC runtime of TensorFlow, which authenticates nobody: use
-            it in a network that you trust. ``"auto"``: edges, or gRPC with a warning where a worker cannot have them,
-            because it has no compiler for their operators.
+        protocol: ``"tensorwire"``: edges. ``"grpc"``: TensorFlow's gRPC runtime, which authenticates nobody: use it in
+            a network that you trust. ``"auto"``: edges, or gRPC with a warning if a worker has no compiler for their
+            operators.
 
     Returns:
-        What is used.
+        The protocol in use.
 
     Raises:
         ArgumentError: There is no such protocol, the workers named different ones, or there are tensors already.

@@ -32,7 +32,7 @@ WORKER = "tensorwire.worker"  # the key in node.meta["custom"]
 
 @contextmanager
 def worker(rank: int | str) -> Iterator[None]:
-    """A ``with`` block in a compiled model: what is computed in it, and its gradient, runs on one worker.
+    """A ``with`` block in a compiled model: its operators, and their gradients, run on one worker.
 
     Of nested blocks the innermost counts, and a block also covers the modules that it calls, wherever they were placed.
 
