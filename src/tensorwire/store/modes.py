@@ -50,8 +50,8 @@ class Async:
     """Every worker steps at its own pace: each gradient is applied by itself, as it arrives.
 
     A worker computes on its own copy of the parameters: of each bucket the version that its last push led to. A slow
-    worker holds up no other; its gradients are stale. The *staleness* of a push is the number of other pushes applied to
-    the bucket since the version that the gradient was computed on.
+    worker holds up no other; its gradients are stale. The *staleness* of a push is the number of other pushes applied
+    to the bucket since the version that the gradient was computed on.
 
     Source: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD). ``damping``: Zhang, Gupta,
     Lian and Liu, Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016.
