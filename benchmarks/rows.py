@@ -29,6 +29,5 @@ def workload(device: str, rows: int, servers: int = 1, peer: tuple[str, ...] = (
     environment = GRPC_ROWS.environment
     theirs = [job("grpc", peer, rows, workers=1, stopped=True, environment=environment)] if peer else []
     title = f"{device}, {BATCH} random rows of {rows} x {WIDTH}, pulled and pushed, rule sum, async"
-    return Workload(
-        "store", device, title, 2 * BATCH * WIDTH * 4, "rows", (ours, *theirs), ("grpc",), _TARGETS[device]
-    )  # there and back
+    nbytes = 2 * BATCH * WIDTH * 4  # there and back
+    return Workload("store", device, title, nbytes, "rows", (ours, *theirs), ("grpc",), _TARGETS[device])

@@ -1,9 +1,8 @@
-// Death on one machine, told by the kernel before it frees the victim's memory.
+// Death on one machine, which the kernel reports before it frees the victim's memory.
 //
-// A device's page of words is mapped, read-only, by the peers of its channels. Each word holds the id of the device's
-// watching thread and stands in that thread's robust futex list: when the thread dies, in whatever way, the kernel marks
-// every word and wakes its waiter. Word 0 is a counter that the thread steps: a page that stands still belongs to a
-// process that is stopped.
+// The peers of a device's channels map its page of words, read-only. Each word holds the id of the device's watching
+// thread and is in that thread's robust futex list: when the thread dies, in whatever way, the kernel marks every word
+// and wakes its waiter. The thread increments word 0: if it stands still, the process is stopped.
 #pragma once
 
 #include <linux/futex.h>

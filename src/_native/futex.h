@@ -1,7 +1,7 @@
-// What wakes a waiter: futexes, and the liveness of a peer.
+// The causes that wake a waiter: futexes, and the liveness of a peer.
 //
 // A futex is a 32-bit word beside the signals that it announces. It is shared between processes, so it never
-// carries FUTEX_PRIVATE. The waker makes a system call only if somebody is parked.
+// carries FUTEX_PRIVATE. The waker makes a system call only if a waiter is parked.
 #pragma once
 
 #include <atomic>

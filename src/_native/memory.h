@@ -1,4 +1,4 @@
-// What Python holds of a span, and the checks that every access to it starts with.
+// Python's reference to a span, and the checks at the start of every access to it.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Native threads that notice death while Python computes: hang-ups of watched sockets, and our own heartbeat.
+// Native threads that work while Python computes: they watch sockets for hang-ups, and send this process's heartbeat.
 #pragma once
 
 #include <condition_variable>

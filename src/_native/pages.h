@@ -1,10 +1,10 @@
-// Memory sent to a socket of the same machine by reference: its pages themselves lie in the receiver's queue until it has
-// read them, and only the receiver copies. sendmsg() would copy into pages of the kernel's first, and so would
-// MSG_ZEROCOPY, on loopback. sendfile() saves that copy, too, but looks up each page in the file by itself: half the gain.
+// Memory sent to a socket of the same machine by reference: its pages lie in the receiver's queue until it has read
+// them, and only the receiver copies. sendmsg() would first copy into the kernel's pages, and so would MSG_ZEROCOPY, on
+// loopback. sendfile() saves that copy, too, but looks up each page in the file by itself: half the gain.
 //
-// So what was lent must not change until the peer has answered, which a write asks of its source anyhow. If the connection
-// ends before, we `sever` it: our process may then reuse the memory, and the peer, which may be in the middle of reading
-// it, finds out by `severed` and uses nothing of it.
+// Lent memory must not change until the peer has answered, which a write requires of its source anyway. If the
+// connection ends before, this process `sever`s it and may reuse the memory. The peer, which may be reading it, learns
+// that by `severed` and uses nothing of it.
 #pragma once
 
 #include <sys/types.h>

@@ -1,6 +1,6 @@
-// Writes of edges that need no Python, on devices to which only Python can post: one of its threads takes them from here.
+// Writes of edges that need no Python, on devices to which only Python can post: a Python thread takes them from here.
 //
-// It is not called: whoever sends or releases may hold locks, or Python's.
+// Senders and releasers do not call that thread, because they may hold locks, or Python's.
 #pragma once
 
 #include <condition_variable>

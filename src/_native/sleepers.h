@@ -1,8 +1,8 @@
 // Waits for words that a NIC writes, without Python and without a running core.
 //
-// The NIC wakes no futex. It makes a descriptor readable once an armed completion queue has something, so one waiter
-// sleeps on that descriptor and the others at their futexes, until the one has looked or leaves. Only Python can arm and
-// drain the queues: `attend` sends the caller there, and it comes back.
+// The NIC wakes no futex. It makes a descriptor readable once an armed completion queue has an entry. So one waiter
+// sleeps on that descriptor and the others at their futexes, until the one has polled or leaves. Only Python can arm
+// and drain the queues: `attend` sends the caller there, and it returns.
 #pragma once
 
 #include <sys/types.h>

@@ -1,4 +1,4 @@
-// Tensors that others own: where their elements lie. By the buffer protocol, or by DLPack for what has none.
+// The layout of tensors that other libraries own, by the buffer protocol, or else by DLPack.
 #pragma once
 
 #include <nanobind/ndarray.h>

@@ -1,7 +1,7 @@
 // The GIL, given up while native code works or waits.
 //
 // A daemon thread that asks for the GIL back while the interpreter ends would be unwound through C++ frames, which
-// aborts the process. Such a thread sleeps here for good instead; the process ends around it.
+// aborts the process. Such a thread sleeps here forever instead, while the process ends.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// Prepared views, and how the short ways of the channels read their arguments: whatever is unusual does not match.
+// Prepared views, and the arguments of the channels' fast paths: unusual arguments do not match.
 #pragma once
 
 #include "memory.h"

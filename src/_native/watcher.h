@@ -1,4 +1,4 @@
-// A thread that looks at words for others: it calls back when one has reached a number, and sleeps while nothing is due.
+// A thread that polls words for others: it calls back when a word has reached a number, and sleeps while none is due.
 #pragma once
 
 #include <condition_variable>

@@ -1,9 +1,9 @@
 // A view of regions, side by side in one address range.
 //
-// A framework's parameter lives in one that copies on write: it shows what others write into the region, while a stray
-// in-place write of user code lands in a private page, where it hurts nobody and can be found (the kernel's pagemap
-// tells). A gradient is born in a shared one: what is written there is in the region. In a forked child that one copies
-// on write from then on, as the child's memory does elsewhere.
+// A framework's parameter lives in a window that copies on write. It shows other processes' writes into the region,
+// while a stray in-place write of user code lands in a private page, where it does no harm and the kernel's pagemap
+// shows it. A gradient is born in a shared window, whose writes reach the region. In a forked child that window copies
+// on write, like the child's other memory.
 #pragma once
 
 #include <vector>

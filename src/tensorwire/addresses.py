@@ -1,4 +1,4 @@
-"""Addresses of the network, as people read and type them."""
+"""Network addresses, as people read and type them."""
 
 from __future__ import annotations
 

@@ -4,26 +4,26 @@
 
     TensorwireError
     ├── ArgumentError (ValueError)      a wrong argument; nothing was changed
-    ├── Unsupported (NotImplementedError)  asked for what this version or device cannot do
+    ├── Unsupported (NotImplementedError)  this version or device does not support the request
     │   └── MissingPackage (ImportError)  a package that is not installed: one of an extra
-    ├── OutOfMemory (MemoryError)       registered memory that cannot be had, or is above the limit
+    ├── OutOfMemory (MemoryError)       registered memory is not available, or would exceed the limit
     ├── DeviceError
     │   ├── RemoteAccessError           the target refused: wrong key, out of range, read-only, closed
     │   ├── RegionClosed                a local region was used after close()
     │   ├── PeerLost (ConnectionError)  the process at the other end is gone
     │   ├── VerbsUnavailable            no RDMA here and now: library, device, port, address or permission is missing
-    │   └── WaitTimeout (TimeoutError)  nothing arrived in time; what becomes of the transfer is in the message
+    │   └── WaitTimeout (TimeoutError)  nothing arrived in time; the message says whether the transfer continues
     ├── ControlError
     │   ├── AuthenticationError         the other side does not hold the job's secret
     │   ├── ProtocolError               a malformed, oversized or unexpected frame
     │   │   └── AlreadyPublished        the address book has an entry of that name
-    │   └── PlanMismatch                processes of one job do not agree on what is transferred
+    │   └── PlanMismatch                processes of one job disagree on their transfers
     ├── JobEnded                        the job ended; names the process and the cause
-    │   └── WorkerFinished              a worker was done while this one went on with another step
+    │   └── WorkerFinished              a worker finished while this one took another step
     ├── GradientModified                a gradient changed after it had been pushed
     ├── NonFiniteGradient (RuntimeError)  error_if_nonfinite: gradients have NaN or inf; the step was left out
     ├── ParameterModified               user code changed a parameter that lives in the store
-    ├── StepInterrupted (RuntimeError)  an earlier call ended when a part of what it sends had left
+    ├── StepInterrupted (RuntimeError)  an earlier call ended when it was partly sent
     └── NotOnThisWorker (RuntimeError)   a tensor of another worker was read
 """
 
@@ -65,7 +65,7 @@ class ArgumentError(TensorwireError, ValueError):
 
 
 class Unsupported(TensorwireError, NotImplementedError):
-    """Asked for what this version or this device cannot do."""
+    """This version or this device does not support the request."""
 
 
 class MissingPackage(Unsupported, ImportError):
@@ -73,11 +73,11 @@ class MissingPackage(Unsupported, ImportError):
 
 
 class OutOfMemory(TensorwireError, MemoryError):
-    """Registered memory that cannot be had, or that is above the job's limit."""
+    """Registered memory is not available, or would exceed the job's limit."""
 
 
 class DeviceError(TensorwireError):
-    """Something about a transfer."""
+    """Base of the errors of transfers."""
 
 
 class RemoteAccessError(DeviceError):
@@ -93,7 +93,7 @@ class PeerLost(DeviceError, ConnectionError):
 
 
 class VerbsUnavailable(DeviceError):
-    """This machine or process cannot do RDMA now. The message says what is missing, and what to do about it."""
+    """This machine or process cannot do RDMA now. The message names the obstacle and the remedy."""
 
 
 class WaitTimeout(DeviceError, TimeoutError):
@@ -101,7 +101,7 @@ class WaitTimeout(DeviceError, TimeoutError):
 
 
 class ControlError(TensorwireError):
-    """Something about the control connection."""
+    """Base of the errors of the control connection."""
 
 
 class AuthenticationError(ControlError):
@@ -113,11 +113,11 @@ class ProtocolError(ControlError):
 
 
 class AlreadyPublished(ProtocolError):
-    """The job's address book already has an entry of that name. What it holds stays."""
+    """The job's address book already has an entry of that name, which stays unchanged."""
 
 
 class PlanMismatch(ControlError):
-    """Processes of one job do not agree on what is transferred."""
+    """Processes of one job disagree on their transfers."""
 
 
 class JobEnded(TensorwireError):
@@ -125,7 +125,7 @@ class JobEnded(TensorwireError):
 
 
 class WorkerFinished(JobEnded):
-    """A worker was done while this one went on: give all the same number of steps, or use ``job.uneven()``."""
+    """A worker finished while this one continued: give all the same number of steps, or use ``job.uneven()``."""
 
 
 class GradientModified(TensorwireError):
@@ -141,7 +141,7 @@ class ParameterModified(TensorwireError):
 
 
 class StepInterrupted(TensorwireError, RuntimeError):
-    """An earlier call ended when a part of what it sends had left: this worker cannot go on with these parameters."""
+    """An earlier call ended when it was partly sent: this worker cannot continue with these parameters."""
 
 
 class NotOnThisWorker(TensorwireError, RuntimeError):

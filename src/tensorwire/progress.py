@@ -1,4 +1,4 @@
-"""What a command is doing: a spinner on a terminal at once, else a plain line after two seconds."""
+"""A command's progress: on a terminal a spinner at once, else a plain line after two seconds."""
 
 from __future__ import annotations
 

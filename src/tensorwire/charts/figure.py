@@ -1,4 +1,4 @@
-"""What all pictures share: formats, the parts of a step as bars, and saving the file."""
+"""The common parts of all pictures: formats, the parts of a step as bars, and saving the file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pictures of what each process does and sends: one lane per process, time downwards, like a sequence diagram.
 
-What several do at the same time is one row of boxes. What is sent after it has rows of its own below, so that no arrow
+Simultaneous activities share one row of boxes. Transfers after it have rows of their own below, so that no arrow
 crosses a box or another arrow's words.
 """
 

@@ -1,4 +1,4 @@
-"""A picture of a step: when each process did what, and what the typical step of each worker consists of."""
+"""A picture of a step: each process's activities over time, and the parts of each worker's typical step."""
 
 from __future__ import annotations
 

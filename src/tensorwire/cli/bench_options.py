@@ -1,4 +1,4 @@
-"""The options that all benchmarks share, and how a benchmark is run."""
+"""The options that all benchmarks share, and the run of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a command that computes: one line, and the status that shells expect."""
+"""Ctrl-C in a command that computes: one line, and the exit status that shells expect."""
 
 from __future__ import annotations
 

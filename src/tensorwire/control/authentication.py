@@ -1,6 +1,7 @@
-"""Who may speak to the coordinator: mutual authentication of a fresh connection, in its event loop.
+"""Admission to the coordinator: mutual authentication of a fresh connection, in its event loop.
 
-The accepting side of `tensorwire.device.handshake`, without a thread a connection: a flood of strangers costs little.
+This is the accepting side of `tensorwire.device.handshake` without a thread per connection, so a flood of strangers
+costs little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a process runs, and which devices can therefore reach it."""
+"""The location of a process, and the devices that can therefore reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device reaches a peer, and why: what ``auto`` decides by, and what ``tensorwire doctor`` explains."""
+"""Which device reaches a peer, and why: the choice of ``auto``, which ``tensorwire doctor`` explains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the coordinator's own process was stalled, so that members that seem lost are not to blame."""
+"""Whether the coordinator's own process was stalled, in which case silent members are not lost."""
 
 from __future__ import annotations
 

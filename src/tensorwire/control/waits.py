@@ -1,4 +1,4 @@
-"""Tells workers that wait for whom they do. It lives in the coordinator's event loop; no thread waits for it."""
+"""Tells workers that wait which worker they wait for. It lives in the coordinator's event loop, without a thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A listening socket and the threads that greet those that connect. Set-up only: no payload passes here.
+"""A listening socket and the threads that greet connecting peers. Set-up only: no payload passes here.
 
-A connection that has not shown the token yet is a *stranger*. There are at most ``MOST_STRANGERS`` of them at a time,
-each with a descriptor and a thread; the next one takes the place of the oldest that has sent nothing.
+A connection that has not yet proved that it holds the token is a *stranger*. There are at most ``MOST_STRANGERS`` at a
+time, each with a descriptor and a thread; the next one takes the place of the oldest that has sent nothing.
 """
 
 from __future__ import annotations

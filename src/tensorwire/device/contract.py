@@ -27,14 +27,14 @@ Signal = tuple[RemoteView, int]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do beyond the contract's core.
+    """Properties of a device beyond the contract's core.
 
     Attributes:
-        maps: A peer's region can be mapped: what is written there needs no transfer, only a signal.
+        maps: A peer's region can be mapped: data written there needs no transfer, only a signal.
         shares_registered: Peers can reach memory of ``register()``, which otherwise is only a local source or target.
         atomics: Channels have ``fetch_add`` and ``compare_swap``.
         other_processes: Peers may be devices of other processes.
-        one_sided: The memory of a process that was stopped (SIGSTOP) can still be written and read.
+        one_sided: The memory of a stopped process (SIGSTOP) can still be written and read.
         sparse: ``allocate(reserve=False)`` takes no memory before it is used.
         refuses_whole: A write whose signal is refused keeps its payload out, too.
         refuses_midway: A read that has begun when its region is closed is refused, without further consequences.
@@ -51,7 +51,7 @@ class Capabilities:
 
 
 class Completion(ABC):
-    """What ``write``, ``signal`` and ``read`` return. It carries an error, never a status number.
+    """The result of ``write``, ``signal`` and ``read``. It carries an error, never a status number.
 
     Coroutines ``await`` it; threads call ``wait``.
     """
@@ -79,7 +79,7 @@ class Completion(ABC):
 
         Args:
             call: Runs in this thread if the operation is done already, otherwise in a thread of the device. It should
-                be short; what it raises goes to ``sys.unraisablehook``.
+                be short; its exceptions go to ``sys.unraisablehook``.
         """
         if self.done:
             call(self)
@@ -138,7 +138,7 @@ class Channel(ABC):
     Attributes:
         device: The device of this process to which the channel belongs.
         liveness: The state of the connection, for implementations of channels.
-        known_as: What messages call the peer, such as ``worker 0``; '': they say its process or address.
+        known_as: The peer's name in messages, such as ``worker 0``; '': its process or address.
     """
 
     def __init__(self, device: Device, liveness: Liveness) -> None:
@@ -153,13 +153,13 @@ class Channel(ABC):
 
         Args:
             local: The bytes to send; they must not change before the completion.
-            remote: Where they go; of the same size.
-            signal: The word to set after the payload is there, and its value: a view of 8 bytes at a multiple of 8,
+            remote: Their destination, of the same size.
+            signal: The word to set once the payload has arrived, and its value: a view of 8 bytes at a multiple of 8,
                 and 0 to 2**64 - 1, larger than the values before. None: no signal.
             fence: Begin after every earlier read and atomic of this channel is over; the call may wait for them.
 
         Returns:
-            What completes when the bytes are in the peer's memory; it carries what the target refused.
+            A completion, done when the bytes are in the peer's memory; it carries a refusal by the target.
 
         Raises:
             ArgumentError: The sizes differ, or an operand has another type, such as a swapped one. Nothing was sent.
@@ -177,7 +177,7 @@ class Channel(ABC):
             fence: As for ``write``.
 
         Returns:
-            What completes when the word is set.
+            A completion, done when the word is set.
 
         Raises:
             ArgumentError: The target is no such word, or the value does not fit.
@@ -189,11 +189,11 @@ class Channel(ABC):
         """Fills ``local`` from the peer's memory at ``remote``, as it is after every earlier write of this channel.
 
         Args:
-            local: Where the bytes go, in memory that can be written.
-            remote: Where they come from; of the same size.
+            local: The bytes' destination, in writable memory.
+            remote: Their source, of the same size.
 
         Returns:
-            What completes when the bytes are in ``local``; it carries what the target refused.
+            A completion, done when the bytes are in ``local``; it carries a refusal by the target.
 
         Raises:
             ArgumentError: The sizes differ, or an operand has another type, such as a swapped one. Nothing was read.
@@ -207,11 +207,11 @@ class Channel(ABC):
 
         Args:
             target: The word: 8 bytes at a multiple of 8.
-            value: What to add, modulo 2**64.
+            value: The number to add, modulo 2**64.
             timeout: Seconds to wait for the answer.
 
         Returns:
-            What the word was before.
+            The word's old value.
 
         Raises:
             RemoteAccessError: The target refused.
@@ -225,12 +225,12 @@ class Channel(ABC):
 
         Args:
             target: The word: 8 bytes at a multiple of 8.
-            expected: The value that is replaced.
+            expected: The value to replace.
             value: The new value.
             timeout: Seconds to wait for the answer.
 
         Returns:
-            What the word was before: ``expected`` if it was replaced.
+            The word's old value: ``expected`` if it was replaced.
 
         Raises:
             RemoteAccessError: The target refused.
@@ -324,7 +324,7 @@ class Device(ABC):
 
     Attributes:
         name: The device's name: 1 to 8 lower-case letters, digits, ``-`` or ``_``, with a letter first.
-        capabilities: What it can do.
+        capabilities: The properties on which devices differ.
         liveness: Whether the device can still be used, for implementations of devices.
         callbacks: The thread that runs callbacks, for implementations of devices.
     """
@@ -362,14 +362,14 @@ class Device(ABC):
         """Checks, without opening anything, whether this machine can have such a device.
 
         Raises:
-            DeviceError: It cannot; the message says what is missing.
+            DeviceError: It cannot; the message names the obstacle.
         """
         return
 
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """The bytes that a peer passes to ``connect``. They are a secret: anybody who has them can connect."""
+        """The bytes that a peer passes to ``connect``. They are a secret: their holder can connect."""
 
     @abstractmethod
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:

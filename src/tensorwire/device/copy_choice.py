@@ -1,4 +1,4 @@
-"""Which copy is fastest on this processor, from which number of bytes on: measured once, and kept for later processes.
+"""The fastest copy on this processor by number of bytes: measured once, and kept for later processes.
 
 The kernels are in the native core. Without a setting or a measurement, streaming stores are used from 16 MiB on.
 """

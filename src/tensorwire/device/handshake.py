@@ -1,6 +1,6 @@
-"""Mutual authentication of a fresh connection, before any other byte is believed.
+"""Mutual authentication of a fresh connection, before any other byte is trusted.
 
-Both sides prove that they hold a secret by HMAC-SHA256 over both nonces and a purpose (which says the role); neither
+Both sides prove that they hold a secret by HMAC-SHA256 over both nonces and a purpose (which names the role); neither
 sends the secret. Nothing is encrypted.
 """
 

@@ -1,4 +1,4 @@
-"""How two processes connect devices: they exchange addresses over a connection that they already have."""
+"""Connects the devices of two processes: they exchange addresses over an existing connection."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channe
         device: This process's device; the other process has one of the same kind.
         pipe: What only these two processes share: an object with ``send_bytes`` and ``recv_bytes``, such as a
             ``multiprocessing`` connection; a connected stream socket; or a function that takes our message and returns
-            that of the other process. Anybody who can read it may connect to both devices.
+            that of the other process. Its readers can connect to both devices.
         timeout: Seconds to wait for the other process, and for the connection.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Errors for operands of the wrong type, worked out after an operation failed: checking first would slow every step."""
+"""Errors for operands of the wrong type, determined after an operation failed: earlier checks would slow every step."""
 
 from __future__ import annotations
 

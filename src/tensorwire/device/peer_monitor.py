@@ -1,8 +1,8 @@
-"""Watching a process of this machine over a Unix socket: its death, its silence, and the end of its last thread.
+"""Watches a process of this machine over a Unix socket: its death, its silence, and the end of its last thread.
 
-Three signs, each for what the one before cannot show. The kernel marks a word of the peer's page when the peer dies,
-before it frees the peer's memory (`DeathNotifier`); it hangs up the socket when the peer closes it (`Monitor`); and the
-page's counter stands still while the peer is stopped.
+Three signs complement each other. The kernel marks a word of the peer's page when the peer dies, before it frees the
+peer's memory (`DeathNotifier`). It hangs up the socket when the peer closes it (`Monitor`). The page's counter stands
+still while the peer is stopped.
 """
 
 from __future__ import annotations

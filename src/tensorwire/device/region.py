@@ -1,4 +1,4 @@
-"""Registered memory: our own (regions, views) and that of a peer (remote regions, remote views)."""
+"""Registered memory: this process's (regions, views) and a peer's (remote regions, remote views)."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Region(Memory):
         return View(self, offset, nbytes)
 
     def remote(self, access: Access = "write") -> RemoteRegion:
-        """Returns a capability for this region: any holder may use the region until ``close()``.
+        """Gives access to this region: any holder of the result may use it until ``close()``.
 
         Args:
             access: ``"write"``: read and write; ``"read"``: only read.
 
         Returns:
-            What a peer needs for transfers; ``pack()`` makes bytes of it.
+            The peer's key to the region; ``pack()`` makes bytes of it.
 
         Raises:
             RegionClosed: The region was closed.

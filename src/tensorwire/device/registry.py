@@ -1,7 +1,7 @@
 """Devices by name: built-in ones, and those of installed packages.
 
-A package adds a device with an entry point of the group ``tensorwire.devices``, whose name is the device's name and
-whose value is its class. Nothing of such a package is imported before somebody asks for the device.
+A package adds a device with an entry point of the group ``tensorwire.devices``, which has the device's name and leads
+to its class. The package is imported only when its device is requested.
 """
 
 from __future__ import annotations

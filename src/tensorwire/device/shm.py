@@ -5,8 +5,8 @@ Nothing has a name in the file system, so nothing outlives the processes.
 
 After the handshake both sides send the number of the peer's word (u32; 0: no page) and the milliseconds between beats
 (u32), with the descriptor of their page of words: a memfd of 64 KiB, sealed against shrinking. A request for a region's
-descriptor has 9 bytes: key (u64) and 1 for write or 0 for read. The answer is one byte: 0 with the descriptor (read-only
-for a read), 1 unknown key, 3 read-only for this key.
+descriptor has 9 bytes: key (u64) and 1 for write or 0 for read. The answer is one byte: 0 with the descriptor
+(read-only for a read), 1 unknown key, 3 read-only for this key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tcp device: one-sided operations that a native engine of the target applies. Runs everywhere.
 
-What crosses a socket is copied by the kernel; Tensorwire itself copies nothing. Frames: docs/devices.md.
+The kernel copies payload on its way through a socket; Tensorwire itself copies nothing. Frames: docs/devices.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``tensorwire doctor``: what this machine has, what would stop a job, and which device two processes would get."""
+"""``tensorwire doctor``: this machine's equipment, obstacles to a job, and the device of two processes."""
 
 from tensorwire.doctor.findings import Finding, Section
 from tensorwire.doctor.report import examine

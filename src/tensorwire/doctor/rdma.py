@@ -1,4 +1,4 @@
-"""RDMA: libibverbs, ports, their GIDs, and which of them a job would take, and why."""
+"""RDMA: libibverbs, ports, their GIDs, and the ones that a job would take, with reasons."""
 
 from __future__ import annotations
 

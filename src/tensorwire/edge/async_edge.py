@@ -1,7 +1,7 @@
-"""Static edges whose ends need no Python, for adapters written in C++: tensorwire/async_edges.h is what they call.
+"""Static edges whose ends need no Python, for adapters in C++, which call tensorwire/async_edges.h.
 
 Python connects them. Each has one slot or more in the consumer's memory, an arrival word there, and a credit word at
-the producer, as in `tensorwire.edge.static`. The words of a device lie in one region, at which one thread looks.
+the producer, as in `tensorwire.edge.static`. The words of a device lie in one region, which one thread polls.
 """
 
 from __future__ import annotations

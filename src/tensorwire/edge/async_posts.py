@@ -1,4 +1,4 @@
-"""Writes of async edges on devices to which only Python can post, such as verbs: one thread takes and makes them."""
+"""Writes of async edges on devices to which only Python can post, such as verbs: one thread posts them."""
 
 from __future__ import annotations
 

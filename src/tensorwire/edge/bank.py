@@ -1,7 +1,7 @@
-"""A bank: memory for all tensors of one step, reused once nobody reads it any more.
+"""A bank: memory for all tensors of one step, reused once it has no reader left.
 
-Tensors of a step may live on when the next one begins (saved for a backward pass, or kept in a list). So a step takes a
-bank that nobody holds, or a new one. A steady loop needs two.
+Tensors of a step may outlive it (saved for a backward pass, or kept in a list). So a step takes a free bank, or a new
+one. A steady loop needs two.
 """
 
 from __future__ import annotations

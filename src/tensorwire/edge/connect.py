@@ -1,4 +1,4 @@
-"""An edge between two processes, connected by one call at each end, in which they exchange where its memory lies.
+"""An edge between two processes, connected by one call at each end, which exchanges the places of its memory.
 
 Each end allocates its part, sends one message (`_Offer`, msgpack, at most 64 KiB), and checks the other's: both must
 describe the same edge. Nothing is pickled.
@@ -129,29 +129,28 @@ def connect_edge(
 ) -> ProducerEnd | ConsumerEnd:
     """One end of an edge to the process at the other end of ``channel``, which connects the other end.
 
-    With ``spec`` the edge is static, with ``bound`` it is bounded, and with neither it is dynamic. Both processes name
-    the same ``spec``, ``bound`` and ``depth``. Edges that share a pipe are connected in the same order by
-    both processes.
+    With ``spec`` the edge is static, with ``bound`` it is bounded, and with neither it is dynamic. Both processes pass
+    the same ``spec``, ``bound`` and ``depth``, and connect edges that share a pipe in the same order.
 
     Args:
         channel: This process's channel to the other one, such as that of ``connect_peer``.
         pipe: As for ``connect_peer``. It carries one message each way, and may be closed afterwards.
-        side: Which end this process has, ``"producer"`` or ``"consumer"``.
+        side: The end of this process, ``"producer"`` or ``"consumer"``.
         spec: Shape and dtype of every tensor.
         bound: The largest tensor, in bytes.
-        depth: How many steps may be sent that the consumer has not given back.
+        depth: How many steps the producer may send before the consumer releases one.
         limit: The most registered memory for payload, in bytes, at each end that needs some (dynamic edges).
-        access: What the consumer may do to payload that it looks at in the producer's memory (dynamic edges).
+        access: The consumer's access to payload in the producer's memory (dynamic edges).
         timeout: Seconds to wait for the other process.
 
     Returns:
         The end, with its memory. Close it before the channel, such as at the end of a ``with`` block.
 
     Raises:
-        ArgumentError: If the two ends describe different edges, or both are the same side.
-        OutOfMemory: If there is no memory for this end.
-        PeerLost, WaitTimeout: If the other process ends, or does not answer in time.
-        ProtocolError: If something else than Tensorwire answers.
+        ArgumentError: The two ends describe different edges, or both are the same side.
+        OutOfMemory: There is no memory for this end.
+        PeerLost, WaitTimeout: The other process ended, or did not answer in time.
+        ProtocolError: The answer is not Tensorwire's.
     """
     if side not in ("producer", "consumer"):
         raise ArgumentError(f"side must be 'producer' or 'consumer', not {side!r}")

@@ -1,4 +1,4 @@
-"""The ends of a connected edge: one set of verbs for every kind."""
+"""The ends of a connected edge: the same calls for every kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tensorwire.errors import ArgumentError, PeerLost, RegionClosed
 class ProducerEnd(abc.ABC):
     """The sending end of a connected edge; made by ``connect_edge``. One thread at a time.
 
-    ``fill`` copies a tensor and ``send`` makes it arrive. What is born in registered memory is not copied: static and
-    bounded edges have it in ``slot(step)``, dynamic ones in ``room(nbytes)``.
+    ``fill`` copies a tensor and ``send`` sends it. To avoid the copy, compute into registered memory: ``slot(step)`` of
+    static and bounded edges, ``room(nbytes)`` of dynamic ones.
     """
 
     @abc.abstractmethod
@@ -27,15 +27,15 @@ class ProducerEnd(abc.ABC):
         """Copies ``tensor`` for step ``step``; ``send`` sends it.
 
         Args:
-            step: The step to send it in, which has to grow.
+            step: The step to send it in; steps grow.
             tensor: Any array on the CPU with the buffer protocol or DLPack, strided or not. It may be overwritten as
                 soon as this returns.
-            timeout: Seconds to wait for the consumer to give memory back.
+            timeout: Seconds to wait for the consumer to release memory.
 
         Raises:
             ArgumentError: The step does not grow, the edge does not carry such a tensor, or it is no such array.
-            OutOfMemory: It does not fit into the pool of a dynamic edge, and nothing in there will come back.
-            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time; you may try again.
+            OutOfMemory: It does not fit into the pool of a dynamic edge, even if all leases end.
+            PeerLost, WaitTimeout: The consumer is gone, or released nothing in time; you may try again.
         """
 
     @abc.abstractmethod
@@ -57,7 +57,7 @@ class ProducerEnd(abc.ABC):
             timeout: Seconds to wait.
 
         Raises:
-            PeerLost, WaitTimeout: What became of something that was sent.
+            PeerLost, WaitTimeout: An earlier send failed, or is not over yet.
         """
 
     @property
@@ -106,7 +106,7 @@ class ProducerEnd(abc.ABC):
 class ConsumerEnd(abc.ABC):
     """The receiving end of a connected edge; made by ``connect_edge``. It receives every step that is sent.
 
-    One thread at a time; what was received may be released in any thread.
+    One thread at a time; received tensors may be released in any thread.
     """
 
     @abc.abstractmethod
@@ -114,11 +114,11 @@ class ConsumerEnd(abc.ABC):
         """Waits for the tensor of step ``step``.
 
         Args:
-            step: The step, which has to grow.
+            step: The step; steps grow.
             timeout: Seconds to wait for it.
 
         Returns:
-            The tensor. Its memory goes back to the producer when nothing refers to it any more.
+            The tensor. Its memory returns to the producer when nothing refers to it.
 
         Raises:
             ArgumentError: The step does not grow.
@@ -156,7 +156,7 @@ class StaticProducer(ProducerEnd):
         """Waits until the consumer has given the slot back.
 
         Args:
-            step: The step, which has to grow.
+            step: The step; steps grow.
             timeout: Seconds to wait.
 
         Returns:
@@ -164,7 +164,7 @@ class StaticProducer(ProducerEnd):
 
         Raises:
             ArgumentError: The step does not grow.
-            PeerLost, WaitTimeout: The consumer is gone, or gave nothing back in time; you may try again.
+            PeerLost, WaitTimeout: The consumer is gone, or released nothing in time; you may try again.
         """
         return self._producer.slot(step, timeout)
 

@@ -1,4 +1,4 @@
-"""Whether the garbage collector runs in this thread: what it frees may have interrupted a transfer."""
+"""Whether the garbage collector runs in this thread. Then the freeing code may have interrupted a transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header: describes what crosses in this step, in a fixed, versioned, little-endian form. No other is on the wire.
+"""The header describes a step's payload in a fixed, versioned, little-endian form, the only one on the wire.
 
 It describes a tensor, with its strides, or holds a number. The payload lies after the header, in a region of the
 producer, or in other memory that both ends know. docs/edges.md has the layout.

@@ -1,4 +1,4 @@
-"""What this process receives from one peer: the arrival words, and the memory that the tensors are in."""
+"""A peer's tensors in this process: the arrival words, and the tensors' memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process sends to one peer: where it goes, and what the peer has released."""
+"""This process's tensors for one peer: their destinations, and the peer's credits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A pool of registered memory, in which tensors of any size are born, or read into, without a registration per step.
+"""A pool of registered memory for tensors of any size, without a registration per step.
 
 A *lease* is a block of a *slab*, which is one region. Block sizes are four to a doubling, from 64 bytes on. Blocks of
-up to a quarter of ``SLAB`` share slabs of that size, one size a slab; larger ones have a slab each. A slab that is free
-waits for any lease that it can serve (a large one, for leases of half its size or more), and is closed after so many
-leases that did not want it.
+up to a quarter of ``SLAB`` share slabs of that size, one block size per slab; larger ones have a slab each. A free slab
+waits for any lease that it can serve (a large slab, for leases of half its size or more), and is closed after a number
+of leases that it could not.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Lease:
         return self._hold
 
     def release(self) -> None:
-        """Lets go of the memory; it goes back when nobody else needs it. Idempotent."""
+        """Releases the memory, which returns to the pool when nothing else refers to it. Idempotent."""
         self._hold = None
 
     def __enter__(self) -> Lease:
@@ -118,7 +118,7 @@ class Pool:
     """Registered memory, leased in blocks. Safe to use from several threads; leases may be dropped in any, at any time.
 
     Args:
-        device: What the memory is registered with.
+        device: The device that registers the memory.
         limit: The most bytes of registered memory.
 
     Raises:

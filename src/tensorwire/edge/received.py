@@ -1,4 +1,4 @@
-"""What an edge delivers: a tensor's memory, for as long as it is needed."""
+"""A received tensor: its memory, for as long as it is needed."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """The static edge: a tensor whose size the plan knows. One write and one signal per step; if mapped, a signal alone.
 
-Slots come in rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word says
-which step lies in its slot; the producer's *credit* word says which step the consumer has given back. A producer may
-fill the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, nobody asks.
+Slots form rings. Step ``n`` (from 1, strictly growing) uses slot ``n % depth``. The consumer's *arrival* word names the
+step in its slot; the producer's *credit* word names the last step that the consumer has released. A producer may fill
+the slot of step ``n`` once the credit is ``n - depth``. Either side may come first: words wait, and no message asks.
 
-An edge keeps to one lane of its channel: its payload, then its signal. Nothing is ordered between edges; what one edge
-must not overtake is said by a word that was waited for.
+An edge keeps to one lane of its channel: its payload, then its signal. Edges have no common order; if one must not
+overtake another, it waits for a word first.
 
-A credit need not be a message of its own: where another edge's signal implies it (a store's new version implies that
-the gradient was read), both edges share one word.
+A credit need not be a message of its own. If another edge's signal implies it (a store's new version implies that the
+gradient was read), both edges share one word.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Word:
 
     @property
     def value(self) -> int:
-        """What it holds now."""
+        """The present value."""
         return self.region.load(self.offset)
 
 
@@ -73,18 +73,18 @@ def lane_of(channel: Channel, word: RemoteView) -> Channel:
 class Producer:
     """The sending end of one edge to one consumer.
 
-    Where the channel maps the consumer's memory, ``slot()`` hands out the consumer's slot itself, and what is born
-    there is sent by signal alone. Otherwise it hands out a part of ``source``, which ``send`` writes across.
+    If the channel maps the consumer's memory, ``slot()`` returns the consumer's slot itself, and ``send`` only signals.
+    Otherwise it returns a part of ``source``, which ``send`` writes across.
 
     Args:
         channel: To the consumer.
-        arrival: The consumer's word, which says what was sent.
-        slots: The consumer's memory, one view per slot. Without slots the consumer reads our memory in place, and
-            ``send`` is always a signal alone.
+        arrival: The consumer's word for the last step sent.
+        slots: The consumer's memory, one view per slot. Without slots the consumer reads the producer's memory in
+            place, and ``send`` only signals.
         source: This device's registered memory, one view per slot, each of the slot's size, unless it is mapped.
-        credit: Our word, by which the consumer gives slots back; None: something else says that a slot is free.
+        credit: This process's word by which the consumer releases slots; None: another word says that a slot is free.
         spec: The tensor that the slots are for; then ``fill`` takes no other.
-        label: What traces call its transfers.
+        label: The name of its transfers in traces.
 
     Raises:
         ArgumentError: The slots are not of the size of ``spec``, or ``source`` is missing.
@@ -140,7 +140,7 @@ class Producer:
         """Waits until the consumer has given the slot back.
 
         Args:
-            step: The step, which has to grow.
+            step: The step; steps grow.
             timeout: Seconds to wait.
 
         Returns:
@@ -148,7 +148,7 @@ class Producer:
 
         Raises:
             ArgumentError: The step does not grow.
-            PeerLost, WaitTimeout: The consumer is gone, or has not given the slot back.
+            PeerLost, WaitTimeout: The consumer is gone, or has not released the slot.
         """
         if step <= self._last:
             self._check(step)
@@ -162,17 +162,17 @@ class Producer:
         return self._memory[at]
 
     def fill(self, step: int, tensor: Any, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Copies ``tensor`` into the slot of step ``step``: for what was not born there. ``send`` sends it.
+        """Copies ``tensor`` into the slot of step ``step``. ``send`` sends it.
 
         Args:
-            step: The step, which has to grow.
+            step: The step; steps grow.
             tensor: Any array on the CPU with the buffer protocol or DLPack, strided or not; its elements go in the
                 order of their indices.
             timeout: Seconds to wait for the slot.
 
         Raises:
             ArgumentError: It has another size than the slot, or another shape or dtype than the edge's ``spec``.
-            PeerLost, WaitTimeout: The consumer is gone, or has not given the slot back.
+            PeerLost, WaitTimeout: The consumer is gone, or has not released the slot.
         """
         if not self._memory:
             raise ArgumentError("this edge carries no payload: it has no slots to fill")
@@ -182,10 +182,10 @@ class Producer:
         counters.add(copies=1, copied_bytes=self.nbytes)
 
     def send(self, step: int, *, nbytes: int | None = None) -> Completion:
-        """Sends what the caller has put into the slot of a step.
+        """Sends the contents of a step's slot.
 
         Args:
-            step: The step, which has to grow.
+            step: The step; steps grow.
             nbytes: How many bytes of the slot to send, from its beginning; None: all.
 
         Returns:
@@ -212,7 +212,7 @@ class Producer:
         return written
 
     def put(self, source: View, target: RemoteView) -> Completion:
-        """Writes to the consumer's memory ahead of what is sent next, whose arrival announces both.
+        """Writes to the consumer's memory ahead of the next send, whose arrival announces both.
 
         Args:
             source: Memory of this device.
@@ -230,7 +230,7 @@ class Producer:
             timeout: Seconds to wait.
 
         Raises:
-            PeerLost, WaitTimeout: What became of something that was sent.
+            PeerLost, WaitTimeout: An earlier send failed, or is not over yet.
         """
         for at, completion in enumerate(self._sent):
             if completion is not None:
@@ -239,7 +239,7 @@ class Producer:
 
     @property
     def failure(self) -> BaseException | None:
-        """What became of something that was sent and failed; None: nothing has so far."""
+        """The error of a failed send; None: none has failed so far."""
         for completion in self._sent:
             if completion is not None and completion.done:
                 try:
@@ -257,9 +257,9 @@ class Consumer:
     """The receiving end of one edge.
 
     Args:
-        arrival: Our word, which says what was sent.
-        slots: Views of our memory that the producer fills, or of mapped memory of its own.
-        credit: A channel to the producer, and its word by which slots are given back.
+        arrival: This process's word for the last step sent.
+        slots: Views of this process's memory that the producer fills, or of mapped memory of the producer.
+        credit: A channel to the producer, and its word by which the consumer releases slots.
         spec: The tensor that the slots are for.
 
     Raises:

@@ -1,14 +1,14 @@
-"""The words by which the processes of an edge group announce their memory and what lies in it.
+"""The words by which the processes of an edge group announce their memory and its contents.
 
 All words have 8 bytes and grow. In the memory of a consumer, for each producer:
 
-- *arrival*, a ring of them per edge: the step whose tensor is there, and in the low 8 bits its bank;
+- *arrival*, a ring of them per edge: the step whose tensor has arrived, and in the low 8 bits its bank;
 - *announced*, after these: see `EdgeGroup.announce`.
 
 In the memory of a producer, for each consumer:
 
 - *begun*: the step that the consumer began while it still held an earlier one;
-- *returned*: the step after which it reads nothing any more that was lent;
+- *returned*: the step after which it reads no lent tensor any more;
 - *announced*, as above;
 - *credit*, one per bank: the last step of that bank that the consumer released.
 """

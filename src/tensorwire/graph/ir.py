@@ -1,7 +1,7 @@
-"""The graph: nodes in one global order, each with the tensor it makes. Imports no framework.
+"""The graph: nodes in one global order, each with the tensor that it makes. Imports no framework.
 
-An importer fills it, one a framework. The order of the nodes is the order in which every process runs its own ones:
-that alone keeps edges that wait from waiting for each other.
+Each framework has an importer that builds it. Every process runs its own nodes in the global order, so edges that wait
+cannot wait for each other.
 """
 
 from __future__ import annotations

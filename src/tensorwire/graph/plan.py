@@ -1,4 +1,4 @@
-"""The plan: what all processes agree on before a graph runs. Plain, frozen, printable, with a digest."""
+"""The plan on which all processes agree before a graph runs. Plain, frozen, printable, with a digest."""
 
 from __future__ import annotations
 

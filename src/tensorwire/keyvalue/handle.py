@@ -1,4 +1,4 @@
-"""What the calls of `KeyValue` return, and what keeps its threads apart."""
+"""The handles that `KeyValue` calls return, and the lock that separates its threads."""
 
 from __future__ import annotations
 

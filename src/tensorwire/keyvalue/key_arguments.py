@@ -1,4 +1,4 @@
-"""What the calls of `KeyValue` take."""
+"""Checks and conversions of the arguments of `KeyValue` calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key, as its worker sees it: where it is, and what is under way."""
+"""A worker's record of a key: its location, and its requests under way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A key-value client of the parameter store, for programs without a framework: numpy arrays in and out.
+"""A client of the parameter store for numpy arrays, without a framework.
 
-It imports no framework. Its calls are those of MXNet's KVStore, whose order per key they keep.
+It has the calls of MXNet's KVStore and keeps their order per key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _WITHOUT_OPTIONS = (ASSIGN, MEAN, SUM)
 
 
 class KeyValue(RowKeys):
-    """Arrays on the servers, by keys. Every worker makes one, in the same place of its program, and its keys.
+    """Arrays on the servers, by keys. Every worker creates it and its keys at the same place of its program.
 
     ::
 
@@ -69,26 +69,26 @@ class KeyValue(RowKeys):
         kv.push(["w", "b"], [gw, gb])
         w, b = kv.pull(["w", "b"]).wait()
 
-    A call begins what it says and returns a `Handle`; calls for one key take effect in their order, so that a pull sees
-    the pushes before it. A push copies, so that its array may change at once; it waits itself only for an earlier push
-    of the same key that the servers have not taken yet. One thread at a time is in a call.
+    A call starts its request and returns a `Handle`. Calls for one key take effect in order, so a pull sees the pushes
+    before it. A push copies its array, which may change at once; it waits only for an earlier push of the same key that
+    the servers have not yet taken. One thread at a time is in a call.
 
     Args:
-        mode: `Sync`: a key's round closes when all workers have pushed the key, and a pull returns what the round of
-            the worker's last push led to. `Async`: every push is applied by itself. `SSP`: as `Async`, and a pull waits
-            while this worker's pushes of the key are more than ``staleness`` ahead of the slowest worker's.
-        rule: What servers do with what is pushed: ``"assign"``: it becomes the value. ``"sum"``: it is added to the
-            value. ``"mean"``: the workers' mean becomes the value. Or it is a gradient, for one of torch's optimizers
-            by its name, such as ``"SGD"``, or for a class of optimizers or a function by its import path, such as
+        mode: `Sync`: a key's round closes when all workers have pushed the key, and a pull returns the result of the
+            round of the worker's last push. `Async`: every push is applied by itself. `SSP`: as `Async`, and a pull
+            waits while this worker's pushes of the key are more than ``staleness`` ahead of the slowest worker's.
+        rule: The servers' operation on a push. ``"assign"``: the push becomes the value. ``"sum"``: the servers add it
+            to the value. ``"mean"``: the workers' mean becomes the value. Or the push is a gradient, for one of torch's
+            optimizers by name, such as ``"SGD"``, or for an optimizer class or a function by import path, such as
             ``"package.module:function"``; servers import it, workers do not. A function gets (parameter, gradient,
             state, options): tensors of torch, or numpy arrays if it has an attribute ``numpy = True``.
-        elementwise: Whether a rule given by import path treats every element alike and by itself. Then keys are cut
-            into buckets, over all servers, and it gets flat parts of them; else it gets them whole.
-        reduce: Of the pushes of a round, ``"sum"`` or ``"mean"``.
+        elementwise: Whether a rule given by import path treats every element alike and independently. Then keys are
+            cut into buckets, over all servers, and the rule gets flat parts of them; else it gets them whole.
+        reduce: How to combine the pushes of a round: ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
-        compression: By what code arrays of floating-point numbers are pushed, as for ``StoreOptimizer``: ``"fp16"``,
-            ``"bf16"``, ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. What a code leaves out is
-            added to this worker's next push of the key. None: pushes are not coded. Pulls never are.
+        compression: The code of pushed floating-point arrays, as for ``StoreOptimizer``: ``"fp16"``, ``"bf16"``,
+            ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. The worker adds the part that a code
+            leaves out to its next push of the key. None: pushes are not coded. Pulls never are.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
 
     Attributes:
@@ -220,7 +220,7 @@ class KeyValue(RowKeys):
             raise ArgumentError(f"key {key!r} exists already")
 
     def assign(self, keys: Key | Sequence[Key], values: Any) -> None:
-        """Sets keys to worker 0's values. Every worker calls it; what the rule keeps stays as it is.
+        """Sets keys to worker 0's values. Every worker calls it; the rule's state stays unchanged.
 
         Args:
             keys: A key, or a list of keys.
@@ -329,9 +329,9 @@ class KeyValue(RowKeys):
             return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
 
     def slot(self, key: Key) -> np.ndarray[Any, Any]:
-        """The memory that the next push of a key leaves from: what is computed there is pushed without a copy.
+        """The memory that the next push of a key is sent from. Compute there to push without a copy.
 
-        Returns when the servers have taken the push before. Ask again after every push.
+        Returns when the servers have taken the last push. Call it again after every push.
 
         Args:
             key: The key.
@@ -341,7 +341,7 @@ class KeyValue(RowKeys):
 
         Raises:
             ArgumentError: There is no such key.
-            WaitTimeout: They did not take it in time, because another worker has not pushed the key.
+            WaitTimeout: The servers did not take it in time, because another worker has not pushed the key.
             JobEnded: The job ended; the message says why.
         """
         (entry,) = self._named(as_key(key))
@@ -352,7 +352,7 @@ class KeyValue(RowKeys):
     # ---- all workers together
 
     def barrier(self) -> None:
-        """Returns when all workers have come. What they pushed before may still be on its way.
+        """Returns when all workers have called it. Their earlier pushes may still be under way.
 
         Raises:
             WaitTimeout: Another worker did not come in time.
@@ -362,16 +362,16 @@ class KeyValue(RowKeys):
             self._worker.collectives.barrier(_BARRIER_SECONDS)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the values of all keys, and what the rule keeps beside them, to a file in numpy's npz format.
+        """Writes the values of all keys, and the rule's state, to a file in numpy's npz format.
 
-        One worker may call it alone. Others should wait at a barrier meanwhile, if all keys are to be of one round.
+        One worker may call it alone. Let the others wait at a barrier meanwhile if all keys should be of one round.
 
         Args:
             path: The file, which is replaced as a whole; a device or a pipe is written into.
 
         Raises:
             ArgumentError: The file cannot be written; an earlier one is as it was.
-            Unsupported: The rule keeps what is neither a number nor an array.
+            Unsupported: The rule's state has something other than numbers and arrays.
             WaitTimeout: The servers did not answer in time.
             JobEnded: The job ended; the message says why.
         """
@@ -388,9 +388,9 @@ class KeyValue(RowKeys):
         write_arrays(path, self._rule, arrays)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Sets all keys, and what the rule keeps, to those of a file. Every worker calls it; worker 0 reads the file.
+        """Sets all keys, and the rule's state, from a file. Every worker calls it; worker 0 reads the file.
 
-        The keys have to be there, with the shapes and dtypes of the file; the number of servers may be another one.
+        The keys must exist, with the shapes and dtypes of the file; the number of servers may differ.
 
         Args:
             path: A file that `save` wrote.
@@ -467,15 +467,15 @@ class KeyValue(RowKeys):
         self._request(KeyOperation.ASSIGN, entries, 0)
 
     def close(self) -> None:
-        """Gives up all keys. Every worker calls it, in any order; when all have, the servers free what they have.
+        """Releases all keys. Every worker calls it, in any order; when all have, the servers free their memory.
 
-        What was pushed before is applied. Any other call then raises `ArgumentError`. Idempotent. An object that
-        nothing refers to any more, nor to its handles, is closed with this worker's next call that makes a store or
-        waits for all workers.
+        Earlier pushes are applied. Any other call then raises `ArgumentError`. Idempotent. An object without
+        references, to it or its handles, closes with this worker's next call that makes a store or waits for all
+        workers.
 
         Raises:
-            StepInterrupted: An earlier call was interrupted when a part of it had left for the servers.
-            WaitTimeout: Servers did not come to the last request in time. It is closed all the same.
+            StepInterrupted: An earlier call was interrupted when it was partly sent.
+            WaitTimeout: Servers did not answer the last request in time. It is closed all the same.
             JobEnded: The job ended; the message says why.
         """
         if self._calls.closed:

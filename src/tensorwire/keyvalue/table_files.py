@@ -1,6 +1,6 @@
-"""A table of rows as a folder: an array in numpy's npy format for its values and for each thing that its rule keeps.
+"""A table of rows as a folder: one file in numpy's npy format for its values, and one for each part of its state.
 
-Arrays are written and read block by block, so that no worker has to hold the table.
+Arrays are written and read block by block, so no worker has to hold the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A folder of a table's files, and how a new one replaces it so that there is a whole one at any time.
+"""A folder of a table's files, replaced so that a complete one exists at any time.
 
-The new folder is written beside the old one. The old one then moves to ``.NAME.old`` until the new one has its name.
-Where a process is killed between the two, ``.NAME.old`` is what there is, and is read in place of NAME.
+The new folder is written beside the old one. The old one moves to ``.NAME.old`` until the new one has its name. If the
+process is killed between the two, readers of NAME read ``.NAME.old`` in place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes and roles: what starts them, and how a script finds its place in the job."""
+"""Processes and roles: starting them, and finding a script's place in the job."""
 
 from tensorwire.launch.job import Job
 from tensorwire.launch.joining import init

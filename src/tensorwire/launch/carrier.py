@@ -1,7 +1,7 @@
 """Large values between workers: each is read, one-sided, from the memory of the worker that has it.
 
-The devices are not those of the member. Workers come and go here at any time, and on the member's own devices that
-would end other waits: see ``Region.wait`` without a channel.
+The carrier has devices of its own. Its peers come and go at any time, which would end waits without a channel on the
+member's devices: see ``Region.wait``.
 """
 
 from __future__ import annotations

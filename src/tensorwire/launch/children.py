@@ -1,6 +1,7 @@
-"""Child processes of a job: servers, and the coordinator where no launcher runs one.
+"""Child processes of a job: servers, and the coordinator if no launcher runs one.
 
-Each is on a leash: its standard input is a pipe that its parent holds, and ends with the parent, however that dies.
+The parent holds a pipe to each child's standard input. The pipe, and so the child, ends with the parent, however that
+dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Barrier, broadcast and all-reduce between the workers of a job.
 
-Small values travel with the request by which the workers meet at the coordinator. Large ones are read, one-sided, from
-the workers that have them. Nothing here is for every step: each call costs requests to the coordinator.
+Small values travel with the request by which workers meet at the coordinator. Large ones are read, one-sided, from the
+workers that have them. Each call costs requests to the coordinator, so no step uses these.
 """
 
 from __future__ import annotations

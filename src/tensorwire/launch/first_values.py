@@ -1,4 +1,4 @@
-"""What workers begin with becomes worker 0's: digests are compared, and only what differs somewhere travels."""
+"""Gives all workers worker 0's first values: they compare digests, and only differing values travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of a launcher's children: a worker and all that it started end together."""
+"""The process groups of a launcher's children: a worker and its own children end together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ends a launcher's processes when the launcher is gone, however it died: a parent that is killed cannot do it itself.
+"""Ends a launcher's processes when the launcher is gone, even if it was killed.
 
-A process of its own that imports nothing of ours. On its standard input the launcher names process groups, one a line;
-``done`` before the end of the input says that there is nothing left to do. Only that, the launcher's death and SIGKILL
-end it: signals that people mean for the launcher are ignored here.
+The guard is a process of its own that imports nothing of Tensorwire. The launcher names process groups on the guard's
+standard input, one a line; ``done`` before the end of the input means that none is left. The guard ends only by that,
+by the launcher's death or by SIGKILL: it ignores signals meant for the launcher.
 """
 
 from __future__ import annotations

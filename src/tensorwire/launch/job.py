@@ -1,4 +1,4 @@
-"""``Job``: what a script can do with the job that it has joined."""
+"""``Job``: a script's view of the job that it has joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker joins a store."""
+"""Joining a store, on the worker's side."""
 
 from __future__ import annotations
 

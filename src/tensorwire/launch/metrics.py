@@ -1,4 +1,4 @@
-"""OpenMetrics for a whole job, from its launcher: `prometheus_client` serves what the members report of themselves."""
+"""OpenMetrics of a whole job: the launcher serves its members' reports by `prometheus_client`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The output of a job's processes, line by line, each with the name of its process.
 
-Every process has a pipe for each of its two streams, and a thread's event loop reads them all and writes whole lines.
-It never drops output: a slow reader slows the job down, as it would without us, and one that has gone is gone for the
-job's processes, too. On a terminal rich keeps a picture of the job (`launch.table`) below the lines.
+Every process has a pipe for each of its two streams. One thread's event loop reads them all and writes whole lines. It
+never drops output: a slow reader slows the job down, as it would a script alone, and if the reader exits, processes get
+its ``BrokenPipeError``. On a terminal rich keeps a picture of the job (`launch.table`) below the lines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What one process prints, as whole lines with its name before each; a line that is drawn again and again becomes one
-now and then."""
+"""The lines that one process prints, each whole and with its name in front. A line that is redrawn again and again is
+printed now and then.
+"""
 
 from __future__ import annotations
 

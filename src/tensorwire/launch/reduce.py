@@ -1,6 +1,6 @@
-"""``job.all_reduce`` without the transfer: which values it takes, and how the workers' values become one.
+"""``job.all_reduce`` without the transfer: its types of values, and their combination.
 
-Values are combined in the order of the ranks, element by element: the bits are the same on every worker.
+Values are combined in the order of the ranks, element by element, so all workers get the same bits.
 """
 
 from __future__ import annotations

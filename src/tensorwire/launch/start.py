@@ -1,8 +1,8 @@
-"""Starts a module of ours as a program that imports nothing from the current folder.
+"""Starts a Tensorwire module as a program that imports nothing from the current folder.
 
-``python -m`` puts the current folder first in ``sys.path``: a file there called ``queue.py`` or ``msgspec.py`` would
-run instead of the real module, and in a folder like /tmp it may be another user's. ``python -P`` exists from 3.11 on
-only, so this file is what the interpreter runs, by its path. As a program it imports only the standard library.
+``python -m`` puts the current folder first in ``sys.path``. A file there called ``queue.py`` or ``msgspec.py`` would
+run instead of the real module, and in a folder like /tmp it may be another user's. ``python -P`` exists only from 3.11
+on, so the interpreter runs this file by its path. As a program it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of a launcher's processes are stopped. One that has not joined its job has no heartbeat to be missed."""
+"""Which of a launcher's processes are stopped. Before a process joins its job, no heartbeat shows that."""
 
 from __future__ import annotations
 

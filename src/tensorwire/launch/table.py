@@ -1,4 +1,4 @@
-"""The table of a job: a row per process, from what its members report."""
+"""The table of a job: one row per process, from its members' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event file of one worker. A thread writes it, so that no step waits for a disk."""
+"""TensorBoard's event file of one worker. A thread writes it, so no step waits for a disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``TF_CONFIG``: the JSON by which TensorFlow's own launchers tell a process the cluster and its task in it.
+"""``TF_CONFIG``: the JSON by which TensorFlow's launchers tell a process its cluster and task.
 
-The workers are those of ``chief`` and then those of ``worker``. The coordinator is to be at the first one's address.
+The workers are the tasks of ``chief`` and then of ``worker``. The coordinator listens at the first one's address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many threads the workers of one machine use in total, and what to do if these exceed its cores."""
+"""The total number of threads of one machine's workers, and a warning if it exceeds the cores."""
 
 from __future__ import annotations
 

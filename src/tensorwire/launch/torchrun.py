@@ -1,4 +1,4 @@
-"""How ranks started by another launcher find each other: torchrun's store, or a given rendezvous."""
+"""How ranks started by another launcher find each other: through torchrun's store, or a given rendezvous."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Python values as bytes, and back: what ``job.broadcast`` and ``job.all_reduce`` carry.
+"""Python values as bytes, and back, for ``job.broadcast`` and ``job.all_reduce``.
 
-The tree of a value is msgpack, its arrays follow as plain bytes. Nothing in either can execute when it is unpacked.
+The tree of a value is msgpack; its arrays follow as plain bytes. Unpacking executes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `tensorwire run` shows of a job: output lines, table, metrics, trace."""
+"""The launcher's views of a job: output lines, table, metrics, trace."""
 
 from __future__ import annotations
 

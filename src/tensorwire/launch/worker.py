@@ -1,4 +1,4 @@
-"""This process as a worker of the job: `Job` exposes part of it to users, and the layers above build on it."""
+"""This process as a worker of the job. Layers above build on it; `Job` exposes part of it to users."""
 
 from __future__ import annotations
 

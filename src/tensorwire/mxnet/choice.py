@@ -1,6 +1,6 @@
-"""MXNet's own choice of a store, so that a script does not train without one unnoticed.
+"""Checks MXNet's choice of a store, so that no script trains without one unnoticed.
 
-With one device, MXNet uses no store at all for any name without "dist", and says nothing.
+With one device, MXNet silently uses no store for any name without "dist".
 """
 
 from __future__ import annotations

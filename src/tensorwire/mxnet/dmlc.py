@@ -1,10 +1,10 @@
-"""``DMLC_`` variables: a job of ours starts where MXNet's own launcher starts the same command in every process.
+"""``DMLC_`` variables: Tensorwire's job starts where MXNet's launcher starts the same command in every process.
 
-The role decides what ``import tensorwire.mxnet`` does: the scheduler is the coordinator and a server is a server until
-the job is over; a worker learns what `tensorwire.init` needs, and goes on. MXNet must not see the variables: with them
-its import starts a server of its own, and never returns.
+The role decides what ``import tensorwire.mxnet`` does. The scheduler becomes the coordinator and a server a server,
+until the job is over; a worker gets the settings of `tensorwire.init`, and continues. MXNet must not see the variables:
+with them its import starts a server of its own, and never returns.
 
-Nothing here imports mxnet.
+This module does not import mxnet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Operations of ours in MXNet's engine: they start when their arrays are there, and end when we say so.
+"""Operations in MXNet's engine that start when their arrays are ready and end when Tensorwire says so.
 
-No thread of the engine waits for one: it hands the operation over and goes on, and whoever reads an array that the
-operation writes waits for its end. Operations are started by threads that compute nothing, or requests would stand in
-line behind copies and layers. The layouts are those of MXNet 1.9.1.
+The engine hands an operation over without keeping a thread; readers of the arrays that it writes wait for its end.
+Threads that compute nothing start operations: otherwise requests would queue behind copies and layers. The layouts are
+those of MXNet 1.9.1.
 """
 
 from __future__ import annotations

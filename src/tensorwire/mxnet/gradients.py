@@ -1,7 +1,7 @@
-"""Gradients of Gluon's parameters in the slots that pushes leave from: backward puts them there.
+"""Moves the gradients of Gluon's parameters into the slots that pushes send from, so that backward writes there.
 
-A network that was hybridized with ``static_shape`` writes to the arrays that its parameters had when it was built. So
-networks are noted when MXNet builds them, and built anew after their gradients have moved.
+A network hybridized with ``static_shape`` writes to the arrays that its parameters had when MXNet built it. This module
+notes networks as MXNet builds them, and builds them anew after their gradients have moved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The threads that speak with the servers: one begins requests, by priority, and one waits for their answers.
+"""The threads that talk to the servers: one begins requests, by priority, and one waits for their answers.
 
 MXNet's engine hands requests over as gradients become ready; none of its threads waits here.
 """

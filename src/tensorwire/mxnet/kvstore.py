@@ -1,7 +1,7 @@
 """The store as a KVStore of MXNet.
 
-Gradients of Gluon's parameters are moved into the slots that pushes leave from; weights stay where MXNet has put them,
-because oneDNN changes the layout of their memory in place when a network is evaluated.
+Gradients of Gluon's parameters move into the slots that pushes send from. Weights stay in MXNet's memory, because
+oneDNN changes their layout in place when a network is evaluated.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
     # ---- the rest
 
     def barrier(self) -> None:
-        """Returns when all workers have come, and what this one pushed before has been applied.
+        """Returns when all workers have called it and this one's earlier pushes have been applied.
 
         Raises:
             WaitTimeout: Another worker did not come in time.
@@ -395,7 +395,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
                 self._store._follow(self._course)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Writes the keys' values, and what servers keep, to a file in numpy's npz format. One worker may call it.
+        """Writes the keys' values, and the servers' state, to a file in numpy's npz format. One worker may call it.
 
         Args:
             fname: The file.
@@ -410,7 +410,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc]  # of its kind, or Trai
         self._key_value().save(fname)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Sets the keys, and what servers keep, to those of a file. Every worker calls it; worker 0 reads the file.
+        """Sets the keys, and the servers' state, from a file. Every worker calls it; worker 0 reads the file.
 
         Args:
             fname: A file that `save_optimizer_states` wrote, with any number of servers.

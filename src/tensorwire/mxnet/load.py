@@ -1,4 +1,4 @@
-"""Imports MXNet where it can be imported, and says in one line where it cannot."""
+"""Imports MXNet, or explains in one line why it cannot be imported."""
 
 from __future__ import annotations
 

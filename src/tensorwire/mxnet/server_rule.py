@@ -1,7 +1,7 @@
 """MXNet's optimizers on the servers: a rule for keys and rows, given by import path.
 
-An optimizer travels as the import path of its class and its plain attributes, in JSON. Learning rate, weight decay and
-``rescale_grad`` come with every push, as the worker's own optimizer has them for that key.
+An optimizer travels as the import path of its class and its plain attributes, in JSON. Every push carries the learning
+rate, weight decay and ``rescale_grad`` of the worker's own optimizer for that key.
 """
 
 from __future__ import annotations

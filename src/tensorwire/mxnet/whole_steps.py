@@ -1,6 +1,6 @@
-"""A step of Gluon's Trainer or of a Module takes place for all parameters, or later ones raise `StepInterrupted`.
+"""A step of Gluon's Trainer or of a Module updates all parameters, or later steps raise `StepInterrupted`.
 
-Both ask the store for one parameter after another. Private to MXNet 1.9.1: `Trainer._allreduce_grads` and `._update`,
+Both call the store for one parameter after another. Private to MXNet 1.9.1: `Trainer._allreduce_grads` and `._update`,
 `model._update_params` and `._update_params_on_kvstore`.
 """
 

@@ -1,8 +1,8 @@
 """A key of a `KVStore`: its memory, and the operations of MXNet's engine that push and pull it.
 
-A key of dense arrays has two NDArrays over registered memory: the slot that pushes leave from, and the values that
-servers write. Requests are operations on these two, so that backward, copies and readers of a weight wait for one
-another as for any of MXNet's own.
+A key of dense arrays has two NDArrays over registered memory: the slot that pushes send from, and the values that
+servers write. Requests are operations on these two, so backward, copies and readers of a weight wait for one another as
+for any other operation of MXNet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counters of this process, which tests assert and the demo and benchmarks print."""
+"""Counters of this process. Tests assert them; the demo and benchmarks print them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How spans name the edges of a graph, so that those of one tensor can be matched across workers."""
+"""The names of a graph's edges in spans, by which those of one tensor match across workers."""
 
 from __future__ import annotations
 

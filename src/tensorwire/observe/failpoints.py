@@ -1,10 +1,10 @@
-"""Places in the course of a step at which tests let a process fail.
+"""Points in a step at which tests make a process fail.
 
 A ``worker`` has ``headed`` its step for all shards, ``pushed`` a bucket, or ``answered_some``: has got the new version
 of one. The ``primary`` of a shard, its server, has ``reduced`` the pushes of a bucket, ``applied`` the update, or
 ``published_some``: told one worker of the new version.
 
-Nobody listens by default; then a place costs one comparison: ``failpoints.listener is not None``.
+Without a listener, a point costs one comparison: ``failpoints.listener is not None``.
 """
 
 from __future__ import annotations

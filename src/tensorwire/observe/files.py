@@ -1,7 +1,7 @@
 """Writes the files that users name: traces, pictures, records, checkpoints.
 
-A regular file is replaced as a whole, so that nobody sees half of it. Anything else that may be there, such as a
-device, a pipe or ``/dev/stdout``, is written to and stays what it is. Symbolic links are followed.
+A regular file is replaced whole, so no reader sees half of it. Anything else, such as a device, a pipe or
+``/dev/stdout``, is written to and stays in place. Symbolic links are followed.
 """
 
 from __future__ import annotations

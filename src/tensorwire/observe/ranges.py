@@ -1,6 +1,6 @@
 """Named time ranges for a framework's own profiler, where users already look.
 
-The store marks what it does, and an adapter passes the marks on. Without one they cost next to nothing.
+The store marks its phases, and an adapter passes the marks on. Without an adapter they cost next to nothing.
 """
 
 from __future__ import annotations

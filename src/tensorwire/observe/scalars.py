@@ -1,4 +1,4 @@
-"""What a script reports about its training: the latest values by name, samples, and progress."""
+"""A script's reports about its training: the latest values by name, samples, and progress."""
 
 from __future__ import annotations
 

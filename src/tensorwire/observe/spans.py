@@ -1,6 +1,6 @@
-"""Spans of time: what each process did in which step, on the machine's monotonic clock.
+"""Spans of time: each process's activities by step, on the machine's monotonic clock.
 
-Totals by name are always kept. The spans themselves are when ``TENSORWIRE_TRACE`` names a folder; each process writes
+Totals by name are always kept. If ``TENSORWIRE_TRACE`` names a folder, each process also keeps the spans and writes
 ``ROLE-INDEX.json`` there when it leaves.
 """
 
@@ -45,7 +45,7 @@ class Total:
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """What to add to this process's seconds to come to the coordinator's clock, and by how much that may be wrong."""
+    """The offset of the coordinator's clock from this process's, in seconds, and its possible error."""
 
     offset: float = 0.0
     error: float = 0.0
@@ -61,7 +61,7 @@ class Spans:
     Attributes:
         enabled: Whether spans are recorded.
         clock: How this process's clock relates to that of the job.
-        facts: What is written beside the spans, by name.
+        facts: Further values for the file, by name.
     """
 
     def __init__(self, folder: str | None = None, limit: int = 400_000) -> None:
@@ -79,11 +79,11 @@ class Spans:
         """Counts one span, and records it if recording is enabled.
 
         Args:
-            name: What was done, such as ``"compute"``, ``"push"`` or ``"wait"``.
+            name: The activity, such as ``"compute"``, ``"push"`` or ``"wait"``.
             step: The step to which it belongs.
             start: When it began, in seconds of ``time.monotonic``.
             stop: When it ended, in the same seconds.
-            what: With whom, and which bucket or edge.
+            what: The peer, and the bucket or edge.
         """
         seconds = stop - start
         with self._lock:
@@ -116,13 +116,13 @@ class Spans:
         return len(self._spans)
 
     def write(self, process: str) -> Path | None:
-        """Writes what was recorded, with the counters and ``facts``, to ``FOLDER/process.json``.
+        """Writes the recorded spans, with the counters and ``facts``, to ``FOLDER/process.json``.
 
         Args:
             process: The name of this process, such as ``"worker-0"``.
 
         Returns:
-            The file; None where nothing is recorded, or it cannot be written.
+            The file; None if nothing is recorded, or it cannot be written.
         """
         if self.folder is None:
             return None

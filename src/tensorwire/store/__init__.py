@@ -1,4 +1,4 @@
-"""The parameter store: names, shards, buckets, push and pull, the rules that servers apply, and the training modes."""
+"""The parameter store: sharding, buckets, push and pull, the servers' rules, and the training modes."""
 
 from __future__ import annotations
 

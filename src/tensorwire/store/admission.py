@@ -1,4 +1,4 @@
-"""What a server asks before it serves a store: the same software as the workers, and memory. Imports no framework."""
+"""A server's checks before it serves a store: the workers' software versions, and memory. Imports no framework."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The code of a bucket: the worker's side, which keeps what it leaves out, and the server's.
+"""The code of a bucket: the worker's side, which keeps what the code leaves out, and the server's.
 
-The floating-point values of all pieces make one row of float32, which is coded; whole numbers follow as they are. A
-bucket is coded only where that makes it smaller. What is coded differs by what workers push:
+The floating-point values of all pieces make one row of float32, which is coded; whole numbers follow uncoded. A bucket
+is coded only if that makes it smaller. The coded value depends on the mode:
 
-- Gradients, and the ways of `DiLoCo`: the value plus the *residual*, which is what earlier codes left out.
-- The parameters of `LocalSGD`: their difference to the last answer, which the worker went on from, plus the residual.
+- Gradients, and the changes of `DiLoCo`: the value plus the *residual*, the part that earlier codes left out.
+- The parameters of `LocalSGD`: their difference to the last answer, from which the worker continued, plus the residual.
 - The parameters of `EASGD`: their difference to an estimate that both sides keep, and move by each code and each
-  answer. What a code leaves out stays in the difference, so that there is no residual (Richtarik, Sokolov and
+  answer. The part that a code leaves out stays in the difference, so there is no residual (Richtarik, Sokolov and
   Fatkhullin, EF21, NeurIPS 2021).
 """
 

@@ -1,10 +1,10 @@
-"""Saving and loading the optimizer state of the servers, on the worker's side. None of it runs in a step.
+"""Saving and loading the servers' optimizer state, on the worker's side. None of it runs in a step.
 
-Saving: a worker *asks*. It numbers its ask by who publishes that number first, and every server answers the asks in
-their order, from a thread of its own. This is safe between two steps of the worker that asks: a server changes a
-bucket only when every worker has pushed its gradient, and this one is here.
+To save, a worker numbers its request by publishing that number first. Every server answers requests in their order,
+from a thread of its own. This is safe between two steps of the requesting worker: a server changes a bucket only when
+every worker has pushed its gradient.
 
-Loading: a round of its kind. The servers take what worker 0 sends, and publish the versions of that round.
+Loading is a round of its own kind: the servers take worker 0's state, and publish the versions of that round.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Codes that make a push smaller: ``fp16``, ``bf16``, ``2bit(threshold)``, ``topk(fraction)`` and ``int8(block)``.
 
-Each turns float32 values into bytes, whose number depends on that of the values alone, and back. The same values give
-the same bytes on every machine. What a code leaves out is kept by the worker, which adds it to its next push: *error
-feedback* (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014); `bucket_code` does that.
+Each turns float32 values into bytes and back; the number of values alone determines the number of bytes. The same
+values give the same bytes on every machine. The worker keeps the part that a code leaves out and adds it to its next
+push: *error feedback* (Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014); `bucket_code` does that.
 
-Values that are not finite arrive as they are or as NaN; only ``topk`` may leave some of them out, but never all.
+Values that are not finite arrive unchanged or as NaN; only ``topk`` may leave some of them out, but never all.
 """
 
 from __future__ import annotations

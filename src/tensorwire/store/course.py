@@ -1,7 +1,7 @@
-"""What a worker tells its servers leaves entirely, or every later call says that it did not.
+"""Marks messages to servers that may have left only in part, so that every later call refuses to continue.
 
-A mark is set before the first word of a round or a request leaves, and taken back after the last. An exception anywhere
-between, also one that a signal's handler raises, leaves the mark where it is: no code has to run for that.
+The mark is set before the first word of a round or request leaves, and removed after the last. Any exception in
+between, even one from a signal handler, leaves it in place: no code has to run for that.
 """
 
 from __future__ import annotations

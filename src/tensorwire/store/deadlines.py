@@ -1,4 +1,4 @@
-"""Rounds that close some time after their quorum was there."""
+"""Rounds that close some time after reaching their quorum."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What became of every push. Totals are always kept, as counters; with ``TENSORWIRE_FATES``, each fate is in a file.
+"""The fate of every push. Counters always keep totals; with ``TENSORWIRE_FATES``, files keep each fate.
 
-That names a folder, in which each server and worker of a machine writes JSON lines: first that its log has `Begun`,
-then a server one `Fate` per push to one of its buckets, a worker what it `Produced`, and last that the log has `Ended`.
-A process that fails or is killed leaves what it has written so far, and no end. Names of files begin with the job's, so
-that those of several jobs may lie in one folder.
+The variable names a folder, in which each server and worker of a machine writes JSON lines: first `Begun`, then a
+server one `Fate` per push to one of its buckets and a worker each push that it `Produced`, and last `Ended`. A process
+that fails or is killed leaves a file without an end. File names begin with the job's, so several jobs may share a
+folder.
 """
 
 from __future__ import annotations

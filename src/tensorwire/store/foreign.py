@@ -1,11 +1,10 @@
-"""Code that servers run and that is not torch's: optimizers and functions, imported by path.
+"""Optimizers and functions that are not torch's own, which servers import by path.
 
-A rule ``package.module:Class`` names an optimizer's class, ``package.module:function`` a function. Nothing of it is
-sent but its name, the folders that worker 0 found it in, and the hashes of the files that define it. A server imports a
-module only if worker 0 has named it, and only after its file and those of its packages have been found to be the same.
+A rule ``package.module:Class`` names an optimizer's class, ``package.module:function`` a function. Only its name, the
+folders where worker 0 found it, and the hashes of its files are sent. A server imports a module only if worker 0 has
+named it, and only after comparing its file and those of its packages.
 
-A function of arrays may drive classes that its options name: their import paths are what ``function.imports(options)``
-returns.
+A function of arrays may use classes that its options name: ``function.imports(options)`` returns their import paths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bfloat16 and float16 as numpy arrays, which know no bfloat16: its bits are a uint16."""
+"""bfloat16 and float16 as numpy arrays. numpy has no bfloat16, so its bits are a uint16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether what a file keeps beside values fits a store and its rule; asked before anything is changed.
+"""Whether saved state fits a store and its rule; asked before anything changes.
 
-What torch's optimizers keep is found on a small probe, where this process has torch. Nobody knows what other rules
-keep: of theirs only shapes and dtypes are checked.
+A small probe shows the state of torch's optimizers, if this process has torch. Of other rules' state, only shapes and
+dtypes can be checked.
 """
 
 from __future__ import annotations

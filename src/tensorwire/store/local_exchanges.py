@@ -1,6 +1,6 @@
-"""When a worker that trains by itself sends what it has, and when it takes what the servers answer.
+"""When a worker in a local mode sends its parameters, and when it takes the servers' answer.
 
-What it sends, and how it mixes an answer into its parameters, is the framework's to compute.
+The framework's adapter computes the values to send, and mixes answers into the parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training modes: when a server closes a round, and what the workers compute on. `StoreOptimizer` takes one."""
+"""Training modes: when a server closes a round, and which parameters workers compute on. `StoreOptimizer` takes one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Async:
     """Every worker steps at its own pace: each gradient is applied by itself, as it arrives.
 
     A worker computes on its own copy of the parameters: of each bucket the version that its last push led to. A slow
-    worker holds up nobody; its gradients are stale. The *staleness* of a push is the number of other pushes that were
-    applied to the bucket between the version that the gradient was computed on and this push.
+    worker holds up no other; its gradients are stale. The *staleness* of a push is the number of other pushes applied
+    to the bucket since the version that the gradient was computed on.
 
     Source: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD). ``damping``: Zhang, Gupta,
     Lian and Liu, Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016.
@@ -180,19 +180,18 @@ class SGD:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Every worker trains by itself; an outer optimizer on the servers follows where they went.
+    """Every worker trains by itself; an outer optimizer on the servers follows their changes.
 
     After every ``every`` steps a worker sends the difference between the last version that it got and its parameters.
     The mean of the workers' differences is the gradient of the outer optimizer. The worker then takes the new version.
 
     - With ``fragments``, the buckets are divided into that many fragments of about equal size, whose exchanges are
-      spread evenly over the ``every`` steps. With ``delay``, a worker goes on while a fragment is on its way, and after
-      that many steps mixes the new version ``v`` into its own values: ``x = alpha * x + (1 - alpha) * v``.
+      spread evenly over the ``every`` steps. With ``delay``, a worker continues while a fragment is under way, and
+      after that many steps mixes the new version ``v`` into its own values: ``x = alpha * x + (1 - alpha) * v``.
     - With ``quorum``, a server does not wait for all workers: it updates when that many have sent a fragment and
-      ``grace`` seconds have passed since. What comes later counts in the next update, or in one of its own where its
-      worker sends the fragment again before that. With ``grace="auto"`` a server waits for as long as this costs those
-      who have sent nothing: until the first of them, ``delay`` of its steps after it sent, needs the answer. The server
-      knows their pace from the time between what they sent.
+      ``grace`` seconds have passed since. Later changes count in the next update, or in one of their own if their
+      worker sends the fragment again before. With ``grace="auto"`` a server waits until the first of the workers that
+      have sent needs the answer, ``delay`` of its steps after sending. The times between its sends show its pace.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; fragments, delay and alpha: Streaming DiLoCo, arXiv 2501.18512;
     quorum, grace and weights: Decoupled DiLoCo, arXiv 2604.21428.
@@ -203,11 +202,11 @@ class DiLoCo:
         fragments: The number of fragments, from 1 to ``every``.
         delay: Steps between sending a fragment and mixing its new version, less than ``every``.
         alpha: The share of its own values that a worker keeps, from 0 (the default) to 1.
-        quorum: The least number of workers of an update that others wait for. None: all that have not finished.
+        quorum: The least number of workers that an update waits for. None: all that have not finished.
         grace: Seconds for which a server waits for more workers than the quorum; or ``"auto"``, which with ``delay=0``
             is no time.
-        weight: ``"mean"``: all workers count the same. ``"tokens"``: by what they have told ``optimizer.count(tokens)``
-            since their last exchange of the fragment.
+        weight: ``"mean"``: all workers count the same. ``"tokens"``: they count by their calls of
+            ``optimizer.count(tokens)`` since their last exchange of the fragment.
 
     Raises:
         ArgumentError: An argument is out of its range.

@@ -1,4 +1,4 @@
-"""What a worker contributes to a round of a bucket."""
+"""A worker's contribution to a round of a bucket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What rules are called, and where the modules lie that import paths name. Nothing is imported for it.
+"""The names of rules, and the files of the modules that import paths name. Imports none of them.
 
-A rule is one of torch's optimizers by its name, one of a few words, or an import path ``package.module:name``: that of
-another optimizer's class, or of a function.
+A rule is a torch optimizer's name, one of a few words, or an import path ``package.module:name`` of another optimizer's
+class or of a function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a server does with gradients: torch's own optimizers, bucket by bucket.
+"""A server's operation on gradients: torch's own optimizers, bucket by bucket.
 
-Sums are taken in worker order, in float32 for half-precision parameters, and for a mean divided by the number of
-workers. Half precision parameters have float32 masters. The result has the bits that the same optimizer gives on whole
-tensors. A rule works in steps, so that a norm over all servers can be taken between them: reduce, apply.
+Sums are taken in worker order, in float32 for half-precision parameters; a mean divides by the number of workers.
+Half-precision parameters have float32 masters. The result has the bits of the same optimizer on whole tensors. A rule
+works in two steps, reduce and apply, so that a norm over all servers can be taken between them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The buckets to send to one server, the most urgent first.
 
-What was handed to a device goes in its order; nothing overtakes it. So no more is handed over than keeps the way busy,
-and as that arrives, the most urgent of the rest follows. Backward ends with the first layers, and the next forward
+A device sends in order; nothing overtakes an earlier write. So this window hands over only enough to keep the link
+busy, and adds the most urgent of the rest as writes complete. Backward ends with the first layers, and the next forward
 begins with them.
 """
 

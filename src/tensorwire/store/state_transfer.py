@@ -1,8 +1,8 @@
-"""Moving state between a worker and a server: any amount, part by part through one slot.
+"""Moving any amount of state between a worker and a server, part by part through one slot.
 
-The receiver owns the slot. The sender writes a part, signals, and writes the next one when the receiver has given the
-slot back. A part is a head, then values, then a table that says what they are. Every part carries the capability for
-the sender's credit word, so that the receiver needs no other message. For saving and loading; no step comes here.
+The receiver owns the slot. The sender writes a part, signals, and writes the next one when the receiver has returned
+the slot. A part is a head, then values, then a table that describes them. Every part carries the right to write the
+sender's credit word, so the receiver needs no other message. Only saving and loading use this.
 """
 
 from __future__ import annotations

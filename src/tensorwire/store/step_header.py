@@ -1,6 +1,6 @@
-"""What a worker tells a server at the head of a round: the operation, and the options in force.
+"""The head of a round, from a worker to a server: the operation, and the options in force.
 
-A fixed block in the server's memory, written one-sided before the gradients: no message format to negotiate, no RPC.
+It is a fixed block in the server's memory, written one-sided before the gradients, without negotiation and RPC.
 """
 
 from __future__ import annotations

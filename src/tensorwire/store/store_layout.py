@@ -1,4 +1,4 @@
-"""The layout of one store's memory on both sides, and what the sides exchange before round 1."""
+"""The layout of one store's memory on both sides, and their exchange before round 1."""
 
 from __future__ import annotations
 

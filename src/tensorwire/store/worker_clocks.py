@@ -1,4 +1,4 @@
-"""Where the threads of the workers of a server wait for each other."""
+"""Where a server's threads, one per worker, wait for each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """TensorFlow's tensors cross between workers by edges: ``import tensorwire.tensorflow``.
 
-`distribute` cuts a ``tf.function`` over workers, where it says so; `send` and `recv` are operators, for use inside and
-outside of functions; `StoreOptimizer` trains one Keras model on all workers, each on its own data; `StoreEmbedding`
-has its table on the servers.
+`distribute` cuts a ``tf.function`` over workers, as its devices say. `send` and `recv` are operators, for use inside
+and outside of functions. `StoreOptimizer` trains one Keras model on all workers, each on its own data. `StoreEmbedding`
+keeps its table on the servers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // TensorFlow's memory on CPUs, in one span of shared memory, in which other processes can read tensors.
 //
-// TensorFlow asks for its allocator once, before the first tensor: from then on another one is refused by an abort. So this
-// looks first, at a member that is private to TensorFlow 2.21.
+// TensorFlow asks for its allocator once, before the first tensor, and later aborts if another one registers. So the
+// arena first checks a member that is private to TensorFlow 2.21.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>

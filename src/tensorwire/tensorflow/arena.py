@@ -1,7 +1,7 @@
-"""``import tensorwire.tensorflow.arena``, before the first tensor: TensorFlow's tensors lie in shared memory.
+"""``import tensorwire.tensorflow.arena``, before the first tensor, keeps TensorFlow's tensors in shared memory.
 
-Workers on the same machine then read them where they are, and sending 256 KiB or more copies nothing. The memory has
-addresses for as much as the machine has, and takes pages when they are first used.
+Workers on the same machine then read them in place, and sending 256 KiB or more copies nothing. The arena reserves as
+many addresses as the machine has memory, and takes pages on first use.
 
 Raises:
     Unsupported: There are tensors already, or the library cannot be compiled.

@@ -1,6 +1,6 @@
-"""The libraries for TensorFlow: compiled once, against the one that is installed, and kept in the user's cache.
+"""The libraries for TensorFlow: compiled once against the installed one, and kept in the user's cache.
 
-The wheel's headers suffice. What is kept is named by a hash of everything that went into it.
+The wheel's headers suffice. A hash of all inputs names each library.
 """
 
 from __future__ import annotations

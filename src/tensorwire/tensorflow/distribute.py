@@ -1,4 +1,4 @@
-"""A ``tf.function`` whose operators run on several workers, each where the function says by ``tf.device``."""
+"""A ``tf.function`` whose operators run on several workers, as ``tf.device`` says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``StoreEmbedding``: a layer of Keras whose table is on the servers alone."""
+"""``StoreEmbedding``: a layer of Keras whose table lies only on the servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of ours on their way through TensorFlow, which has errors of its own: as texts, and back."""
+"""Tensorwire's errors as texts, and back: they pass through TensorFlow, which has errors of its own."""
 
 from __future__ import annotations
 

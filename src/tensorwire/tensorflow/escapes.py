@@ -1,7 +1,7 @@
-"""Which received tensors outlive the call of their function: these are copied, so that their slots come back.
+"""Which received tensors outlive the call of their function: these are copied, so that their slots become free.
 
-A received tensor is the memory of a slot. Returned, assigned to a variable or put into a list, it would keep the slot,
-and the sender would wait for it. Operators that may hand on the memory of an input are looked through.
+A received tensor is the memory of a slot. If it is returned, assigned to a variable or put into a list, it keeps the
+slot, and the sender waits for it. The search passes through operators that may return the memory of an input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports TensorFlow where it is the version that this package is written for, and says in one line where it is not."""
+"""Imports TensorFlow if its version is supported; otherwise explains in one line why not."""
 
 from __future__ import annotations
 

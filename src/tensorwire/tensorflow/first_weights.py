@@ -1,7 +1,7 @@
-"""What a model has besides the variables that are trained is equal on all workers at the start: worker 0's.
+"""Gives all workers worker 0's untrained variables at the start.
 
-Frozen layers and statistics of a ``BatchNormalization``; states of seeds are left as they are, or all workers would
-drop the same units. Only what differs travels.
+These are frozen layers and statistics of a ``BatchNormalization``. States of seeds stay different, or all workers would
+drop the same units. Only differing values travel.
 """
 
 from __future__ import annotations

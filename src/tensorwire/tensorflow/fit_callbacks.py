@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit`` on several workers: one backup for all, and metrics that all have in common."""
+"""Callbacks for ``model.fit`` on several workers: one backup for all, and the same metrics on all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From a traced function of TensorFlow to our graph: a node for each operator, and one for each of several outputs.
+"""From a traced TensorFlow function to a graph: a node for each operator, and one for each of several outputs.
 
-A control dependency between workers becomes a tensor, an empty one, that the first operator's worker sends.
+A control dependency between workers becomes an empty tensor that the first operator's worker sends.
 """
 
 from __future__ import annotations

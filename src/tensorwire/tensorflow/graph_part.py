@@ -1,4 +1,4 @@
-"""One member's part of a cut function: its operators, and a send or a receive for each tensor that crosses."""
+"""One member's part of a cut function: its operators, and a send or a receive for each crossing tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edges of a job's operators: connected by key, in the background, when an operator with that key is made."""
+"""The edges of a job's operators. A thread connects each by key, when an operator with that key is made."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 // TensorFlow's side of edges: a send and a receive that block no thread of the executor.
 //
-// TensorwireSend hands its tensor over and is done; a table keeps the tensor until it has left. TensorwireReceive is done
-// when its tensor is there, and its output is the memory of the edge's slot, which goes back when TensorFlow lets go of it.
-// Tensors whose size is not known when a function is traced have operators of their own, in varying_operators.h.
+// TensorwireSend completes once it has handed its tensor over; a table keeps the tensor until it has left.
+// TensorwireReceive completes when its tensor has arrived. Its output is the memory of the edge's slot, which returns
+// to the producer when TensorFlow releases it. varying_operators.h has the operators for tensors whose size tracing
+// does not know.
 #include <chrono>
 #include <cstring>
 #include <functional>

@@ -1,4 +1,4 @@
-"""Send and receive as operators of TensorFlow, with gradients: that of a send is a receive, and the other way round."""
+"""Send and receive as operators of TensorFlow. The gradient of a send is a receive, and the other way round."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tensorwire.tensorflow.operator_edges import Carried, edge_ends, edge_name, 
 def send(tensor: Any, key: str, *, to: int, step: Any = None, shape: Any = None) -> Any:
     """Sends a tensor to another worker, which calls `recv` with the same key. It does not wait for that.
 
-    Gradients come back: differentiate what is returned.
+    To get gradients back, differentiate the result.
 
     Args:
         tensor: A tensor of numbers, strings or variants.
-        key: The name of the edge, which this worker and the other one share.
+        key: The name of the edge, common to both workers.
         to: The rank of the other worker.
-        step: A number from 1 that the receive has, too: every number comes once, in any order. None: the n-th send
-            meets the n-th receive.
-        shape: The shape that the receive takes: needed where it leaves lengths open, and the tensor has them. None:
-            the tensor's shape, as far as it is known when it is traced.
+        step: A number from 1 that matches the receive's: every number comes once, in any order. None: the n-th send
+            matches the n-th receive.
+        shape: The receive's shape, needed if it leaves open lengths that the tensor has. None: the tensor's shape, as
+            far as tracing knows it.
 
     Returns:
         A float32 scalar, zero. Its gradient with respect to ``tensor`` is the other worker's gradient with respect to
         the received tensor.
 
     Raises:
-        ArgumentError: This process is in no job, the key is taken for something else, the tensor does not have the
-            ``shape``, or it is a resource.
-        tf.errors.UnimplementedError: TensorFlow cannot encode a variant, or what is encoded takes more than 2 GiB.
+        ArgumentError: This process is in no job, the key has another use, the tensor does not have the ``shape``, or
+            it is a resource.
+        tf.errors.UnimplementedError: TensorFlow cannot encode a variant, or the encoded tensor exceeds 2 GiB.
     """
     tensor = tf.convert_to_tensor(tensor)
     peer = member_name("worker", to)
@@ -53,18 +53,18 @@ def recv(
 
     Args:
         key: As for `send`.
-        shape: The tensor's shape, with None for lengths that may be others in every step; ``tf.TensorShape(None)``:
-            any shape.
+        shape: The tensor's shape, with None for lengths that may vary from step to step; ``tf.TensorShape(None)``: any
+            shape.
         dtype: Its dtype.
         source: The rank of the other worker.
         step: As for `send`.
-        copy: Whether the tensor is a copy. Otherwise it is the memory that it was written to, and while two of a key
-            are kept, no other one arrives. None: a copy outside of functions, and where it may outlive the call of its
-            function, as what is returned or assigned to a variable does. Strings, variants and tensors of varying
-            shape always have memory of their own.
+        copy: Whether the tensor is a copy. Otherwise it is the memory that it was written to, and while you keep two of
+            a key, no other one arrives. None: a copy outside of functions, and for tensors that can outlive the call of
+            their function, because it returns them or assigns them to a variable. Strings, variants and tensors of
+            varying shape always have memory of their own.
 
     Returns:
-        The tensor. Where a ``tf.GradientTape`` records it, its gradient is sent back.
+        The tensor. If a ``tf.GradientTape`` records it, its gradient is sent back.
 
     Raises:
         ArgumentError: As for `send`.

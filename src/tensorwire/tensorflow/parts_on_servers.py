@@ -1,7 +1,7 @@
 """Servers run parts of cut functions, beside the variables that lie there.
 
-Worker 0 sends each server its part of a function, with the first values of its variables. In every call of the function
-its own part then sends the part's number, by an edge; that is the order in which a server runs its parts.
+Worker 0 sends each server its part of a function, with the first values of its variables. In every call, worker 0's
+part sends the number of the server's part by an edge, and the server runs its parts in that order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the operators and variables of a function belong: devices such as ``/job:worker/task:1``, `worker`, `server`.
+"""Places the operators and variables of a function: devices such as ``/job:worker/task:1``, `worker`, `server`.
 
-Without a cluster TensorFlow traces functions that name unknown devices, but refuses to run them, and to create
-variables there. So a variable only notes where it belongs. Gradients get the device of their forward operator, which
-TensorFlow leaves to its own placer. TensorFlow calls parameter servers ``ps``.
+Without a cluster, TensorFlow traces functions that name unknown devices, but refuses to run them or to create variables
+there. So a variable only records its place. Gradients get the device of their forward operator, which TensorFlow leaves
+to its own placer. TensorFlow calls parameter servers ``ps``.
 """
 
 from __future__ import annotations

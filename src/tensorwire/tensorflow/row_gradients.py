@@ -1,7 +1,7 @@
-"""Rows of a layer in TensorFlow's graphs, and when their gradients leave: with the next step of an optimizer.
+"""Rows of a layer in TensorFlow's graphs, and the push of their gradients with the next step of an optimizer.
 
-A layer without variables is in no list of gradients. So every step of any optimizer of Keras in this process, also of
-one that knows nothing of us, first pushes what has come since the last one.
+A layer without variables is in no list of gradients. So every step of any Keras optimizer in this process, even of one
+that does not know Tensorwire, first pushes the gradients since the last one.
 """
 
 from __future__ import annotations

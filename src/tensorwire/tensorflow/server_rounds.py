@@ -1,4 +1,4 @@
-"""A worker's rounds where servers run the Keras optimizer: gradients are pushed, and values come back."""
+"""A worker's rounds when servers run the Keras optimizer: it pushes gradients and gets values back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``StoreOptimizer``: a Keras optimizer whose workers share what they learn through the job's servers."""
+"""``StoreOptimizer``: a Keras optimizer that trains one model on all workers, through the job's servers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         model.fit(data.shard(job.num_workers, job.rank))
 
     With the first step, all workers get worker 0's variables. Each worker's optimizer then updates its own variables,
-    and keeps its own state. In `Sync`, it gets the mean of all workers' gradients, so that all have the same variables.
-    In `Async` and `SSP`, what it changes is added to the values on the servers, which come back. In `EASGD`, `LocalSGD`
-    and `DiLoCo`, workers exchange parameters every few steps. Other weights of their layers
-    and models, such as frozen ones and the statistics of a ``BatchNormalization``, begin as worker 0's, and are each
-    worker's own from then on.
+    and keeps its own state. In `Sync`, it gets the mean of all workers' gradients, so all have the same variables. In
+    `Async` and `SSP`, servers add its changes to their values, and return these. In `EASGD`, `LocalSGD` and `DiLoCo`,
+    workers exchange parameters every few steps. Other weights of their layers and models, such as frozen ones and the
+    statistics of a ``BatchNormalization``, begin as worker 0's; then each worker keeps its own.
 
     With ``on_servers``, servers run the optimizer and keep its state, in `Sync`, `Async` and `SSP`: workers push
     gradients and get the new values, as from the parameter servers of ``tf.distribute``. Servers then need TensorFlow.
@@ -51,8 +50,8 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     After a change of trained variables, or of the optimizer's state, call `write_parameters` on every worker, unless
     each of them has loaded a file with the optimizer's state in it, which does so.
 
-    It is a ``LossScaleOptimizer`` for Keras's sake, which wraps every other optimizer in one where the policy is
-    ``"mixed_float16"``: the mean has to be taken before a step is left out. With that policy the given optimizer is
+    It is a ``LossScaleOptimizer`` because Keras wraps every other optimizer in one if the policy is
+    ``"mixed_float16"``, and the mean must be taken before a step is skipped. With that policy the given optimizer is
     wrapped.
 
     Args:
@@ -156,7 +155,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
         return self.inner_optimizer.scale_loss(loss)
 
     def save_own_variables(self, store: Any) -> None:
-        """Called by Keras when a model is saved. What servers keep goes with it."""
+        """Called by Keras when a model is saved. Includes the servers' state."""
         super().save_own_variables(store)
         saved = None if self._share is None or self._share.closed else self._share.rounds.save()
         if saved is not None:
@@ -204,7 +203,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             self._share.spread()
 
     def close(self) -> None:
-        """Gives up the store. Call it on every worker, in any order; when all have, the servers free what they have.
+        """Releases the store. Call it on every worker, in any order; when all have, the servers free their memory.
 
         It is for the time between two steps. The variables keep their values, and another step raises `ArgumentError`,
         or TensorFlow's ``AbortedError`` inside of a function. Idempotent.
@@ -218,7 +217,7 @@ class StoreOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
             self._share.close()
 
     def count(self, tokens: float) -> None:
-        """Adds to what this worker's next contributions weigh, with ``DiLoCo(weight="tokens")``.
+        """Adds to the weight of this worker's next contributions, with ``DiLoCo(weight="tokens")``.
 
         Args:
             tokens: How many tokens, samples or the like the gradients of this step come from. Call it outside of

@@ -1,8 +1,8 @@
-"""What a Keras optimizer in this worker and the job's servers have to do with each other, by mode.
+"""The exchanges between a Keras optimizer in this worker and the job's servers, by mode.
 
-The optimizer updates the worker's own variables. In `Sync`, gradients travel, and their mean comes back. In `Async` and
-`SSP`, the change of each variable travels, which a server adds to its value, and the value comes back, as in BytePS's
-asynchronous mode. In the others, parameters travel, every now and then.
+The optimizer updates the worker's own variables. In `Sync`, workers send gradients and get their mean. In `Async` and
+`SSP`, they send the change of each variable, which a server adds to its value, and get that value, as in BytePS's
+asynchronous mode. In the others, they exchange parameters now and then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-// Tensors that a thread of Python's exchanges for others: an operator that blocks no thread of the executor meanwhile.
+// Tensors that a Python thread exchanges, through an operator that blocks no thread of the executor meanwhile.
 //
-// TensorwireExchange hands the addresses of its inputs to that thread, which says where results go, and when they are
-// there. An input for which it asks no memory is the result itself. TensorwireFingerprint looks at a few elements of each
-// tensor: a number that most likely is another one where values are.
+// TensorwireExchange hands the addresses of its inputs to that thread, which says where results go, and when they have
+// arrived. An input for which the thread asks no memory is itself the result. TensorwireFingerprint reads a few
+// elements of each tensor and makes a number of them that most likely differs if values differ.
 #include <condition_variable>
 #include <cstring>
 #include <deque>

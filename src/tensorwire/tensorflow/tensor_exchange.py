@@ -1,4 +1,4 @@
-"""An operator whose results a thread of Python brings: TensorFlow's own threads do not wait, and nothing is pickled."""
+"""An operator whose results a Python thread provides. TensorFlow's threads do not wait, and nothing is pickled."""
 
 from __future__ import annotations
 

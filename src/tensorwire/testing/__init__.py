@@ -1,7 +1,7 @@
-"""For authors of devices, and for tests of code that uses devices.
+"""Tools for authors of devices, and for tests of code that uses devices.
 
-``python -m tensorwire.testing package.module:name`` runs the conformance suite on a device of yours; that needs
-``pip install '.[testing]'`` in the folder of Tensorwire's source. `FaultyDevice` wraps a device and injects faults.
+``python -m tensorwire.testing package.module:name`` runs the conformance suite on your device; it needs ``pip install
+'.[testing]'`` in the folder of Tensorwire's source. `FaultyDevice` wraps a device and injects faults.
 """
 
 from tensorwire.testing.faulty import FaultyChannel, FaultyDevice

@@ -1,6 +1,6 @@
-"""The pair every test of a device runs on, and the check that no test leaves anything behind.
+"""The pair on which every test of a device runs, and the check that no test leaves anything behind.
 
-A test module or ``conftest.py`` imports the fixtures it wants; ``spec`` says which devices they are made of.
+A test module or ``conftest.py`` imports the fixtures that it needs; ``spec`` names their devices.
 """
 
 from __future__ import annotations

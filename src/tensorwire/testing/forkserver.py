@@ -1,6 +1,6 @@
-"""A process that has imported what peers need and forks them on request, so that a peer costs milliseconds.
+"""A process that has imported the peers' modules and forks on request, so that a peer costs milliseconds.
 
-It never makes a device itself, so nothing of the library is half alive in what it forks.
+It never makes a device itself, so its children inherit no half-alive part of the library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long tests wait: one variable of the environment scales every time limit, for machines that are slow or busy."""
+"""The time limits of tests: one environment variable scales all of them, for slow or busy machines."""
 
 from __future__ import annotations
 

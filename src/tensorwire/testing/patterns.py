@@ -1,4 +1,4 @@
-"""Byte patterns that both sides of a test know, which tell one write from another, and their checks."""
+"""Byte patterns known to both sides of a test, which distinguish writes, and their checks."""
 
 from __future__ import annotations
 

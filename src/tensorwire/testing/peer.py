@@ -1,7 +1,7 @@
 """Another process with a device, driven by a test over a socket pair.
 
-``Peer`` is the test's side. The other side does one command at a time, each a method of ``Commands``. Both are one
-test's own processes and trust each other, which is why multiprocessing's connections will do between them.
+``Peer`` is the test's side. The other side runs one command at a time, each a method of ``Commands``. Both are one
+test's own processes and trust each other, so multiprocessing's connections suffice between them.
 """
 
 from __future__ import annotations

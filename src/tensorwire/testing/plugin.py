@@ -1,4 +1,4 @@
-"""The pytest plugin of the tests: the option that names devices, time limits for slow machines, why tests were skipped.
+"""The pytest plugin of the tests: the option that names devices, time limits for slow machines, reasons for skips.
 
 ``python -m pytest -p tensorwire.testing.plugin --pyargs tensorwire.testing.conformance --device package.module:name``
 """

@@ -1,4 +1,4 @@
-"""The name of a device on a command line, from which another process can make one like it."""
+"""The name of a device on a command line, from which another process can make the same device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thread at a time: an optimizer's steps are rounds in one order, which two threads would mix."""
+"""Restricts an optimizer to one thread at a time: its steps are rounds in one order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a model has besides the parameters that are trained is equal on all workers at the start: worker 0's.
+"""Gives all workers worker 0's untrained parameters and buffers at the start.
 
-Frozen layers, random projections, codebooks: as `DistributedDataParallel` does, but only what differs travels.
+As in `DistributedDataParallel`, these are frozen layers, random projections, codebooks; but only differing values
+travel.
 """
 
 from __future__ import annotations

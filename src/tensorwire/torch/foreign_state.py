@@ -1,4 +1,4 @@
-"""State of optimizers that are not torch's own, whose entries are not known beforehand."""
+"""State of optimizers that are not torch's own, whose entries are not known in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps for a parameter, and whether a state to be loaded fits."""
+"""The state that an optimizer keeps for a parameter, and whether state to be loaded fits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Workers that train by themselves, with optimizers of their own, and meet on the servers now and then.
+"""Workers that train with optimizers of their own and exchange parameters on the servers now and then.
 
-The parameters stay where they are. What the servers answer lies in memory of the store's, and is mixed into them.
+The parameters stay in ordinary memory. The servers' answers lie in the store's memory, and are mixed into them.
 """
 
 from __future__ import annotations

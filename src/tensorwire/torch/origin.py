@@ -1,4 +1,4 @@
-"""What a `StoreOptimizer` is made from: a class and its options, or an existing optimizer."""
+"""The origin of a `StoreOptimizer`: a class and its options, or an existing optimizer."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Gradients are pushed while backward runs, and new values awaited while the next forward runs.
+"""Pushes gradients while backward runs, and awaits new values while the next forward runs.
 
-A bucket is pushed once it is complete: the post-accumulate hook that completes it hands it to a thread, which copies
-and sends it beside backward. The servers write the new version into the other buffer of the parameters, so that
-backward goes on with the old one. After ``step()`` a parameter is awaited by the first to get it from its module,
-or when its module runs. Until then its memory is full of NaN, so code that bypasses the module cannot mistake an
-old value for a new one. A parameter that was not got from its module in the step before, because compiled code or a
-list has it, is waited for in ``step()``.
+The post-accumulate hook that completes a bucket hands it to a thread, which copies and sends it beside backward. The
+servers write the new version into the other buffer of the parameters, so backward continues with the old one. After
+``step()``, the first code to get a parameter from its module, or the module's run, awaits it. Until then its memory is
+full of NaN, so code that bypasses the module cannot mistake an old value for a new one. ``step()`` awaits a parameter
+that no code got from its module in the step before, because compiled code or a list holds it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stores of one optimizer, and how they end: by ``close()``, with the optimizer, or with the job."""
+"""The stores of one optimizer, and their end: by ``close()``, with the optimizer, or with the job."""
 
 from __future__ import annotations
 

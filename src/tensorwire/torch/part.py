@@ -1,5 +1,6 @@
-"""A part of an optimizer's parameters: those that share one store. The first is made at construction, others by
-``add_param_group``."""
+"""A part of an optimizer's parameters: those that share one store. Construction makes the first part,
+``add_param_group`` the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.profiler shows what a step spends on pushing and waiting, as ``tensorwire.push`` and ``tensorwire.wait``."""
+"""Shows a step's pushing and waiting in torch.profiler, as ``tensorwire.push`` and ``tensorwire.wait``."""
 
 from __future__ import annotations
 

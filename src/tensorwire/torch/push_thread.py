@@ -1,4 +1,4 @@
-"""A thread that pushes gradients, in order, while another one computes them."""
+"""A thread that pushes gradients, in order, while another thread computes them."""
 
 from __future__ import annotations
 

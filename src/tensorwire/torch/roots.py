@@ -1,4 +1,4 @@
-"""The models that an optimizer's parameters belong to, found by their names: PyTorch has no way from one to another."""
+"""Finds the models of an optimizer's parameters by their names: PyTorch has no way from one to the other."""
 
 from __future__ import annotations
 

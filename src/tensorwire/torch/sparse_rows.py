@@ -1,6 +1,6 @@
 """A parameter with sparse gradients: every worker has all of it, and only rows travel.
 
-The table on the servers is the parameter; a worker asks which rows have changed, and copies them into its own.
+The table on the servers is the parameter. A worker asks which rows have changed, and copies them into its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The course of an optimizer's steps: what is pushed to all its stores, and what is then waited for.
+"""The course of an optimizer's steps: pushing to all its stores, then waiting for them.
 
-A step that is interrupted while it pushes cannot be taken up again: its gradients may have changed since. One that is
-interrupted while it waits goes on with the next call.
+A step interrupted while it pushes cannot continue: its gradients may have changed since. A step interrupted while it
+waits continues with the next call.
 """
 
 from __future__ import annotations

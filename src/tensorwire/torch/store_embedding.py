@@ -1,4 +1,4 @@
-"""``StoreEmbedding``: an embedding whose table is on the servers alone."""
+"""``StoreEmbedding``: an embedding whose table lies only on the servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Traces as Chrome's trace events, which Perfetto and ``chrome://tracing`` show, and back.
+"""Traces as Chrome's trace events, for Perfetto and ``chrome://tracing``, and back.
 
-One file holds all processes of a launcher, on the clock of the job's coordinator. A process has a track for each kind
-of span, more where spans overlap, and a worker one for the parts of its steps. Times are microseconds after the first.
+One file holds all processes of a launcher, on the clock of the job's coordinator. A process has one track per kind of
+span, more where spans overlap, and a worker has one for the parts of its steps. Times are microseconds after the first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``tensorwire run --trace FILE``: the processes' traces, gathered in one file when the job has ended."""
+"""``tensorwire run --trace FILE``: gathers the processes' traces in one file when the job has ended."""
 
 from __future__ import annotations
 

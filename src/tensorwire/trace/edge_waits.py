@@ -1,8 +1,8 @@
-"""Why a worker of a graph waits for a tensor of another one: derived from what that one did meanwhile.
+"""Why a worker of a graph waits for another worker's tensor, derived from the spans of that worker.
 
-Until its maker sends the tensor, whoever waits for it waits for the maker: **idle** where the maker computes, or waits
-for a third worker that does. From then on the tensor is on its way, which is **exposed** communication; so is waiting
-for a producer that itself waits for a tensor in flight, or sends something else.
+Until the producer sends the tensor, the wait is **idle** time if the producer computes, or waits for a third worker
+that does. Afterwards the tensor is in flight, which is **exposed** communication. So is waiting for a producer that
+itself waits for a tensor in flight, or sends something else.
 """
 
 from __future__ import annotations

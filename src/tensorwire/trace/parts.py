@@ -1,15 +1,15 @@
 """The parts of a training step, from the spans that workers and servers recorded.
 
-A worker's step lasts from the end of one ``step()`` to the end of the next; where nothing but a graph communicates, as
-long as its span of compute. All pushing in it is **exposed** communication: it keeps the thread that computes. Waiting
-has three causes, distinguished by what the others did in those moments: a server applied the rule (**update**), else
-another worker was still computing (**idle**; ``edges.py`` tells it of tensors that cross in graphs), else bytes or
-signals were on their way (**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to
-the step, but for the moments between spans. **Hidden** communication is what moved bytes beside compute: transfers, and
-copies by a thread of their own.
+A worker's step lasts from the end of one ``step()`` to the end of the next; if only a graph communicates, it lasts as
+long as its span of compute. All pushing is **exposed** communication, because it keeps the computing thread. Waiting
+has three causes, by the others' spans at the time: a server applied the rule (**update**); else another worker was
+still computing (**idle**; `edge_waits` decides for tensors of graphs); else bytes or signals were on their way
+(**exposed**, too). The rest until ``step()`` is called is **compute**. Those four add up to the step, except for the
+moments between spans. **Hidden** communication moved bytes beside compute: transfers, and copies by a thread of their
+own.
 
-Steps are found by time, not by number, so that a process may train with several stores at once. All processes must
-share one clock: `Record.clock` says what to add.
+Steps are found by time, not by number, so a process may train with several stores at once. All processes must share one
+clock: `Record.clock` holds the correction.
 """
 
 from __future__ import annotations

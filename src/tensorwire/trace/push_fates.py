@@ -1,4 +1,4 @@
-"""Whether every push has exactly one fate: reads what servers and workers wrote for ``TENSORWIRE_FATES``."""
+"""Whether every push has exactly one fate, from the files of servers and workers for ``TENSORWIRE_FATES``."""
 
 from __future__ import annotations
 

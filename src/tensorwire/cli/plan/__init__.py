@@ -1,1 +1,1 @@
-"""``tensorwire plan``: what a model would send between workers, without a job and without its weights."""
+"""``tensorwire plan``: a model's traffic between workers, without a job and without its weights."""

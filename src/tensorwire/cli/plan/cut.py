@@ -1,7 +1,6 @@
-"""Where the parts of a model may run if nobody says: as many bytes of parameters on each worker, in the order of
-layers.
+"""The default cut of a model: as many bytes of parameters on each worker, in the order of layers.
 
-No cost is weighed; that is a later story.
+It does not weigh the cost of computation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans as pictures: a lane for each worker, boxes for what it computes, arrows for what crosses."""
+"""Plans as pictures: a lane for each worker, boxes for its operators, arrows for crossing tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Regions of CUDA tensors. The data path has not yet run on hardware.
 
-With GPUDirect the NIC reads and writes the GPU's memory itself; without it, a pinned copy in host memory is the
-region. Either way only the program knows when CUDA is done with a tensor, so it says so: ``stage()`` before a write of
-it, ``flush()`` before CUDA uses what arrived. Signal words stay in host memory.
+With GPUDirect the NIC reads and writes the GPU's memory itself; without it, a pinned copy in host memory is the region.
+In both cases only the program knows when CUDA is done with a tensor. It must call ``stage()`` before a write of the
+tensor, and ``flush()`` before CUDA uses arrived data. Signal words stay in host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs device: one-sided operations that the NICs of both ends do, over reliable-connected queue pairs."""
+"""The verbs device: the NICs of both ends carry out one-sided operations, over reliable-connected queue pairs."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class VerbsDevice(Device):
 
     Args:
         port: The RDMA port, such as ``mlx5_0`` or ``mlx5_0:1``; None: chosen, as ``tensorwire doctor`` shows.
-        interface: The IP address on which connections for the set-up come in; by default only from this machine.
-        gid_index: Which of the port's GIDs to use; None: chosen.
-        queue_pairs: How many queue pairs, and so ``lanes``, a channel has.
-        completion_queues: How many completion queues all queue pairs share.
+        interface: The IP address that accepts set-up connections; by default only from this machine.
+        gid_index: The index of the port's GID; None: chosen.
+        queue_pairs: The number of queue pairs, and so of ``lanes``, per channel.
+        completion_queues: The number of completion queues that all queue pairs share.
         signals: ``"immediate"`` wakes a waiter that sleeps. With ``"write"``, a plain write, and ``"tail"``, the last 8
             bytes of the payload's own write where the word lies after it, waiters poll.
-        retries: How many times a NIC repeats what is not answered before the peer is lost, 0 to 7. With 7, some NICs
+        retries: How many times a NIC repeats an unanswered packet before the peer is lost, 0 to 7. With 7, some NICs
             never report a loss.
         timeout_exponent: How long it waits for each answer: at least 4.096 us times 2 to the power of this, 1 to 31.
         heartbeat: Seconds after which an idle channel asks whether the peer's NIC answers, 0.001 to 3600.
 
     Raises:
-        VerbsUnavailable: This machine or process cannot do RDMA now; the message says what is missing.
+        VerbsUnavailable: This machine or process cannot do RDMA now; the message names the obstacle.
         ArgumentError: A setting is out of range, or it cannot listen on ``interface``.
     """
 

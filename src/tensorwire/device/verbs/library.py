@@ -1,4 +1,4 @@
-"""Access to libibverbs: loaded on demand; each obstacle becomes an error that says what to do."""
+"""Access to libibverbs: loaded on demand; each obstacle becomes an error with its remedy."""
 
 from __future__ import annotations
 

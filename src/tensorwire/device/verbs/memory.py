@@ -1,10 +1,10 @@
 """Registered memory of a verbs device: allocated by it, lent to it, and exposed to peers.
 
-- What the device allocates lies in slabs, which are registered once.
-- What it is lent is registered when first used. Where an object is known to own its memory for exactly as long as it
-  lives (a numpy array with memory of its own, a region), the registration is kept for the next time, in a bounded
-  cache, and ends with the object. All else is registered only while some region of it lives.
-- A region that is shown to peers gets a registration of its own, over its bytes only, for each access.
+- Memory that the device allocates lies in slabs, which are registered once.
+- Memory lent to it is registered on first use. If an object is known to own its memory for exactly as long as it lives
+  (a numpy array with memory of its own, a region), a bounded cache keeps the registration, which ends with the object.
+  All other memory is registered only while some region of it lives.
+- A region exposed to peers gets a registration of its own, over its bytes only, for each access.
 """
 
 from __future__ import annotations

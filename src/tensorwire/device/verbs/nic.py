@@ -1,8 +1,8 @@
-"""An opened port: its protection domain, its completion queues, and what drains them.
+"""An opened port: its protection domain, its completion queues, and the threads that drain them.
 
-Nobody drains while nobody has to. A waiter looks at its word for 5 us; then it arms the completion queues and sleeps on
-their channel. When nobody waits, one thread sleeps there, and drains in rounds with a pause between them, so that a
-stream of signals does not cost an interrupt each.
+The queues are drained only on need. A waiter polls its word for 5 us; then it arms the completion queues and sleeps on
+their channel. Without waiters, one thread sleeps there. It drains in rounds with a pause between them, so that a stream
+of signals does not cost an interrupt each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which RDMA port and GID to take, and why."""
+"""The choice of an RDMA port and GID, with its reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The RDMA ports and GIDs of this machine.
 
-A GID is the address by which peers reach a port. Much is read from sysfs, which needs no library. It has the GIDs, too,
-but in a file each, and tables have a thousand places: libibverbs is quicker.
+A GID is the address by which peers reach a port. Ports are read from sysfs, which needs no library. GIDs are there,
+too, but in a file each, and tables have a thousand places: libibverbs is quicker.
 """
 
 from __future__ import annotations

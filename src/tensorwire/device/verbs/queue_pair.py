@@ -1,8 +1,8 @@
-"""One reliable-connected queue pair: its room, what is outstanding on it, and what its completions say.
+"""One reliable-connected queue pair: its capacity, its outstanding operations, and its completions.
 
-The target of a channel keeps empty receives posted. A signal takes one and so wakes who sleeps there. The target posts
-them again and returns them as credits, by a write of nothing whose immediate data is their number: nobody sends what
-finds no receive.
+The target of a channel keeps empty receives posted. A signal takes one and so wakes the sleeper there. The target posts
+them again and returns them as credits, by a write of nothing whose immediate data is their number: no sender sends
+without a receive.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Registrations with the NIC: made, counted and ended here, and kept for good in a forked child.
 
-While memory is registered its pages are pinned, and the kernel limits how many bytes a process may pin.
+Registration pins pages, and the kernel limits how many bytes a process may pin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The work requests of a queue pair: how operations are posted to the NIC, and the memory of their signals.
+"""The work requests of a queue pair: posting operations to the NIC, and the memory of their signals.
 
-A signal is an inlined 8-byte write after its payload, on the same queue pair and posted with it: what arrives in order
-is seen in order. With immediate data it wakes a waiter that sleeps at the target.
+A signal is an inlined 8-byte write after its payload, on the same queue pair and posted with it, so both become visible
+in order. Immediate data wakes a sleeping waiter at the target.
 """
 
 from __future__ import annotations

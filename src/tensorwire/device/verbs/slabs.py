@@ -1,7 +1,7 @@
 """Slabs: large mappings that are registered once and handed out in pieces, so that a region costs no registration.
 
-A piece is a view of its slab. What looks into the piece keeps the piece, and the piece keeps the slab: it comes back
-when nothing looks into it any more, in whatever order things are closed.
+A piece is a view of its slab. Views of the piece keep the piece, and the piece keeps the slab: it returns when no view
+is left, in whatever order things are closed.
 """
 
 from __future__ import annotations

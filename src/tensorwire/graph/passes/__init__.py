@@ -1,1 +1,1 @@
-"""The passes of the analysis: each finds one thing about a graph, and `tensorwire.graph.plan` calls them in order."""
+"""The passes of the analysis. Each finds one property of a graph; `tensorwire.graph.plan` calls them in order."""

@@ -1,7 +1,6 @@
-"""Where a tensor that crosses is born: the operator whose output allocation is moved into registered memory.
+"""Where a crossing tensor is born: the operator whose output allocation moves into registered memory.
 
-From the value that is sent, the walk goes back through views and in-place operators to the operator that allocated the
-memory.
+From the sent value, the walk goes back through views and in-place operators to the operator that allocated the memory.
 """
 
 from __future__ import annotations

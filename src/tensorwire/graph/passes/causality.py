@@ -1,6 +1,6 @@
-"""What each worker knows of the others' progress from what it has received: vector clocks over the global order.
+"""How far each worker knows the others' progress from received tensors: vector clocks over the global order.
 
-A slot may be filled again, without asking anybody, once its worker knows that everyone is done with what lay there.
+A worker may refill a slot without asking once it knows that all readers are done with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many payload copies a run will make, predicted from the same fields of the edges that decide at run time."""
+"""The number of payload copies of a run, predicted from the edges' fields that decide at run time."""
 
 from __future__ import annotations
 

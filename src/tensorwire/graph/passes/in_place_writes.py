@@ -1,4 +1,4 @@
-"""In-place writes: allowed only where the memory is, and not if another worker later reads an older name of it."""
+"""In-place writes: allowed only where the memory is, and only if no other worker reads an older name of it later."""
 
 from __future__ import annotations
 

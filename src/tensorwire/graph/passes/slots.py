@@ -1,6 +1,4 @@
-"""Where in a worker's outbox each tensor lies: slots are reused within a step as soon as everyone is done with
-them.
-"""
+"""The place of each tensor in a worker's outbox. Slots are reused within a step once all readers are done with them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Views that are made where they are needed, because their base crosses anyway: they span half of it or more.
+"""Views made at their reader, because their base crosses anyway: they span half of it or more.
 
-What a view spans counts, gaps included, and not what it shows: that much is sent of a tensor with gaps.
+The span of a view counts, gaps included, because that many bytes of a tensor with gaps are sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs every test of this folder on every device that the run was given."""
+"""Runs every test of this folder on every named device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""close() at any moment, of anything, from any thread: everyone ends, with an error of ours or none."""
+"""close() at any moment, of anything, from any thread: everything ends, with a typed error or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can be reached, and what becomes of those that cannot."""
+"""Which peers can be reached, and how attempts to reach others end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the target refuses is a typed error at the initiator; the target's bytes stay, and the channel lives on."""
+"""A refusal by the target is a typed error at the initiator; the target's bytes stay, and the channel lives on."""
 
 from __future__ import annotations
 

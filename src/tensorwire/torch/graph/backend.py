@@ -1,6 +1,6 @@
-"""The backend of torch.compile: all workers plan what dynamo captures, and each runs its own part.
+"""The backend of torch.compile: all workers plan the graphs that dynamo captures, and each runs its own part.
 
-Where nothing was placed, each runs all of it by itself.
+Without a placement, each worker runs the whole graph.
 """
 
 from __future__ import annotations

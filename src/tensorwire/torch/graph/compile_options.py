@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="tensorwire", options={...})`` accepts."""
+"""The options of ``torch.compile(model, backend="tensorwire", options={...})``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what dynamo and AOTAutograd capture of a model into a graph of ours.
+"""Turns the graphs that dynamo and AOTAutograd capture of a model into Tensorwire's.
 
 Importing it raises `Unsupported` for a torch that is too old: it relies on private names of newer ones.
 """

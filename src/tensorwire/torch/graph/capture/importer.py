@@ -1,4 +1,4 @@
-"""From a graph of torch.fx, as AOTAutograd makes it, to ours."""
+"""From a torch.fx graph, as AOTAutograd makes it, to Tensorwire's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that AOTAutograd makes of what dynamo captured: their inputs and outputs, and functions that run them."""
+"""AOTAutograd's graphs of a captured graph: their inputs and outputs, and functions that run them."""
 
 from __future__ import annotations
 

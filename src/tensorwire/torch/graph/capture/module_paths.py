@@ -1,4 +1,4 @@
-"""The modules that operators of a traced graph belong to."""
+"""The modules to which the operators of a traced graph belong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` where every worker has the gradients of its own parameters."""
+"""``clip_grad_norm_`` for workers that each have the gradients of their own parameters."""
 
 from __future__ import annotations
 

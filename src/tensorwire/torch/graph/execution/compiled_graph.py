@@ -1,4 +1,4 @@
-"""One captured graph on this worker, planned when it first runs: only then is it known where its inputs are."""
+"""One captured graph on this worker, planned at its first run: before, the places of its inputs are unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every worker sends a few numbers to all others, for values that must be global, such as a norm."""
+"""Every worker sends a few numbers to all others, for global values such as a norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers as in one process: workers also draw, and discard, those of operators on other workers."""
+"""Random numbers as in one process: each worker also draws, and discards, those of other workers' operators."""
 
 from __future__ import annotations
 

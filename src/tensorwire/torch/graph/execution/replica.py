@@ -1,7 +1,7 @@
-"""A graph that every worker runs by itself, because nothing was placed: data parallel training.
+"""A graph that every worker runs whole, because nothing was placed: data-parallel training.
 
-Gradients of parameters that a `StoreOptimizer` has are born in the store's slots, so that pushing copies nothing. A
-gradient can be if it is the whole output of one operator, and nothing else that the graph returns shares its memory.
+Gradients of a `StoreOptimizer`'s parameters are born in the store's slots, so pushing copies nothing. This needs a
+gradient that is the whole output of one operator, and shares its memory with nothing else that the graph returns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Functions that a partition calls to send a value, one per edge, prepared once.
 
-What a tensor is decides how it goes, not what tracing said that it would be. An operator may make other strides than
-its trace: these are described to the target, so that it computes on what one process computes on. A dtype or a shape
-that was not traced is refused.
+The tensor at run time decides how it is sent, not its trace. If an operator makes other strides than its trace, the
+edge describes them to the target, so that it computes on the same layout as one process. Other dtypes or shapes than
+traced are refused.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How torch allocates the output of an operator in memory of our choice."""
+"""Makes torch allocate the output of an operator in chosen memory."""

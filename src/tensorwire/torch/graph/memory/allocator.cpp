@@ -1,5 +1,5 @@
 // An allocator for torch's CPU tensors: "the k-th allocation of exactly n bytes that this thread makes from now on lies
-// in this memory". Everything else goes to the allocator that was there before, with nothing of ours around it.
+// in this memory". Everything else goes to the previous allocator, unchanged.
 //
 // Compiled on the user's machine against its torch (allocator.py); needs c10 and nothing of Python's headers. It is
 // called through ctypes.PyDLL, which keeps the interpreter's lock.

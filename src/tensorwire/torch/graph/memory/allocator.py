@@ -1,4 +1,4 @@
-"""Builds the allocator of ``allocator.cpp``, once for each version of torch, and puts it into torch."""
+"""Builds the allocator of ``allocator.cpp``, once per version of torch, and installs it in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Births: the output of an operator is allocated in memory of our choice, so that sending it copies nothing."""
+"""Births: the output of an operator is allocated in chosen memory, so that sending it copies nothing."""
 
 from __future__ import annotations
 

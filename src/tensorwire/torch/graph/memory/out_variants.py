@@ -1,4 +1,4 @@
-"""Where the allocator cannot be built: the ``out=`` variant of an operator, if it computes into ``out`` itself."""
+"""Without the allocator: the ``out=`` variant of an operator, if it computes into ``out`` itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and copies of them."""
+"""The layouts of tensors in memory, and copies of them."""
 
 from __future__ import annotations
 

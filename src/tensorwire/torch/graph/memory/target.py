@@ -1,4 +1,4 @@
-"""Memory not allocated by torch in which tensors lie, and how long it stays theirs."""
+"""Memory for tensors that torch did not allocate, and its lifetime."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which worker runs which module, and what stands for the tensors of other workers."""
+"""Which worker runs which module, and the stand-ins for other workers' tensors."""

@@ -1,7 +1,8 @@
-"""Whether a placed module runs in a compiled graph. Hooks notice one that does not: dynamo leaves frames out silently.
+"""Whether a placed module runs in a compiled graph. Hooks notice modules outside, because dynamo skips frames silently.
 
-While dynamo traces, the hooks are nothing, and leave nothing in the graph. So they run where it did not trace: around
-the frames that it compiles, and around what it leaves out, such as `torch.nn.LSTM`. There no graph runs in between.
+While dynamo traces, the hooks do nothing, and leave nothing in the graph. So they run only where it did not trace:
+around the frames that it compiles, and around frames that it skips, such as `torch.nn.LSTM`. There no graph runs in
+between.
 """
 
 from __future__ import annotations

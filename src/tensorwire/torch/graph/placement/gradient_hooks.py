@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters of other workers: these have no gradient here, so nothing would call them."""
+"""Hooks on the gradients of other workers' parameters, which have no gradient here to call them."""
 
 from __future__ import annotations
 

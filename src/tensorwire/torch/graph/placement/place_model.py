@@ -1,4 +1,4 @@
-"""``place`` and ``unplace``: they assign modules to workers and free the memory of what this worker does not run."""
+"""``place`` and ``unplace`` assign modules to workers and free the memory of modules that run elsewhere."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ M = TypeVar("M", bound=torch.nn.Module)
 def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
     """Decides which worker runs which module of ``model``, and keeps only this worker's parameters and buffers.
 
-    Call it on every worker, after loading and before ``torch.compile(model, backend="tensorwire")``. If the model has
-    run compiled before, everything that torch has compiled in this process is dropped, and compiled again by the next
-    call.
+    Call it on every worker, after loading and before ``torch.compile(model, backend="tensorwire")``. If the model ran
+    compiled before, everything that torch has compiled in this process is dropped, and compiled again by the next call.
 
     A parameter of another worker keeps name, shape and dtype, takes no memory, and raises `NotOnThisWorker` when it is
     read; optimizers skip it, as it has no gradient. A tensor that several modules share lives with the first of them.
@@ -46,7 +45,7 @@ def place(model: M, workers: Ranks, *, worker: int | str | None = None) -> M:
         model: Its parameters and buffers are plain tensors on the CPU, of any shape and dtype.
         workers: The rank of each module's worker, such as ``{"": 0, "layers.2": 1}`` (``"worker:1"`` means the same as
             ``1``): by dotted path, as in ``named_modules()``, which covers everything below it; ``""`` is the rest.
-            What has no worker is kept by all.
+            All workers keep modules without a worker.
         worker: This process's own rank; by default that of its place in the job.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which module of a model runs on which worker, by dotted paths that users give: a path covers all below it."""
+"""Which module of a model runs on which worker, by users' dotted paths: a path covers everything below it."""
 
 from __future__ import annotations
 

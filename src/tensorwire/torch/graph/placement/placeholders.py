@@ -1,4 +1,4 @@
-"""What a graph returns in place of values that another worker holds."""
+"""The values that a graph returns in place of another worker's."""
 
 from __future__ import annotations
 

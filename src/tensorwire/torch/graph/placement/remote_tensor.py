@@ -1,15 +1,15 @@
-"""What stands for a tensor of another worker: its shape, and an error for any reader.
+"""The stand-in for another worker's tensor: its shape, and an error for any reader.
 
-It takes no memory: its storage is a mapping of the right size whose pages nobody may touch. Readers are stopped at
-three levels:
+It takes no memory: its storage is a mapping of the right size whose pages cannot be accessed. Three levels stop
+readers:
 
 1. `RemoteTensor` and `RemoteParameter` let a torch function run only as far as it reads no element, and raise
-   `NotOnThisWorker`. This holds in eager code, also in what dynamo leaves out of a graph: it never compiles the check.
-2. Where the allocator of ``allocator.cpp`` is there, the storage itself refuses its address to native code that comes
-   without a torch function, such as the kernels of another compiler's graph: a ``RuntimeError`` with the same text.
+   `NotOnThisWorker`. This holds in eager code, also in frames that dynamo skips: it never compiles the check.
+2. With the allocator of ``allocator.cpp``, the storage itself refuses its address to native code that comes without a
+   torch function, such as the kernels of another compiler's graph: a ``RuntimeError`` with the same text.
 3. Native code that got the address by other means is killed by SIGSEGV.
 
-To dynamo both classes are plain tensors, so that every process compiles the same graph.
+To dynamo both classes are plain tensors, so every process compiles the same graph.
 """
 
 from __future__ import annotations

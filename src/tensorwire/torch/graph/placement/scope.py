@@ -1,4 +1,4 @@
-"""How a node of a captured graph learns its worker: from a ``worker`` block, else from the module it was called in."""
+"""Finds the worker of a captured node: from a ``worker`` block, else from the module that called it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORKER = "tensorwire.worker"  # the key in node.meta["custom"]
 
 @contextmanager
 def worker(rank: int | str) -> Iterator[None]:
-    """A ``with`` block in a compiled model: what is computed in it, and its gradient, runs on one worker.
+    """A ``with`` block in a compiled model: its operators, and their gradients, run on one worker.
 
     Of nested blocks the innermost counts, and a block also covers the modules that it calls, wherever they were placed.
 

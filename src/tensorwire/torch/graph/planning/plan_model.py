@@ -1,4 +1,4 @@
-"""The plans of a traced model: what would run where, and what would be sent."""
+"""The plans of a traced model: the place of each operator, and the tensors sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces what a model computes, without a job and without its weights, on tensors that have no memory."""
+"""Traces a model's computation without a job and without weights, on tensors that have no memory."""
 
 from __future__ import annotations
 
