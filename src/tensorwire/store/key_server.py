@@ -26,7 +26,6 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
-from tensorwire.store import rounds
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.fates import Fates
@@ -44,7 +43,7 @@ from tensorwire.store.key_layout import (
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
-from tensorwire.store.rounds import Members
+from tensorwire.store.rounds import Members, is_due, may_read
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE
 from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
@@ -188,7 +187,7 @@ class KeyServer:
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not rounds.is_due(self._members, {each.link.index for each in bucket.here}):
+        if not is_due(self._members, {each.link.index for each in bucket.here}):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.link.index), []
         links = [each.link for each in here]
@@ -216,7 +215,7 @@ class KeyServer:
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self._bound is not None:
-            return rounds.may_read(self._members, bucket.clocks, link.index, clock, self._bound)
+            return may_read(self._members, bucket.clocks, link.index, clock, self._bound)
         return not any(other.link is link for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:

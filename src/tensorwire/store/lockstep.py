@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from tensorwire.errors import WaitTimeout
 from tensorwire.observe import spans
 from tensorwire.observe.spans import clock
-from tensorwire.store import rounds
 from tensorwire.store.consensus import agreed, check_alike
 from tensorwire.store.ready_queue import ReadyQueue
-from tensorwire.store.rounds import Members
+from tensorwire.store.rounds import Members, divisor, is_complete
 from tensorwire.store.sameness import Sameness
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import LEFT_OUT, NORM, STEPS, StepHeader, StepOperation, clipping
@@ -58,11 +57,11 @@ class Lockstep:
         """The heads of the workers that take part in this round: those that are not idle."""
         heads = {w.index: self.shard.head(w, self.step) for w in self._active}
         for rank in [rank for rank, head in heads.items() if head.operation is StepOperation.IDLE]:
-            self._take_over(self._members.rest(rank))
+            self._change(self._members.rest(rank))
             del heads[rank]
         return heads
 
-    def _take_over(self, members: Members) -> None:
+    def _change(self, members: Members) -> None:
         """The membership changes: between two rounds."""
         self._members = members
         self._active = [worker for worker in self.workers if worker.index in members.active]
@@ -78,7 +77,7 @@ class Lockstep:
             self.rule.carry(bucket, self.step)
             self._publish(bucket)
         if operation is StepOperation.IDLE:
-            self._take_over(self._members.resume())
+            self._change(self._members.resume())
             for worker in self._active:
                 worker.together.send(self.step)
 
@@ -136,7 +135,7 @@ class Lockstep:
         self._publish(bucket)
 
     def _divisor(self) -> int:
-        return rounds.divisor(self._members, self._members.active, self.shard.spec.reduce)
+        return divisor(self._members, self._members.active, self.shard.spec.reduce)
 
     def _merged(self, bucket: int) -> None:
         self.shard.reach(self.updates + 1, "applied")
@@ -161,7 +160,7 @@ class Lockstep:
             yield bucket
 
     def _is_there(self, bucket: int) -> bool:
-        return rounds.is_complete(self._members, lambda rank: self.workers[rank].pushes[bucket].ready(self.step))
+        return is_complete(self._members, lambda rank: self.workers[rank].pushes[bucket].ready(self.step))
 
     def _poll(self, bucket: int, seconds: float) -> None:
         """Waits for all workers' gradients of a bucket, but no longer."""

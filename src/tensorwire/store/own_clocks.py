@@ -20,11 +20,11 @@ import numpy as np
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
-from tensorwire.store import rounds
 from tensorwire.store.deadlines import Deadlines
 from tensorwire.store.grace import grace_of
 from tensorwire.store.modes import SSP, Async, DiLoCo, Sync, quorum_of
 from tensorwire.store.pushes import Push
+from tensorwire.store.rounds import is_complete, is_due, is_late
 from tensorwire.store.shard import Shard, WorkerLink
 from tensorwire.store.step_header import STEPS, StepHeader, StepOperation
 from tensorwire.store.worker_clocks import WorkerClocks
@@ -113,7 +113,7 @@ class OwnClocks:
         """Adds to the open round of a bucket, and closes it if that is due; or keeps what comes late."""
         state, worker = self.buckets[bucket], contribution.worker
         state.pushes[worker] += 1
-        if rounds.is_late(self._quorum, state.pushes[worker], state.closed):
+        if is_late(self._quorum, state.pushes[worker], state.closed):
             self._keep(bucket, contribution)
             return
         state.here[worker] = contribution
@@ -123,9 +123,9 @@ class OwnClocks:
 
     def _close_if_due(self, bucket: int) -> None:
         state, members = self.buckets[bucket], self.workers.members
-        if not rounds.is_due(members, state.here.keys(), self._quorum, state.kept.keys()):
+        if not is_due(members, state.here.keys(), self._quorum, state.kept.keys()):
             return
-        if self._grace is None or self._deadlines is None or rounds.is_complete(members, state.here.__contains__):
+        if self._grace is None or self._deadlines is None or is_complete(members, state.here.__contains__):
             self._close(bucket)
         else:
             self._deadlines.set(self._grace.deadline(bucket, list(state.here)), bucket, state.closed)

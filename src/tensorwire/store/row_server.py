@@ -23,11 +23,10 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError, WaitTimeout
 from tensorwire.observe import counters
-from tensorwire.store import rounds
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
-from tensorwire.store.rounds import Members
+from tensorwire.store.rounds import Members, divisor, is_due, may_read
 from tensorwire.store.row_layout import (
     DEPTH,
     WORD,
@@ -123,7 +122,7 @@ class RowServer:
             self.member.check()
 
     def _in_bound(self, worker: int) -> bool:
-        return rounds.may_read(self._members, self._clocks, worker, self._clocks[worker], self._bound or 0)
+        return may_read(self._members, self._clocks, worker, self._clocks[worker], self._bound or 0)
 
     def _set(self, link: _Link, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
@@ -155,7 +154,7 @@ class RowServer:
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if rounds.is_due(self._members, self._here.keys()):
+        if is_due(self._members, self._here.keys()):
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
 
@@ -166,8 +165,8 @@ class RowServer:
         if len(given) > 1:
             indices, rows = merge(np.concatenate([i for i, _ in given]), np.concatenate([r for _, r in given]))
         if self._together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
-            divisor = rounds.divisor(self._members, here.keys(), "mean") if self.table.followed else len(given)
-            rows = rows if divisor == 1 else rows / np.array(divisor, rows.dtype)
+            by = divisor(self._members, here.keys(), "mean") if self.table.followed else len(given)
+            rows = rows if by == 1 else rows / np.array(by, rows.dtype)
         self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
         self._mark(indices)
         self._version += 1

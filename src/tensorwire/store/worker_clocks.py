@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable
 
 from tensorwire.control import Member
-from tensorwire.store import rounds
 from tensorwire.store.consensus import Finished, agreed
-from tensorwire.store.rounds import Members
+from tensorwire.store.rounds import Members, is_complete, may_read
 from tensorwire.store.step_header import StepOperation
 
 _PATIENCE = 60.0  # between looks at the job while others compute
@@ -41,11 +40,11 @@ class WorkerClocks:
     def may_read(self, worker: int, bound: int) -> bool:
         """Whether a worker may have present values, after the step that it takes now."""
         with self._changed:
-            return rounds.may_read(self.members, self._clocks, worker, self._clocks[worker] + 1, bound)
+            return may_read(self.members, self._clocks, worker, self._clocks[worker] + 1, bound)
 
     def wait_for_slowest(self, worker: int, bound: int) -> None:
         """Returns when a worker may have present values, after its last step. Raises what ended the job."""
-        self._wait(lambda: rounds.may_read(self.members, self._clocks, worker, self._clocks[worker], bound))
+        self._wait(lambda: may_read(self.members, self._clocks, worker, self._clocks[worker], bound))
 
     def enter(self, worker: int, operation: StepOperation) -> bool:
         """Waits for all others. True, for their leader: do what is to be done, and then ``end()``; others return after
@@ -69,7 +68,7 @@ class WorkerClocks:
         return True
 
     def _leads(self, worker: int) -> bool:
-        return worker == self.members.leader and rounds.is_complete(self.members, self._here.__contains__)
+        return worker == self.members.leader and is_complete(self.members, self._here.__contains__)
 
     def end(self) -> None:
         """What all waited for is done."""
