@@ -36,11 +36,12 @@ from tensorwire.store.compression import parse_compression
 from tensorwire.store.course import Course
 from tensorwire.store.foreign import named_by
 from tensorwire.store.kept_check import check_kept
-from tensorwire.store.key_client import KeyClient, pack_options
+from tensorwire.store.key_client import KeyClient
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
-from tensorwire.store.key_layout import KeyOperation
 from tensorwire.store.key_state import KeptArray, fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
+from tensorwire.store.request_client import pack_options
+from tensorwire.store.requests import Operation
 from tensorwire.store.rule_names import (
     ASSIGN,
     MEAN,
@@ -279,7 +280,7 @@ class KeyValue(RowKeys):
         entries, arrays = self._given(keys, values)
         with self._calls:
             self._fill(entries, arrays)
-            self._request(KeyOperation.PUSH, entries, priority)
+            self._request(Operation.PUSH, entries, priority)
             return Handle(self._calls, (), entries, False)
 
     def pull(self, keys: Key | Sequence[Key], out: Any = None, *, priority: int = 0, copy: bool = True) -> Handle:
@@ -303,7 +304,7 @@ class KeyValue(RowKeys):
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
         with self._calls:
-            return self._pull(KeyOperation.PULL, keys, entries, outs, priority, copy)
+            return self._pull(Operation.PULL, keys, entries, outs, priority, copy)
 
     def pushpull(
         self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
@@ -325,7 +326,7 @@ class KeyValue(RowKeys):
         outs = self._outs(keys, entries, out)
         with self._calls:
             self._fill(entries, arrays)
-            return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
+            return self._pull(Operation.PUSHPULL, keys, entries, outs, priority, copy)
 
     def slot(self, key: Key) -> np.ndarray[Any, Any]:
         """The memory that the next push of a key leaves from: what is computed there is pushed without a copy.
@@ -463,7 +464,7 @@ class KeyValue(RowKeys):
     def _assign(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
         """Begins to set these keys. Others send nothing meanwhile."""
         self._fill(entries, arrays)
-        self._request(KeyOperation.ASSIGN, entries, 0)
+        self._request(Operation.ASSIGN, entries, 0)
 
     def close(self) -> None:
         """Gives up all keys. Every worker calls it, in any order; when all have, the servers free what they have.
@@ -519,8 +520,8 @@ class KeyValue(RowKeys):
             with store.course.unit("init()"):
                 for entry, value in zip(entries, values, strict=True):
                     store.fill(entry.tensor, value)
-                store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
-                store.announce(KeyOperation.READY, self._options)
+                store.request(Operation.ASSIGN, range(len(entries)), self._options)
+                store.announce(Operation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         self._calls.check()
@@ -562,7 +563,7 @@ class KeyValue(RowKeys):
             entry.store.wait_for_slot(entry.tensor)
             entry.fill(several)
 
-    def _request(self, operation: KeyOperation, entries: Sequence[KeyEntry], priority: int) -> None:
+    def _request(self, operation: Operation, entries: Sequence[KeyEntry], priority: int) -> None:
         with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
             for store in self._stores:
                 mine = [e.tensor for e in entries if e.store is store]
@@ -571,7 +572,7 @@ class KeyValue(RowKeys):
 
     def _pull(
         self,
-        operation: KeyOperation,
+        operation: Operation,
         keys: Key | Sequence[Key],
         entries: Sequence[KeyEntry],
         outs: Sequence[Any],

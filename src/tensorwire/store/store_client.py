@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from tensorwire._native import Window, copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
-from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.device import Channel, Completion, Device, Region
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.edge.words import wait_unless
-from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
+from tensorwire.errors import ArgumentError, WaitTimeout
 from tensorwire.observe import counters, failpoints, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.bucket_code import encoders
 from tensorwire.store.course import Course
+from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import FateLog, Produced
 from tensorwire.store.modes import Sync, awaited
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
-from tensorwire.store.store_layout import Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
+from tensorwire.store.store_layout import Outbox, StoreSpec, inbox
 
 _TILE = 2 << 20
 
@@ -43,13 +43,8 @@ class _Server:
         self._own_clock = client.own_clock
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel(self.name)
-        key = f"{client.name}/{self.name}/{member.name}"
-        endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
-        self.inbox = RemoteRegion.unpack(endpoint.inbox)
-        if self.inbox.device != self.channel.device.name:
-            raise ProtocolError(f"{self.name} answers over {self.inbox.device}, we over {self.channel.device.name}")
-        # None: this worker has a copy of the parameters, which the server writes.
-        self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
+        # No parameters: this worker has a copy of them, which the server writes.
+        self.inbox, self.shown = find(member, client.name, self.name)
         self.layout = inbox(plan, index, len(spec.numeric))
         self.back = Outbox(len(self.buckets))
         device = self.channel.device
@@ -218,10 +213,8 @@ class StoreClient:
     def _open(self) -> None:
         for server in self._servers:
             ours = self._space.get(server.channel.device.name)
-            parameters = None if ours is None else ours.remote("write").pack()
-            endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
-            key = f"{self.name}/{self.member.name}/{server.name}"
-            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[server.name])
+            parameters = None if ours is None else ours.remote("write")
+            show(self.member, self.name, server.name, server.versions, parameters)
 
     @property
     def channels(self) -> list[Channel]:

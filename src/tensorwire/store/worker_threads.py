@@ -1,4 +1,4 @@
-"""A server's threads, one for each worker: all modes but `Sync`, keys, and tables of rows."""
+"""A server's threads, one for each worker: all modes but `Sync`."""
 
 from __future__ import annotations
 
