@@ -565,10 +565,11 @@ class KeyValue(RowKeys):
 
     def _request(self, operation: Operation, entries: Sequence[KeyEntry], priority: int) -> None:
         with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
-            for store in self._stores:
-                mine = [e.tensor for e in entries if e.store is store]
-                if mine:
-                    store.request(operation, mine, self._options, -priority)
+            by_store: dict[KeyClient, list[int]] = {}
+            for entry in entries:
+                by_store.setdefault(entry.store, []).append(entry.tensor)
+            for store, mine in by_store.items():
+                store.request(operation, mine, self._options, -priority)
 
     def _pull(
         self,

@@ -267,7 +267,7 @@ class TablePull:
         if not direct:
             spread = rows if self._inverse is None else rows[self._inverse]
             np.copyto(self.result, spread.reshape(self.result.shape))
-            counters.add(copies=1, copied_bytes=self.result.nbytes)
+            counters.copied(self.result.nbytes)
         self._finished = True
         table.done(self)
 

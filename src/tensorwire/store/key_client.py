@@ -126,7 +126,7 @@ class KeyClient(RequestClient):
         """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
         room = self.slot(tensor)
         gather(room, values, copy_is_large(room.nbytes))
-        counters.add(copies=1, copied_bytes=room.nbytes)
+        counters.copied(room.nbytes)
 
     def forget(self) -> None:
         """Values were set: nothing is left to be added to the next pushes."""
@@ -144,7 +144,7 @@ class KeyClient(RequestClient):
             slot[:] = filled
         else:
             encoder.encode(b"\1", slot, slot)
-        counters.add(copies=1, copied_bytes=nbytes)
+        counters.copied(nbytes)
         return nbytes
 
     # ---- requests
@@ -200,9 +200,10 @@ class KeyClient(RequestClient):
 
     def wait_for(self, bucket: Bucket, number: int, timeout: float | None = None) -> None:
         """Returns when there have been so many answers about a bucket. Raises `PeerLost` or `WaitTimeout`."""
-        if number:
-            server = self.servers[bucket.server]
-            self._wait(server, partial(server.words[bucket.index].wait, number), timeout)
+        server = self.servers[bucket.server]
+        word = server.words[bucket.index]
+        if word.value < number:
+            self._wait(server, partial(word.wait, number), timeout)
 
     def _wait(self, server: _Server, wait: Callable[[float], object], timeout: float | None) -> None:
         """``wait(seconds)``, unless a request could not be sent."""

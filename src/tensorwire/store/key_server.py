@@ -84,17 +84,17 @@ class KeyServer:
         self._ready = threading.Event()
         self._fates = Fates(member.client.welcome, name, self.index)
 
-    def handle(self, worker: int, request: Request) -> None:
-        """Does what a worker asks, or notes it for when others have come."""
+    def handle(self, worker: int, request: Request) -> bool:
+        """As `RequestStore`."""
         link = self._links[worker]
         if request.operation is Operation.FINISH:
             self._leave(link)
-            return
+            return False
         self._check(link, request)
         operation = request.operation
         if operation in WORKER_0:
             self._set(link, request)
-            return
+            return False
         if not self._ready.is_set():
             self._wait_until_ready()
         if operation is Operation.PULL:
@@ -105,6 +105,7 @@ class KeyServer:
             self._contribute(link, request)
         else:
             self._apply(link, request)
+        return self._together
 
     def _check(self, link: _Worker, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
@@ -305,7 +306,7 @@ class _Worker:
         if self._source is not None:
             pull.slot(number)  # what was sent last has left
         gather(self._targets[bucket], self._server.values[bucket], self._server.large[bucket])
-        counters.add(copies=1, copied_bytes=pull.nbytes)
+        counters.copied(pull.nbytes)
         pull.send(number)
 
     def close(self) -> None:

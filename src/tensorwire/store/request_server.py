@@ -9,16 +9,20 @@ from typing import Protocol
 
 from tensorwire.control import Member
 from tensorwire.errors import PeerLost, WaitTimeout
-from tensorwire.store.requests import Operation, Request, RequestInbox
+from tensorwire.store.requests import DEPTH, Operation, Request, RequestInbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
+_CREDIT = DEPTH // 4  # of so many requests, a worker hears of one at least
 
 
 class RequestStore(Protocol):
     """A store that workers send requests to."""
 
-    def handle(self, worker: int, request: Request) -> None:
-        """Does what a worker asks, or notes it for when others have come; each worker's requests in their order."""
+    def handle(self, worker: int, request: Request) -> bool:
+        """Does what a worker asks, or notes it for when others have come; each worker's requests in their order.
+
+        Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
+        """
 
 
 class RequestServer:
@@ -63,8 +67,9 @@ class RequestServer:
                     if self._has(inbox.worker):
                         raise
                     return  # it has finished everything, and left
-                self._handle(inbox.worker, request)
-                inbox.release(number)
+                answered = self._handle(inbox.worker, request)
+                if not answered or number % _CREDIT == 0:
+                    inbox.release(number)
                 if request.operation is Operation.FINISH:
                     self._finish(request.store, inbox.worker)
         except BaseException as error:
@@ -81,11 +86,11 @@ class RequestServer:
             except WaitTimeout:
                 self._member.check()
 
-    def _handle(self, worker: int, request: Request) -> None:
+    def _handle(self, worker: int, request: Request) -> bool:
         store = self._stores.get(request.store)
         if store is None:
             store = self._wait_for(request.store)
-        store.handle(worker, request)
+        return store.handle(worker, request)
 
     def _wait_for(self, number: int) -> RequestStore:
         """The store, once it has been made: workers that are ready may be faster."""

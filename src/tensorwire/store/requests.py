@@ -24,7 +24,7 @@ from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.errors import ProtocolError
 from tensorwire.store.endpoints import find, show
-from tensorwire.store.send_window import SendWindow
+from tensorwire.store.send_window import AHEAD, SendWindow
 
 DEPTH = 64  # requests that a worker may be ahead of a server
 ENTRY = 2048  # bytes of a place in the ring
@@ -35,6 +35,8 @@ _MAGIC = b"TWRQ"
 _VERSION = 1
 _HEADER = "<4sHHQIII4x"  # magic, version, operation, number, store, bytes of options, count of numbers
 _HEAD = struct.Struct(_HEADER)
+# Bytes of a request that goes at once where nothing waits: a ring full of such is what may be under way anyhow.
+_SMALL = AHEAD // DEPTH
 MOST_OPTIONS = (ENTRY - _HEAD.size - 4 * MOST_NUMBERS) // 8  # of 8 bytes each
 
 
@@ -127,7 +129,7 @@ class RequestLink:
     @property
     def failure(self) -> BaseException | None:
         """What became of a request that failed, if one did."""
-        return self.producer.failure if self.window is None else self.window.error
+        return self.producer.failure or (None if self.window is None else self.window.error)
 
     def accept(self, timeout: float) -> int:
         """Waits until there is a place for one more, so that no thread of the device does so later."""
@@ -195,6 +197,9 @@ class StoreRequests:
                 self._write(operation, options, numbers, subjects)
             return
         place = link.accept(self._timeout)
+        if nbytes <= _SMALL and link.window.empty:
+            self._send_in_turn(place, operation, options, numbers, subjects, transfers)
+            return
         with link.turn:
             for subject in subjects:
                 urgency = max(urgency, self._waiting.get(subject, (urgency, 0))[0])

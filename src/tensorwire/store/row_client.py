@@ -168,7 +168,7 @@ class _Server(StoreRequests):
         if rows is not None:
             room = self._places.rows(place, count)
             np.copyto(room, rows)
-            counters.add(copies=1, copied_bytes=room.nbytes)
+            counters.copied(room.nbytes)
         nbytes = self._places.size(count, full=rows is not None) if count else 0
         transfers = []
         if self._staging is not None and count:
@@ -195,7 +195,7 @@ class _Server(StoreRequests):
         while self._taken < len(indices):
             _, rows, _ = self.changes(timeout)
             out[self._taken : self._taken + len(rows)] = rows
-            counters.add(copies=1, copied_bytes=rows.nbytes)
+            counters.copied(rows.nbytes)
             with self._client.course.unit("a pull of rows"):
                 self._taken += len(rows)
                 rest = indices[self._taken : self._taken + self._places.most]

@@ -64,8 +64,8 @@ class RowServer:
         self._option_bytes = 8 * len(spec.numeric)
         self._ready = False
 
-    def handle(self, worker: int, request: Request) -> None:
-        """Does what a worker asks, or lets it wait for what others do; with it, what has waited for this."""
+    def handle(self, worker: int, request: Request) -> bool:
+        """As `RequestStore`. A request waits for what other workers do; with it, what has waited for it is done."""
         with self._lock:
             if len(request.options) != self._option_bytes or request.operation is Operation.PUSHPULL:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
@@ -77,6 +77,7 @@ class RowServer:
                     while link.waiting and self._serve(link, link.waiting[0]):
                         link.end()
                         served = True
+        return request.operation is not Operation.FINISH
 
     def _serve(self, link: _Worker, request: RowRequest) -> bool:
         """Does a worker's next request. False: it has to wait. The caller holds the lock."""
@@ -234,15 +235,17 @@ class _Worker:
         self.waiting.append(self._places.request(place, request, self._asked, len(self._server.values)))
 
     def end(self) -> None:
-        """The first request that waits is done: its place is free."""
-        self._done.send(self.waiting.popleft().number)
+        """The first request that waits is done: its place is free. Of two pulls, the worker hears of one."""
+        request = self.waiting.popleft()
+        if request.operation is not Operation.PULL or request.number % 2 == 0:
+            self._done.send(request.number)
 
     def collect(self, request: RowRequest) -> _Rows | None:
         """A contribution, once all of its parts are there. A whole one is valid until its request is done."""
         assert request.rows is not None
         if request.more:  # its place is needed for the next part
             self._parts.append((request.indices.copy(), request.rows.copy()))
-            counters.add(copies=1, copied_bytes=request.rows.nbytes)
+            counters.copied(request.rows.nbytes)
             return None
         parts, self._parts = [*self._parts, (request.indices, request.rows)], []
         if len(parts) == 1:
@@ -258,7 +261,7 @@ class _Worker:
             self._places.indices(place, count)[:] = indices
         rows = self._places.rows(place, count)
         take_rows(rows, values, indices, self._row_bytes)
-        counters.add(copies=1, copied_bytes=rows.nbytes)
+        counters.copied(rows.nbytes)
         self._answers.send(self._answered, nbytes=self._places.size(count, full=True))
 
     def answer_changes(self, values: Array) -> None:
