@@ -73,7 +73,7 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
         if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
     futex.parked.fetch_sub(1, std::memory_order_relaxed);
-    patience.slept(now() - start);
+    if (outcome != Outcome::timed_out) patience.slept(now() - start);  // polls teach nothing
     return outcome;
 }
 

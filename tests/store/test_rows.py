@@ -13,7 +13,7 @@ from tensorwire import errors
 from tensorwire.keyvalue.row_table import most_rows
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
-from tensorwire.store.requests import Operation, Request
+from tensorwire.store.request_link import Request, RequestOperation
 from tensorwire.store.row_layout import RowPlaces, TableSpec, divide, merge
 from tensorwire.store.row_rules import draw
 from tests.harness.jobs import run_job
@@ -305,7 +305,7 @@ def test_a_malformed_request_is_refused() -> None:
     places = RowPlaces(4, (3,), "float32")
     place = memoryview(bytearray(places.nbytes))
     places.indices(place, 2)[:] = [1, 10]
-    request = Request(Operation.PUSH, 1, 0, b"", (2, 0))
+    request = Request(RequestOperation.PUSH, 1, 0, b"", (2, 0))
     with pytest.raises(errors.ProtocolError, match="row 10"):
         places.request(place, request, 1, 10)
     assert places.request(place, request, 1, 11).rows is not None

@@ -83,6 +83,7 @@ class Calls:
                 self.lock.release()
 
     def explain(self, error: BaseException | None) -> None:
+        """Raises what ``error`` means, if it is one of ours."""
         if isinstance(error, TensorwireError):
             raise self._worker.member.explain(error) from None
 

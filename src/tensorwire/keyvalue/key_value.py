@@ -41,7 +41,7 @@ from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.store.key_state import KeptArray, fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.request_client import pack_options
-from tensorwire.store.requests import Operation
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.rule_names import (
     ASSIGN,
     MEAN,
@@ -280,7 +280,7 @@ class KeyValue(RowKeys):
         entries, arrays = self._given(keys, values)
         with self._calls:
             self._fill(entries, arrays)
-            self._request(Operation.PUSH, entries, priority)
+            self._request(RequestOperation.PUSH, entries, priority)
             return Handle(self._calls, (), entries, False)
 
     def pull(self, keys: Key | Sequence[Key], out: Any = None, *, priority: int = 0, copy: bool = True) -> Handle:
@@ -304,7 +304,7 @@ class KeyValue(RowKeys):
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
         with self._calls:
-            return self._pull(Operation.PULL, keys, entries, outs, priority, copy)
+            return self._pull(RequestOperation.PULL, keys, entries, outs, priority, copy)
 
     def pushpull(
         self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
@@ -326,7 +326,7 @@ class KeyValue(RowKeys):
         outs = self._outs(keys, entries, out)
         with self._calls:
             self._fill(entries, arrays)
-            return self._pull(Operation.PUSHPULL, keys, entries, outs, priority, copy)
+            return self._pull(RequestOperation.PUSHPULL, keys, entries, outs, priority, copy)
 
     def slot(self, key: Key) -> np.ndarray[Any, Any]:
         """The memory that the next push of a key leaves from: what is computed there is pushed without a copy.
@@ -464,7 +464,7 @@ class KeyValue(RowKeys):
     def _assign(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
         """Begins to set these keys. Others send nothing meanwhile."""
         self._fill(entries, arrays)
-        self._request(Operation.ASSIGN, entries, 0)
+        self._request(RequestOperation.ASSIGN, entries, 0)
 
     def close(self) -> None:
         """Gives up all keys. Every worker calls it, in any order; when all have, the servers free what they have.
@@ -520,8 +520,8 @@ class KeyValue(RowKeys):
             with store.course.unit("init()"):
                 for entry, value in zip(entries, values, strict=True):
                     store.fill(entry.tensor, value)
-                store.request(Operation.ASSIGN, range(len(entries)), self._options)
-                store.announce(Operation.READY, self._options)
+                store.request(RequestOperation.ASSIGN, range(len(entries)), self._options)
+                store.announce(RequestOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         self._calls.check()
@@ -563,7 +563,7 @@ class KeyValue(RowKeys):
             entry.store.wait_for_slot(entry.tensor)
             entry.fill(several)
 
-    def _request(self, operation: Operation, entries: Sequence[KeyEntry], priority: int) -> None:
+    def _request(self, operation: RequestOperation, entries: Sequence[KeyEntry], priority: int) -> None:
         with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
             by_store: dict[KeyClient, list[int]] = {}
             for entry in entries:
@@ -573,7 +573,7 @@ class KeyValue(RowKeys):
 
     def _pull(
         self,
-        operation: Operation,
+        operation: RequestOperation,
         keys: Key | Sequence[Key],
         entries: Sequence[KeyEntry],
         outs: Sequence[Any],

@@ -20,7 +20,7 @@ from tensorwire.store.admission import versions
 from tensorwire.store.foreign import named_by
 from tensorwire.store.modes import SSP, Async, Sync, check_reduce, settings_of
 from tensorwire.store.request_client import pack_options
-from tensorwire.store.requests import Operation
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.row_client import RowClient
 from tensorwire.store.row_layout import Array, TableSpec, merge
 from tensorwire.store.row_rules import check_row_rule
@@ -87,7 +87,7 @@ class Table:
         if worker.rank == 0:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
-            self.client.announce(Operation.READY, self._options)
+            self.client.announce(RequestOperation.READY, self._options)
 
     def _check(self, mode: Sync | Async | SSP, rule: str, options: Mapping[str, Any], settings: TableSpec) -> None:
         """Refuses what cannot be served, before anything is agreed on."""
@@ -189,7 +189,7 @@ class Table:
     def idle(self) -> None:
         """This worker takes no part in rounds until all workers are idle. Raises `WaitTimeout` or `JobEnded`."""
         with self.calls:
-            self.client.wait_applied(self.client.announce(Operation.IDLE, self._options))
+            self.client.wait_applied(self.client.announce(RequestOperation.IDLE, self._options))
 
     def meet(self, value: str) -> str:
         """Returns worker 0's ``value`` when all workers have come. Raises `WaitTimeout` or `JobEnded`."""

@@ -19,7 +19,7 @@ from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_files import reason
 from tensorwire.store.key_state import KeptArray
-from tensorwire.store.requests import Operation
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.row_layout import Array
 from tensorwire.store.state_transfer import NUMBER, Entry, Item
 
@@ -125,7 +125,7 @@ def _load(table: Table, folder: str | os.PathLike[str]) -> None:
 def set_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> None:
     """Worker 0: what the rule keeps becomes this. Raises `WaitTimeout` or `JobEnded`."""
     client = table.client
-    requests = client.announce(Operation.LOAD, table.options)
+    requests = client.announce(RequestOperation.LOAD, table.options)
     send_state(client, requests, lambda server: _items(table, numbers, arrays, server))
     client.wait_applied(requests)
 

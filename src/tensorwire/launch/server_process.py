@@ -134,7 +134,7 @@ def _asks(member: Member, name: str, server: StoreServer | KeyServer | RowServer
 def _add(member: Member, name: str, spec: StoreSpec, requests: RequestServer, start: _Start) -> None:
     """Makes a store of keys or rows, which the threads of requests serve from then on."""
     from tensorwire.store.key_server import KeyServer
-    from tensorwire.store.requests import store_number
+    from tensorwire.store.request_link import store_number
     from tensorwire.store.row_server import RowServer
 
     requests.begin()

@@ -31,7 +31,7 @@ from tensorwire.store.key_layout import (
 )
 from tensorwire.store.modes import Sync
 from tensorwire.store.request_client import RequestClient
-from tensorwire.store.requests import Operation, StoreRequests, Transfer
+from tensorwire.store.request_link import RequestOperation, StoreRequests, Transfer
 from tensorwire.store.sharding import PAGE, Bucket, StorePlan
 from tensorwire.store.store_layout import StoreSpec
 
@@ -133,7 +133,7 @@ class KeyClient(RequestClient):
         for encoder in self._encoders.values():
             encoder.reset(self._slots)
 
-    def _encode(self, operation: Operation, bucket: Bucket) -> int:
+    def _encode(self, operation: RequestOperation, bucket: Bucket) -> int:
         """Brings what was filled into the slot of a bucket, where it is not there. Returns how many bytes travel."""
         if not self.spec.compression:
             return bucket.nbytes
@@ -149,7 +149,7 @@ class KeyClient(RequestClient):
 
     # ---- requests
 
-    def request(self, operation: Operation, tensors: Iterable[int], options: bytes, urgency: int = 0) -> None:
+    def request(self, operation: RequestOperation, tensors: Iterable[int], options: bytes, urgency: int = 0) -> None:
         """Asks the servers of ``tensors`` for it. What is to be pushed lies in the slots.
 
         Smaller ``urgency`` first, where requests have to wait for those before them.
@@ -175,7 +175,9 @@ class KeyClient(RequestClient):
             if mine:
                 self._send(server, operation, mine, options, urgency)
 
-    def _send(self, server: int, operation: Operation, buckets: list[Bucket], options: bytes, urgency: int) -> None:
+    def _send(
+        self, server: int, operation: RequestOperation, buckets: list[Bucket], options: bytes, urgency: int
+    ) -> None:
         carrying = operation in CARRYING
         sizes = [self._encode(operation, bucket) for bucket in buckets] if carrying else []
         if operation in PUSHES:
@@ -236,7 +238,7 @@ class _Server(StoreRequests):
         self.words = [Word(copies, answer_word(client.plan, index, b.index), self.channel) for b in buckets]
 
     def request(
-        self, operation: Operation, buckets: Sequence[Bucket], options: bytes, urgency: int, sizes: Sequence[int]
+        self, operation: RequestOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, sizes: Sequence[int]
     ) -> None:
         """Sends a request. ``sizes``: how many bytes of each bucket's slot travel with it; empty: none."""
         indices = [b.index for b in buckets]

@@ -9,14 +9,14 @@ applied by itself, it has been when the server has looked at its request.
 from __future__ import annotations
 
 from tensorwire.sizes import round_up
-from tensorwire.store.requests import MOST_NUMBERS, WORD, Operation
+from tensorwire.store.request_link import MOST_NUMBERS, WORD, RequestOperation
 from tensorwire.store.sharding import PAGE, StorePlan
 
 MOST_BUCKETS = MOST_NUMBERS  # of one request
 REQUEST_BYTES = 1 << 20  # that are pushed with one request, unless one bucket has more
-PUSHES = (Operation.PUSH, Operation.PUSHPULL)
-CARRYING = (*PUSHES, Operation.ASSIGN)
-WANTING = (Operation.PULL, Operation.PUSHPULL)
+PUSHES = (RequestOperation.PUSH, RequestOperation.PUSHPULL)
+CARRYING = (*PUSHES, RequestOperation.ASSIGN)
+WANTING = (RequestOperation.PULL, RequestOperation.PUSHPULL)
 
 
 def words_at(plan: StorePlan, server: int) -> int:

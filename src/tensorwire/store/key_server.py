@@ -30,7 +30,7 @@ from tensorwire.store.key_layout import answer_word, values_at
 from tensorwire.store.key_rules import Array, make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
-from tensorwire.store.requests import WORKER_0, Operation, Request
+from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE
 from tensorwire.store.store_layout import StoreSpec
@@ -87,7 +87,7 @@ class KeyServer:
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""
         link = self._links[worker]
-        if request.operation is Operation.FINISH:
+        if request.operation is RequestOperation.FINISH:
             self._leave(link)
             return False
         self._check(link, request)
@@ -97,7 +97,7 @@ class KeyServer:
             return False
         if not self._ready.is_set():
             self._wait_until_ready()
-        if operation is Operation.PULL:
+        if operation is RequestOperation.PULL:
             for index in request.numbers:
                 with self._buckets[index].lock:
                     self._answer_in_turn(link, index)
@@ -109,7 +109,7 @@ class KeyServer:
 
     def _check(self, link: _Worker, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
-        most, of_rows = len(self._buckets), request.operation in (Operation.CHANGES, Operation.IDLE)
+        most, of_rows = len(self._buckets), request.operation in (RequestOperation.CHANGES, RequestOperation.IDLE)
         if of_rows or len(request.options) != self._option_bytes or max(request.numbers, default=-1) >= most:
             raise ProtocolError(f"{link.name} sent a request that does not fit {self.name} of {most} buckets")
 
@@ -117,9 +117,9 @@ class KeyServer:
         """What worker 0 alone does, while others wait for it."""
         if link.index:
             raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
-        if request.operation is Operation.READY:
+        if request.operation is RequestOperation.READY:
             self._ready.set()
-        elif request.operation is Operation.LOAD:
+        elif request.operation is RequestOperation.LOAD:
             with self.at_rest():
                 take_state(self.member, self.name, request.number, self.rule)
         else:
@@ -136,7 +136,7 @@ class KeyServer:
     # ---- each push by itself
 
     def _apply(self, link: _Worker, request: Request) -> None:
-        wants = request.operation is Operation.PUSHPULL
+        wants = request.operation is RequestOperation.PUSHPULL
         for index in request.numbers:
             bucket = self._buckets[index]
             link.decode(index)
@@ -155,7 +155,7 @@ class KeyServer:
     # ---- rounds of all workers
 
     def _contribute(self, link: _Worker, request: Request) -> None:
-        wants = request.operation is Operation.PUSHPULL
+        wants = request.operation is RequestOperation.PUSHPULL
         for index in request.numbers:
             bucket = self._buckets[index]
             link.decode(index)

@@ -11,7 +11,7 @@ import numpy as np
 from tensorwire.errors import Unsupported
 from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.key_client import KeyClient
-from tensorwire.store.requests import Operation
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.state_transfer import GROUP, MASTER, NUMBER, Entry, Item
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +56,7 @@ def load_arrays(client: KeyClient, kept: Sequence[KeptArray], options: bytes) ->
 
     Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    numbers = client.announce(Operation.LOAD, options)
+    numbers = client.announce(RequestOperation.LOAD, options)
     send_state(client, numbers, lambda server: _items(client, server, kept))
 
 

@@ -9,7 +9,7 @@ from tensorwire.control import Member
 from tensorwire.errors import WaitTimeout
 from tensorwire.store.course import last_request_waited
 from tensorwire.store.modes import awaited
-from tensorwire.store.requests import Operation, RequestLink, StoreRequests, links_of
+from tensorwire.store.request_link import RequestLink, RequestOperation, StoreRequests, links_of
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_end import StoreEnd
 from tensorwire.store.store_layout import StoreSpec
@@ -24,7 +24,7 @@ class RequestClient(StoreEnd):
         super().__init__(member, name, spec, plan)
         self.links: list[RequestLink] = links_of(member, plan.servers)
 
-    def announce(self, operation: Operation, options: bytes) -> list[int]:
+    def announce(self, operation: RequestOperation, options: bytes) -> list[int]:
         """A request to every server that is about the whole store. Returns the number that it has on each."""
         with self.course.unit("a request"):
             return [server.announce(operation, options) for server in self.servers]
@@ -36,7 +36,7 @@ class RequestClient(StoreEnd):
     def _leave(self) -> None:
         try:
             for server in self.servers:
-                server.announce(Operation.FINISH, bytes(8 * len(self.spec.numeric)))
+                server.announce(RequestOperation.FINISH, bytes(8 * len(self.spec.numeric)))
             for server in self.servers:
                 server.wait_until_finished(self.timeout)
         except WaitTimeout:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tensorwire.control import Member
 from tensorwire.errors import PeerLost, WaitTimeout
-from tensorwire.store.requests import DEPTH, Operation, Request, RequestInbox
+from tensorwire.store.request_link import DEPTH, Request, RequestInbox, RequestOperation
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 _CREDIT = DEPTH // 4  # of so many requests, a worker hears of one at least
@@ -70,7 +70,7 @@ class RequestServer:
                 answered = self._handle(inbox.worker, request)
                 if not answered or number % _CREDIT == 0:
                     inbox.release(number)
-                if request.operation is Operation.FINISH:
+                if request.operation is RequestOperation.FINISH:
                     self._finish(request.store, inbox.worker)
         except BaseException as error:
             self._fail(error)

@@ -14,7 +14,7 @@ from tensorwire.edge import Consumer, Word
 from tensorwire.observe import counters
 from tensorwire.store.endpoints import show
 from tensorwire.store.request_client import RequestClient
-from tensorwire.store.requests import WORD, Operation, StoreRequests
+from tensorwire.store.request_link import WORD, RequestOperation, StoreRequests
 from tensorwire.store.row_layout import DEPTH, Array, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_layout import StoreSpec
@@ -46,7 +46,7 @@ class RowClient(RequestClient):
             server.wait_for_room()
         with self._unit("a push"):
             parts = self._parts(indices)
-            numbers = [server.ask_for(Operation.PUSH, indices[at], rows[at], options) for server, at in parts]
+            numbers = [server.ask_for(RequestOperation.PUSH, indices[at], rows[at], options) for server, at in parts]
             self.produced = [pushes + 1 for pushes in self.produced]
         counters.add(pushes=len(numbers))
         return numbers
@@ -93,7 +93,7 @@ class RowClient(RequestClient):
         if not self._unread:
             with self._unit("a pull"):
                 for server in self.servers:
-                    server.ask_for(Operation.CHANGES, _NONE, None, options)
+                    server.ask_for(RequestOperation.CHANGES, _NONE, None, options)
                 self._unread = list(zip(self.servers, self.starts, strict=False))
         while self._unread:
             server, start = self._unread[0]
@@ -101,7 +101,7 @@ class RowClient(RequestClient):
             yield indices.astype(np.int64) + start, rows
             if more:
                 with self._unit("a pull"):
-                    server.ask_for(Operation.CHANGES, _NONE, None, options)
+                    server.ask_for(RequestOperation.CHANGES, _NONE, None, options)
             else:
                 del self._unread[0]
 
@@ -109,7 +109,7 @@ class RowClient(RequestClient):
         """Worker 0: these rows become the values. Returns when they are."""
         with self._unit("setting"):
             parts = self._parts(indices)
-            numbers = [server.ask_for(Operation.ASSIGN, indices[at], rows[at], options) for server, at in parts]
+            numbers = [server.ask_for(RequestOperation.ASSIGN, indices[at], rows[at], options) for server, at in parts]
             self.wait_applied(numbers)
 
 
@@ -140,17 +140,17 @@ class _Server(StoreRequests):
         if self._number >= DEPTH:
             self.done.wait(self._number + 1 - DEPTH, self._timeout)
 
-    def announce(self, operation: Operation, options: bytes) -> int:
+    def announce(self, operation: RequestOperation, options: bytes) -> int:
         return self.ask_for(operation, _NONE, None, options)
 
     def wait_until_finished(self, timeout: float) -> None:
         self.done.wait(self._number, timeout)
         super().wait_until_finished(timeout)
 
-    def ask_for(self, operation: Operation, indices: Array, rows: Array | None, options: bytes) -> int:
+    def ask_for(self, operation: RequestOperation, indices: Array, rows: Array | None, options: bytes) -> int:
         """Sends a request, in as many parts as it takes, and returns the number of the last."""
         most, start = self._places.most, 0
-        self._asked += operation in (Operation.PULL, Operation.CHANGES)
+        self._asked += operation in (RequestOperation.PULL, RequestOperation.CHANGES)
         while True:
             stop = min(len(indices), start + most)
             self.wait_for_room()
@@ -161,7 +161,9 @@ class _Server(StoreRequests):
                 return self._number
             start = stop
 
-    def _send_part(self, operation: Operation, indices: Array, rows: Array | None, options: bytes, more: bool) -> None:
+    def _send_part(
+        self, operation: RequestOperation, indices: Array, rows: Array | None, options: bytes, more: bool
+    ) -> None:
         count, at = len(indices), self._number % DEPTH * self._places.nbytes
         place = self._rows[at : at + self._places.nbytes]
         np.subtract(indices, self._first, out=self._places.indices(place, count), casting="unsafe")
@@ -179,7 +181,7 @@ class _Server(StoreRequests):
         """Asks for the first of these rows, as many as an answer takes."""
         self._taken = 0
         if len(indices):
-            self.ask_for(Operation.PULL, indices[: self._places.most], None, options)
+            self.ask_for(RequestOperation.PULL, indices[: self._places.most], None, options)
 
     @property
     def answer_is_there(self) -> bool:
@@ -200,7 +202,7 @@ class _Server(StoreRequests):
                 self._taken += len(rows)
                 rest = indices[self._taken : self._taken + self._places.most]
                 if len(rest):
-                    self.ask_for(Operation.PULL, rest, None, options)
+                    self.ask_for(RequestOperation.PULL, rest, None, options)
 
     def changes(self, timeout: float) -> tuple[Array, Array, bool]:
         """The answer to the last request, in its memory: numbers, rows, and whether there is more."""

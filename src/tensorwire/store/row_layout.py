@@ -17,12 +17,12 @@ import numpy as np
 
 from tensorwire.errors import ProtocolError
 from tensorwire.sizes import round_up
-from tensorwire.store.requests import Operation, Request
+from tensorwire.store.request_link import Request, RequestOperation
 
 Array = np.ndarray[Any, Any]
 BLOCK = 1024  # rows: where tables are cut, and what is drawn from one seed
 DEPTH = 4  # requests for a table that a worker may be ahead of a server
-CARRYING = (Operation.PUSH, Operation.ASSIGN)
+CARRYING = (RequestOperation.PUSH, RequestOperation.ASSIGN)
 _ALIGN = 64
 _ANSWER = struct.Struct("<II")  # before an answer: rows, and whether more follow
 
@@ -45,7 +45,7 @@ class TableSpec(msgspec.Struct, frozen=True):
 class RowRequest(NamedTuple):
     """The ``number``-th request for a table. ``indices``, within the server's part, and ``rows`` show its memory."""
 
-    operation: Operation
+    operation: RequestOperation
     number: int
     options: bytes
     more: bool

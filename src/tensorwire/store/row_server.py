@@ -24,7 +24,7 @@ from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import SSP, Sync
-from tensorwire.store.requests import WORD, WORKER_0, Operation, Request
+from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.row_layout import DEPTH, Array, RowPlaces, RowRequest, divide, merge
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
@@ -67,7 +67,7 @@ class RowServer:
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`. A request waits for what other workers do; with it, what has waited for it is done."""
         with self._lock:
-            if len(request.options) != self._option_bytes or request.operation is Operation.PUSHPULL:
+            if len(request.options) != self._option_bytes or request.operation is RequestOperation.PUSHPULL:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
             self._links[worker].take(request)
             served = True
@@ -77,24 +77,24 @@ class RowServer:
                     while link.waiting and self._serve(link, link.waiting[0]):
                         link.end()
                         served = True
-        return request.operation is not Operation.FINISH
+        return request.operation is not RequestOperation.FINISH
 
     def _serve(self, link: _Worker, request: RowRequest) -> bool:
         """Does a worker's next request. False: it has to wait. The caller holds the lock."""
         operation = request.operation
-        if operation is Operation.FINISH:
+        if operation is RequestOperation.FINISH:
             self._leave(link.index)
         elif operation in WORKER_0:
             self._set(link, request)
         elif not self._ready:
             return False
-        elif operation is Operation.IDLE:
+        elif operation is RequestOperation.IDLE:
             self._rest(link.index)
-        elif operation is Operation.PUSH:
+        elif operation is RequestOperation.PUSH:
             return self._push(link, request)
         elif not self._in_bound(link.index):
             return False
-        elif operation is Operation.PULL:
+        elif operation is RequestOperation.PULL:
             link.answer(request.indices, self.values)
         else:
             link.answer_changes(self.values)
@@ -110,7 +110,7 @@ class RowServer:
         """What worker 0 alone does, while others wait for it."""
         if link.index:
             raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
-        if request.operation is Operation.LOAD:
+        if request.operation is RequestOperation.LOAD:
             take_state(self.member, self.name, request.number, self.rule)
         elif request.rows is not None:
             self.values[request.indices] = request.rows
@@ -237,7 +237,7 @@ class _Worker:
     def end(self) -> None:
         """The first request that waits is done: its place is free. Of two pulls, the worker hears of one."""
         request = self.waiting.popleft()
-        if request.operation is not Operation.PULL or request.number % 2 == 0:
+        if request.operation is not RequestOperation.PULL or request.number % 2 == 0:
             self._done.send(request.number)
 
     def collect(self, request: RowRequest) -> _Rows | None:

@@ -11,7 +11,7 @@ from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up, size_text
 from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
-from tensorwire.store.requests import MOST_OPTIONS, WORD
+from tensorwire.store.request_link import MOST_OPTIONS, WORD
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
 from tensorwire.store.step_header import header_bytes

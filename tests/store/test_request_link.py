@@ -13,7 +13,14 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import Async, KeyValue, Sync
-from tensorwire.store.requests import ENTRY, MOST_NUMBERS, MOST_OPTIONS, Operation, pack_request, unpack_request
+from tensorwire.store.request_link import (
+    ENTRY,
+    MOST_NUMBERS,
+    MOST_OPTIONS,
+    RequestOperation,
+    pack_request,
+    unpack_request,
+)
 from tests.harness.jobs import run_job
 
 STORES = 60
@@ -23,9 +30,9 @@ def test_a_request_comes_as_it_was_sent() -> None:
     room = memoryview(bytearray(ENTRY))
     for numbers in ((), (7,), tuple(range(MOST_NUMBERS))):
         options = bytes(range(8)) * (MOST_OPTIONS if numbers else 0)
-        size = pack_request(room, Operation.PUSH, 5, 3, options, numbers)
+        size = pack_request(room, RequestOperation.PUSH, 5, 3, options, numbers)
         assert size <= ENTRY
-        assert unpack_request(room) == (Operation.PUSH, 5, 3, options, numbers)
+        assert unpack_request(room) == (RequestOperation.PUSH, 5, 3, options, numbers)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +48,7 @@ def test_a_request_comes_as_it_was_sent() -> None:
 )
 def test_a_malformed_request_is_refused(at: int, form: str, value: object) -> None:
     room = memoryview(bytearray(ENTRY))
-    pack_request(room, Operation.PULL, 1, 0, bytes(8), (1,))
+    pack_request(room, RequestOperation.PULL, 1, 0, bytes(8), (1,))
     unpack_request(room)
     struct.pack_into(form, room, at, value)
     with pytest.raises(errors.ProtocolError, match="malformed"):
@@ -132,7 +139,7 @@ def interrupt_one(job: tw.Job, at: str) -> None:
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"tensorwire.store.requests.{at}", stop)
+        patch.setattr(f"tensorwire.store.request_link.{at}", stop)
         with pytest.raises(Stop):
             broken.push("a", np.ones(3, "f4"))
     with pytest.raises(errors.StepInterrupted):

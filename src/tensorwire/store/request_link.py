@@ -40,7 +40,7 @@ _SMALL = AHEAD // DEPTH
 MOST_OPTIONS = (ENTRY - _HEAD.size - 4 * MOST_NUMBERS) // 8  # of 8 bytes each
 
 
-class Operation(IntEnum):
+class RequestOperation(IntEnum):
     """What a worker asks of a store."""
 
     PUSH = 1  # contribute what lies in the slots
@@ -54,14 +54,14 @@ class Operation(IntEnum):
     FINISH = 9  # this worker is done
 
 
-WORKER_0 = (Operation.ASSIGN, Operation.READY, Operation.LOAD)  # what it alone may ask
-_OPERATIONS = Operation._value2member_map_
+WORKER_0 = (RequestOperation.ASSIGN, RequestOperation.READY, RequestOperation.LOAD)  # what it alone may ask
+_OPERATIONS = RequestOperation._value2member_map_
 
 
 class Request(NamedTuple):
     """One request. ``options``: the packed option block; ``numbers``: what the store makes of them."""
 
-    operation: Operation
+    operation: RequestOperation
     number: int
     store: int
     options: bytes
@@ -79,7 +79,7 @@ def _form(options: int, numbers: int) -> struct.Struct:
 
 
 def pack_request(
-    room: memoryview, operation: Operation, number: int, store: int, options: bytes, numbers: Sequence[int]
+    room: memoryview, operation: RequestOperation, number: int, store: int, options: bytes, numbers: Sequence[int]
 ) -> int:
     """Writes a request, and returns its size."""
     form = _form(len(options), len(numbers))
@@ -177,7 +177,7 @@ class StoreRequests:
 
     def send(
         self,
-        operation: Operation,
+        operation: RequestOperation,
         options: bytes,
         numbers: Sequence[int],
         subjects: Sequence[int],
@@ -207,7 +207,7 @@ class StoreRequests:
         send = partial(self._send_in_turn, place, operation, options, numbers, subjects, transfers)
         link.window.submit((urgency, 0), nbytes, send)
 
-    def announce(self, operation: Operation, options: bytes) -> int:
+    def announce(self, operation: RequestOperation, options: bytes) -> int:
         """Sends a request about the store, after all others, and returns its number."""
         self._flush(self._timeout)
         self.send(operation, options, (), self._whole)
@@ -221,7 +221,7 @@ class StoreRequests:
     def _send_in_turn(
         self,
         place: int,
-        operation: Operation,
+        operation: RequestOperation,
         options: bytes,
         numbers: Sequence[int],
         subjects: Sequence[int],
@@ -236,7 +236,7 @@ class StoreRequests:
             return self._write(operation, options, numbers, subjects)
 
     def _write(
-        self, operation: Operation, options: bytes, numbers: Sequence[int], subjects: Sequence[int]
+        self, operation: RequestOperation, options: bytes, numbers: Sequence[int], subjects: Sequence[int]
     ) -> Completion:
         link = self.link
         number = link.number + 1
