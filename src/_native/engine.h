@@ -158,24 +158,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
     u64 applied_ = 0, acknowledged_ = 0;
 };
 
-// How long to poll before sleeping. It is learned as hypervisors learn theirs (halt polling): after a sleep so short that
-// polling would have been cheaper it doubles, and after a long one it is the shortest again.
-class Patience {
-  public:
-    Patience(double least, double most) : least_(least), most_(most), seconds_(least) {}
-    double seconds() const { return seconds_; }
-    void slept(double since_last_event) {
-        if (since_last_event > worth_polling) seconds_ = least_;
-        else seconds_ = std::min(most_, std::max(2 * seconds_, first_step));
-    }
-
-  private:
-    static constexpr double worth_polling = 100e-6;  // most of so short a sleep is the wake-up itself
-    static constexpr double first_step = 15e-6;
-    const double least_, most_;
-    double seconds_;
-};
-
 class Engine : public Progress, public std::enable_shared_from_this<Engine> {
   public:
     Engine(std::shared_ptr<Liveness> liveness, double heartbeat, double lost_after);

@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -42,20 +43,22 @@ bool park(Futex& futex, u32 seen, double seconds) {
     return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
-bool spin(const Target& target, u64 at_least) {
+bool spin(const Target& target, u64 at_least, double seconds) {
     const double start = now();
-    do {
+    for (double t = start; t - start < seconds; t = now()) {
         for (int i = 0; i < 16; i++) {
             if (target.reached(at_least)) return true;
             relax();
         }
-    } while (now() - start < spin_seconds);
-    return false;
+        if (t - start >= spin_seconds) sched_yield();  // to whoever is to send it, where processes share a processor
+    }
+    return target.reached(at_least);
 }
 
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
+    thread_local Patience patience{spin_seconds, 60e-6};
     const double start = now();
-    if (spin(target, at_least)) return Outcome::reached;
+    if (spin(target, at_least, std::min(seconds, patience.seconds()))) return Outcome::reached;
     Futex& futex = *target.futex;
     const double end = start + std::min(seconds, slice_seconds);
     Outcome outcome = Outcome::interrupted;
@@ -70,6 +73,7 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
         if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
     futex.parked.fetch_sub(1, std::memory_order_relaxed);
+    if (outcome != Outcome::timed_out) patience.slept(now() - start);  // polls teach nothing
     return outcome;
 }
 

@@ -4,6 +4,7 @@
 // carries FUTEX_PRIVATE. The waker makes a system call only if a waiter is parked.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -131,9 +132,28 @@ class Progress {
 void enlist(Progress* progress);
 void dismiss(Progress* progress);
 
-// Looks again and again for about 5 us by the clock.
-bool spin(const Target& target, u64 at_least);
-// The same, then parks. Returns `interrupted` now and then so that the caller may look for signals.
+// How long to poll before sleeping. It is learned as hypervisors learn theirs (halt polling): after a sleep so short that
+// polling would have been cheaper it doubles, and after a long one it is the shortest again.
+class Patience {
+  public:
+    Patience(double least, double most) : least_(least), most_(most), seconds_(least) {}
+    double seconds() const { return seconds_; }
+    void slept(double since_last_event) {
+        if (since_last_event > worth_polling) seconds_ = least_;
+        else seconds_ = std::min(most_, std::max(2 * seconds_, first_step));
+    }
+
+  private:
+    static constexpr double worth_polling = 100e-6;  // most of so short a sleep is the wake-up itself
+    static constexpr double first_step = 15e-6;
+    const double least_, most_;
+    double seconds_;
+};
+
+// Looks again and again for about so long, and after 5 us yields the processor in between.
+bool spin(const Target& target, u64 at_least, double seconds);
+// The same for as long as this thread's last waits have taught, then parks. Returns `interrupted` now and then so that the caller
+// may look for signals.
 Outcome wait_parked(const Target& target, u64 at_least, double seconds);
 
 constexpr double spin_seconds = 5e-6;

@@ -109,7 +109,7 @@ Outcome Sleepers::rest(double seconds) {
 
 Outcome Sleepers::wait(const Target& target, u64 at_least, double seconds) {
     const double start = now();
-    if (spin(target, at_least)) return Outcome::reached;
+    if (spin(target, at_least, spin_seconds)) return Outcome::reached;
     const double end = start + std::min(seconds, slice_seconds);
     for (;;) {
         if (target.reached(at_least)) return Outcome::reached;

@@ -17,8 +17,8 @@ from tensorwire.keyvalue.table_files import check_folder
 from tensorwire.keyvalue.table_folder import INDEX, VALUES, TableIndex, read_index
 from tensorwire.store.kept import KeptArray
 from tensorwire.store.kept_check import check_kept
-from tensorwire.store.key_client import pack_options
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
+from tensorwire.store.request_client import pack_options
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec
 from tensorwire.store.state_transfer import NUMBER, VALUE

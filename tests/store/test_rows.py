@@ -13,6 +13,7 @@ from tensorwire import errors
 from tensorwire.keyvalue.row_table import most_rows
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
+from tensorwire.store.request_link import Request, RequestOperation
 from tensorwire.store.row_layout import RowPlaces, TableSpec, divide, merge
 from tensorwire.store.row_rules import draw
 from tests.harness.jobs import run_job
@@ -301,15 +302,16 @@ def test_rows_of_one_number_are_summed_in_their_order(numbers: int, count: int) 
 
 
 def test_a_malformed_request_is_refused() -> None:
-    places = RowPlaces(4, (3,), "float32", 8)
+    places = RowPlaces(4, (3,), "float32")
     place = memoryview(bytearray(places.nbytes))
-    with pytest.raises(errors.ProtocolError):
-        places.unpack(place, 10)
-    places.pack(place, 1, 1, bytes(8), 2, more=False, full=True)
     places.indices(place, 2)[:] = [1, 10]
+    request = Request(RequestOperation.PUSH, 1, 0, b"", (2, 0))
     with pytest.raises(errors.ProtocolError, match="row 10"):
-        places.unpack(place, 10)
-    assert places.unpack(place, 11).rows is not None
-    places.pack(place, 77, 1, bytes(8), 2, more=False, full=True)
+        places.request(place, request, 1, 10)
+    assert places.request(place, request, 1, 11).rows is not None
+    for numbers in ((), (5, 0), (1, 0, 0)):
+        with pytest.raises(errors.ProtocolError):
+            places.request(place, request._replace(numbers=numbers), 1, 11)
+    places.head(place, 5, False)
     with pytest.raises(errors.ProtocolError):
-        places.unpack(place, 11)
+        places.answered(place)

@@ -128,7 +128,8 @@ class Region(Memory):
     def wait(  # type: ignore[override]  # raises where Memory's returns a number
         self, offset: int, at_least: int, timeout: float, channel: Channel | None = None
     ) -> None:
-        """Waits until a signal word has reached a value. It spins for about 5 us and then sleeps, without the GIL.
+        """Waits until a signal word has reached a value. It looks for 5 to 60 us, as this thread's last waits teach,
+        and then sleeps, without the GIL.
 
         Args:
             offset: Where the word is, in bytes: 8 bytes at a multiple of 8.

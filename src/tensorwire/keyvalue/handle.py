@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tensorwire.errors import ArgumentError, TensorwireError
@@ -43,7 +43,7 @@ class BegunPull(Protocol):
 
 
 class Calls:
-    """Inside it, one thread at a time, and errors say why the job ended. ``waiting()``: only the latter.
+    """Inside it, one thread at a time, and errors say why the job ended.
 
     Nobody gets in where they are ``closed``, or after a call that was interrupted when a part of it had left:
     ``course`` knows.
@@ -71,23 +71,19 @@ class Calls:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.course.note(error)
         self.lock.release()
-        self._explain(error)
+        self.explain(error)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While a thread waits inside it, others may call."""
+    def check_waiting(self) -> None:
+        """As entering, for a thread that only waits: others may call meanwhile."""
         self.check()
         if self.lock.acquire(blocking=False):  # otherwise a call is on its way, which is none that was interrupted
             try:
                 self.course.check()  # what an interrupted call has not sent has no answer
             finally:
                 self.lock.release()
-        try:
-            yield
-        except TensorwireError as error:
-            self._explain(error)
 
-    def _explain(self, error: BaseException | None) -> None:
+    def explain(self, error: BaseException | None) -> None:
+        """Raises what ``error`` means, if it is one of ours."""
         if isinstance(error, TensorwireError):
             raise self._worker.member.explain(error) from None
 
@@ -137,15 +133,18 @@ class Handle:
         """
         if timeout is not None and not number("timeout", timeout) >= 0:
             raise ArgumentError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
-        with self._calls.waiting():
+        self._calls.check_waiting()
+        try:
             for entry in self._pushes:
                 entry.wait_for_push(timeout)
             for pull in self._pulls:
                 pull.wait_for_answer(timeout)
+        except TensorwireError as error:
+            self._calls.explain(error)
+        if not self._pulls:
+            return None
         with self._calls:
             for pull in self._pulls:
                 pull.finish(timeout)
-        if not self._pulls:
-            return None
         results = [pull.result for pull in self._pulls]
         return results[0] if self._single else results

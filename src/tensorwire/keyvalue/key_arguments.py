@@ -23,6 +23,8 @@ def as_key(key: object) -> Key:
 
 def as_keys(keys: object) -> tuple[list[Key], bool]:
     """The keys of a call, and whether it names one alone, not a list. Raises `ArgumentError`."""
+    if type(keys) is str or type(keys) is int:
+        return [keys], True
     if isinstance(keys, np.ndarray):
         keys = keys.tolist()
     if isinstance(keys, Iterable) and not isinstance(keys, (str, bytes, Iterator)):

@@ -117,5 +117,5 @@ class KeyPull:
             if self.result is None:
                 self.result = np.empty(entry.spec.shape, entry.dtype)
             np.copyto(self.result, entry.value)
-            counters.add(copies=1, copied_bytes=entry.value.nbytes)
+            counters.copied(entry.value.nbytes)
         entry.pulling = None  # not before: one that is interrupted is finished later

@@ -37,11 +37,12 @@ from tensorwire.store.course import Course
 from tensorwire.store.foreign import named_by
 from tensorwire.store.kept import KeptArray
 from tensorwire.store.kept_check import check_kept
-from tensorwire.store.key_client import KeyClient, pack_options
+from tensorwire.store.key_client import KeyClient
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
-from tensorwire.store.key_layout import KeyOperation
 from tensorwire.store.key_state import fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
+from tensorwire.store.request_client import pack_options
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.rule_names import (
     ASSIGN,
     MEAN,
@@ -280,7 +281,7 @@ class KeyValue(RowKeys):
         entries, arrays = self._given(keys, values)
         with self._calls:
             self._fill(entries, arrays)
-            self._request(KeyOperation.PUSH, entries, priority)
+            self._request(RequestOperation.PUSH, entries, priority)
             return Handle(self._calls, (), entries, False)
 
     def pull(self, keys: Key | Sequence[Key], out: Any = None, *, priority: int = 0, copy: bool = True) -> Handle:
@@ -304,7 +305,7 @@ class KeyValue(RowKeys):
         entries = self._named(keys)
         outs = self._outs(keys, entries, out)
         with self._calls:
-            return self._pull(KeyOperation.PULL, keys, entries, outs, priority, copy)
+            return self._pull(RequestOperation.PULL, keys, entries, outs, priority, copy)
 
     def pushpull(
         self, keys: Key | Sequence[Key], values: Any, out: Any = None, *, priority: int = 0, copy: bool = True
@@ -326,7 +327,7 @@ class KeyValue(RowKeys):
         outs = self._outs(keys, entries, out)
         with self._calls:
             self._fill(entries, arrays)
-            return self._pull(KeyOperation.PUSHPULL, keys, entries, outs, priority, copy)
+            return self._pull(RequestOperation.PUSHPULL, keys, entries, outs, priority, copy)
 
     def slot(self, key: Key) -> np.ndarray[Any, Any]:
         """The memory that the next push of a key is sent from. Compute there to push without a copy.
@@ -464,7 +465,7 @@ class KeyValue(RowKeys):
     def _assign(self, entries: Sequence[KeyEntry], arrays: Sequence[Sequence[Any]]) -> None:
         """Begins to set these keys. Others send nothing meanwhile."""
         self._fill(entries, arrays)
-        self._request(KeyOperation.ASSIGN, entries, 0)
+        self._request(RequestOperation.ASSIGN, entries, 0)
 
     def close(self) -> None:
         """Releases all keys. Every worker calls it, in any order; when all have, the servers free their memory.
@@ -520,8 +521,8 @@ class KeyValue(RowKeys):
             with store.course.unit("init()"):
                 for entry, value in zip(entries, values, strict=True):
                     store.fill(entry.tensor, value)
-                store.request(KeyOperation.ASSIGN, range(len(entries)), self._options)
-                store.announce(KeyOperation.READY, self._options)
+                store.request(RequestOperation.ASSIGN, range(len(entries)), self._options)
+                store.announce(RequestOperation.READY, self._options)
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         self._calls.check()
@@ -563,16 +564,17 @@ class KeyValue(RowKeys):
             entry.store.wait_for_slot(entry.tensor)
             entry.fill(several)
 
-    def _request(self, operation: KeyOperation, entries: Sequence[KeyEntry], priority: int) -> None:
+    def _request(self, operation: RequestOperation, entries: Sequence[KeyEntry], priority: int) -> None:
         with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
-            for store in self._stores:
-                mine = [e.tensor for e in entries if e.store is store]
-                if mine:
-                    store.request(operation, mine, self._options, -priority)
+            by_store: dict[KeyClient, list[int]] = {}
+            for entry in entries:
+                by_store.setdefault(entry.store, []).append(entry.tensor)
+            for store, mine in by_store.items():
+                store.request(operation, mine, self._options, -priority)
 
     def _pull(
         self,
-        operation: KeyOperation,
+        operation: RequestOperation,
         keys: Key | Sequence[Key],
         entries: Sequence[KeyEntry],
         outs: Sequence[Any],

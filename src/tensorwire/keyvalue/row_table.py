@@ -18,10 +18,11 @@ from tensorwire.launch.worker import Worker
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
 from tensorwire.store.foreign import named_by
-from tensorwire.store.key_client import pack_options
 from tensorwire.store.modes import SSP, Async, Sync, check_reduce, settings_of
+from tensorwire.store.request_client import pack_options
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.row_client import RowClient
-from tensorwire.store.row_layout import Array, RowOperation, TableSpec, merge
+from tensorwire.store.row_layout import Array, TableSpec, merge
 from tensorwire.store.row_rules import check_row_rule
 from tensorwire.store.sharding import BUCKET_BYTES, PAGE, ParameterSpec
 from tensorwire.store.store_layout import StoreSpec
@@ -86,7 +87,7 @@ class Table:
         if worker.rank == 0:
             if values is not None:
                 self.client.assign(np.arange(shape[0]), values, self._options)
-            self.client.announce(RowOperation.READY, self._options)
+            self.client.announce(RequestOperation.READY, self._options)
 
     def _check(self, mode: Sync | Async | SSP, rule: str, options: Mapping[str, Any], settings: TableSpec) -> None:
         """Refuses what cannot be served, before anything is agreed on."""
@@ -188,7 +189,7 @@ class Table:
     def idle(self) -> None:
         """This worker takes no part in rounds until all workers are idle. Raises `WaitTimeout` or `JobEnded`."""
         with self.calls:
-            self.client.wait_applied(self.client.announce(RowOperation.IDLE, self._options))
+            self.client.wait_applied(self.client.announce(RequestOperation.IDLE, self._options))
 
     def meet(self, value: str) -> str:
         """Returns worker 0's ``value`` when all workers have come. Raises `WaitTimeout` or `JobEnded`."""
@@ -266,7 +267,7 @@ class TablePull:
         if not direct:
             spread = rows if self._inverse is None else rows[self._inverse]
             np.copyto(self.result, spread.reshape(self.result.shape))
-            counters.add(copies=1, copied_bytes=self.result.nbytes)
+            counters.copied(self.result.nbytes)
         self._finished = True
         table.done(self)
 

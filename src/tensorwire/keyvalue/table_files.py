@@ -20,7 +20,8 @@ from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.kept import KeptArray, cut, join, outline_of
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_files import reason
-from tensorwire.store.row_layout import Array, RowOperation
+from tensorwire.store.request_link import RequestOperation
+from tensorwire.store.row_layout import Array
 from tensorwire.store.sharding import Piece
 from tensorwire.store.state_transfer import NUMBER, Entry
 
@@ -129,7 +130,7 @@ def set_state(table: Table, numbers: Mapping[str, float], arrays: Mapping[str, A
     client, tensors = table.client, table.client.spec.tensors
     row = tensors[0].elements // tensors[0].shape[0]
     pieces = [Piece(0, first * row, end * row, 0) for first, end in itertools.pairwise(client.starts)]
-    requests = client.announce(RowOperation.LOAD, table.options)
+    requests = client.announce(RequestOperation.LOAD, table.options)
     whole = [each.item for each in _kept(numbers, arrays)]
     send_state(client, requests, lambda server: cut(whole, tensors, pieces[server : server + 1]))
     client.wait_applied(requests)

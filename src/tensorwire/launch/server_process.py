@@ -1,4 +1,7 @@
-"""``python -m tensorwire.launch.server_process``: a server process, with a thread per store of its job."""
+"""``python -m tensorwire.launch.server_process``: a server process.
+
+Each store that all workers step through together has a thread; those of keys and rows share the threads of requests.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,13 +30,16 @@ from tensorwire.launch.place import device_choice, grace_seconds, heartbeat, lis
 from tensorwire.launch.scarce import as_out_of_memory, scarcity
 from tensorwire.observe import spans
 from tensorwire.store.admission import check_versions
+from tensorwire.store.request_server import RequestServer
 from tensorwire.store.store_layout import FunctionsSpec, StoreSpec
 
 if TYPE_CHECKING:
     from tensorwire.store.key_server import KeyServer
     from tensorwire.store.row_server import RowServer
     from tensorwire.store.server import StoreServer
+    from tensorwire.store.server_state import Asks
 
+_Start = Callable[..., None]  # `_start`, in one of the threads of this server
 # A worker that left early may have failed; how its process ends says more, once its interpreter has ended.
 _SETTLE_SECONDS = 3.0
 # How long the job may take to end by itself after a server has lost a worker.
@@ -41,17 +48,32 @@ _CAUSE_SECONDS = 60.0
 _FUNCTIONS = {"tensorflow": "tensorwire.tensorflow.parts_on_servers"}
 
 
-def _serve(member: Member, name: str, spec: StoreSpec | FunctionsSpec) -> None:
-    """Serves a store, or whatever the workers want instead, until its end or the job's: each shard in a thread."""
+def _serve_functions(member: Member, name: str, spec: FunctionsSpec) -> None:
+    """Serves a framework's functions until their end or the job's."""
+    try:
+        module = _FUNCTIONS[spec.framework]
+        check_versions(spec.versions, module, member.name)
+        importlib.import_module(module).serve(member, name)
+    except Exception as error:
+        _fail(member, error)
+
+
+def _serve_shards(member: Member, name: str, spec: StoreSpec) -> None:
+    """Serves this server's shards of a store, each in a thread, until the end of the store or the job."""
     servers = member.client.welcome.servers
-    count = spec.shards if isinstance(spec, StoreSpec) else None
-    shards = range(member.index, servers if count is None else count, servers)
-    threads = [_started(f"{name} shard {shard}", _serve_shard, member, name, spec, shard) for shard in shards[1:]]
-    for shard in shards[:1]:
-        _serve_shard(member, name, spec, shard)
-    for thread in threads:
+    rest: list[threading.Thread] = []
+    first, *others = range(member.index, spec.shards or servers, servers)
+    for shard in others:
+        _start(rest, f"{name} shard {shard}", _serve_shard, member, name, spec, shard)
+    _serve_shard(member, name, spec, first)
+    for thread in rest:
         thread.join()
-    if isinstance(spec, StoreSpec) and not member.client.ended.is_set():
+    _forget(member, name)
+
+
+def _forget(member: Member, name: str) -> None:
+    """A store is over."""
+    if not member.client.ended.is_set():
         member.client.forget(name)
         _collect()
 
@@ -70,75 +92,82 @@ def _collect() -> None:
             gc.collect()
 
 
-def _serve_shard(member: Member, name: str, spec: StoreSpec | FunctionsSpec, shard: int) -> None:
-    with contextlib.ExitStack() as asks:  # closed when all has been said about an error
-        _serve_until_end(member, name, spec, shard, asks)
-
-
-def _serve_until_end(
-    member: Member, name: str, spec: StoreSpec | FunctionsSpec, shard: int, asks: contextlib.ExitStack
-) -> None:
+def _fail(member: Member, error: BaseException) -> None:
+    """What a server's thread raised ends the job."""
     from tensorwire.store.consensus import Disagreement, Finished
 
-    try:
-        if isinstance(spec, FunctionsSpec):
-            module = _FUNCTIONS[spec.framework]
-            check_versions(spec.versions, module, member.name)
-            importlib.import_module(module).serve(member, name)
-        else:
-            _serve_store(member, name, spec, shard, asks)
-    except (JobEnded, PeerLost) as error:
+    if isinstance(error, (JobEnded, PeerLost)):
         if not member.client.ended.wait(_CAUSE_SECONDS):  # the job's end has a cause of its own, if it ends
             member.fail(f"stopped: {error}")
-    except Finished as error:
+    elif isinstance(error, Finished):
         kind = WorkerFinished.__name__
         member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS, kind=kind))
-    except Disagreement as error:
+    elif isinstance(error, Disagreement):
         member.client.fail(Cause(f"worker {error.worker}", error.what, settle=_SETTLE_SECONDS))
-    except TensorwireError as error:
+    elif isinstance(error, TensorwireError):
         member.fail(f"stopped: {error}")
-    except Exception as error:
-        if why := scarcity(error):
-            member.fail(f"stopped: {why}")
-        else:
-            lines = str(error).splitlines()
-            member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", traceback.format_exc())
+    elif why := scarcity(error):
+        member.fail(f"stopped: {why}")
+    else:
+        lines = str(error).splitlines()
+        text = "".join(traceback.format_exception(error))
+        member.fail(f"raised {type(error).__name__}: {lines[0] if lines else ''}", text)
 
 
-def _serve_store(member: Member, name: str, spec: StoreSpec, shard: int, asks: contextlib.ExitStack) -> None:
-    from tensorwire.store.server_state import Asks
+def _serve_shard(member: Member, name: str, spec: StoreSpec, shard: int) -> None:
+    from tensorwire.store.server import StoreServer
 
-    server = _server_of(member, name, spec, shard)
+    welcome = member.client.welcome
+    with contextlib.ExitStack() as asks:  # closed when all has been said about an error
+        try:
+            server = StoreServer(member, name, spec, welcome.workers, welcome.servers, shard)
+            _limit_threads()
+            try:
+                asks.callback(_asks(member, name, shard, server).close)
+                server.run()
+            finally:
+                server.close()
+        except Exception as error:
+            _fail(member, error)
+
+
+def _limit_threads() -> None:
     torch = sys.modules.get("torch")  # some rules do without
     if torch is not None:
         torch.set_num_threads(server_threads(os.environ))
-    try:
-        asks.callback(Asks(member, name, shard, server.rule, server.at_rest).close)
-        server.run()
-    finally:
+
+
+def _asks(member: Member, name: str, shard: int, server: StoreServer | KeyServer | RowServer) -> Asks:
+    from tensorwire.store.server_state import Asks
+
+    return Asks(member, name, shard, server.rule, server.at_rest)
+
+
+def _add(member: Member, name: str, spec: StoreSpec, requests: RequestServer, start: _Start) -> None:
+    """Makes a store of keys or rows, which the threads of requests serve from then on."""
+    from tensorwire.store.key_server import KeyServer
+    from tensorwire.store.request_link import store_number
+    from tensorwire.store.row_server import RowServer
+
+    requests.begin()
+    kind = RowServer if spec.table else KeyServer
+    server = kind(member, name, spec, member.client.welcome.workers, member.client.welcome.servers)
+    _limit_threads()
+    asks = _asks(member, name, member.index, server)
+
+    def end() -> None:
         server.close()
+        asks.close()
+        _forget(member, name)
+
+    requests.add(store_number(name), server, lambda: start(f"{name} end", end))
 
 
-def _server_of(member: Member, name: str, spec: StoreSpec, shard: int) -> RowServer | KeyServer | StoreServer:
-    workers, servers = member.client.welcome.workers, member.client.welcome.servers
-    if spec.table:
-        from tensorwire.store.row_server import RowServer
-
-        return RowServer(member, name, spec, workers, servers)
-    if spec.keys:
-        from tensorwire.store.key_server import KeyServer
-
-        return KeyServer(member, name, spec, workers, servers)
-    from tensorwire.store.server import StoreServer
-
-    return StoreServer(member, name, spec, workers, servers, shard)
-
-
-def _started(name: str, call: Callable[..., None], *arguments: object) -> threading.Thread:
-    """A thread that runs ``call(*arguments)``."""
+def _start(threads: list[threading.Thread], name: str, call: Callable[..., None], *arguments: object) -> None:
+    """Runs ``call(*arguments)`` in a thread, one of those that are to end before this process does."""
     thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
     thread.start()
-    return thread
+    threads[:] = [thread, *(each for each in threads if each.is_alive())]
 
 
 def _load_framework(member: Member) -> None:
@@ -162,6 +191,8 @@ def _spec(member: Member, name: str) -> StoreSpec | FunctionsSpec:
 def serve(member: Member) -> None:
     """Serves store after store until the job ends."""
     threads: list[threading.Thread] = []
+    start = partial(_start, threads)
+    requests = RequestServer(member, member.client.welcome.workers, partial(_fail, member))
     try:
         _load_framework(member)
         for number in itertools.count():
@@ -175,13 +206,19 @@ def serve(member: Member) -> None:
                 except msgspec.MsgspecError as error:
                     member.fail(f"cannot read what worker 0 wants in {name}: {error}")
                     member.client.ended.wait(_CAUSE_SECONDS)
-            threads = [thread for thread in threads if thread.is_alive()]
             try:
-                threads.append(_started(name, _serve, member, name, spec))
+                if isinstance(spec, FunctionsSpec):
+                    start(name, _serve_functions, member, name, spec)
+                elif spec.keys or spec.table:
+                    _add(member, name, spec, requests, start)
+                else:
+                    start(name, _serve_shards, member, name, spec)
             except RuntimeError as error:
                 member.fail(f"stopped: {scarcity(error) or error}")
+            except Exception as error:
+                _fail(member, error)
     except JobEnded:
-        for thread in threads:
+        for thread in list(threads):
             thread.join(10.0)
     except TensorwireError as error:
         member.fail(f"stopped: {error}")

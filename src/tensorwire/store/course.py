@@ -7,7 +7,6 @@ between, even one from a signal handler, leaves it in place: no code has to run 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 from tensorwire.control import Member
 from tensorwire.errors import StepInterrupted, WaitTimeout
@@ -29,19 +28,9 @@ class Course:
         """All of it has left."""
         self._begun.pop(what, None)
 
-    @contextlib.contextmanager
-    def unit(self, what: str) -> Iterator[None]:
+    def unit(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what leaves entirely or not at all; inside of another unit, it is a part of that."""
-        if self._begun:
-            yield
-            return
-        self.begin(what)
-        try:
-            yield
-        except BaseException as error:
-            self.note(error)
-            raise
-        self.end(what)
+        return _PART if self._begun else _Unit(self, what)
 
     def note(self, error: BaseException | None) -> None:
         """``error`` ended a call: if it ended a unit, later calls name it."""
@@ -69,6 +58,25 @@ class Course:
                 f"{broken} when a part of it had left for the servers: its gradients must not be mixed with others, so "
                 "end the job, and start it again from a checkpoint that was written before"
             )
+
+
+class _Unit(contextlib.AbstractContextManager[None]):
+    """A generator would take several times as long as all that this does."""
+
+    def __init__(self, course: Course, what: str) -> None:
+        self._course, self._what = course, what
+
+    def __enter__(self) -> None:
+        self._course.begin(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._course.end(self._what)
+        else:
+            self._course.note(error)
+
+
+_PART = contextlib.nullcontext()
 
 
 def last_request_waited(store: str, timeout: float) -> WaitTimeout:

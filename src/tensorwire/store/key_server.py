@@ -1,61 +1,49 @@
 """A server of a store of keys: each key has rounds of its own, which workers open and look at by requests.
 
-A thread per worker takes that worker's requests in their order. `Sync`: a key's round closes when all workers that have
-not finished have pushed it; who pulls it after a push gets what that round led to. Other modes apply each push by
-itself. With `SSP`, a pull waits until the slowest worker has pushed the key often enough.
+`Sync`: a key's round closes when all workers that have not finished have pushed it; a pull after a push gets what that
+round led to. Other modes apply each push by itself. With `SSP`, a pull waits until the slowest worker has pushed the
+key often enough. No request keeps its thread from the next one, once the first values are there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from tensorwire._native import gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
-from tensorwire.device import RemoteRegion
 from tensorwire.device.mapped import unmap
-from tensorwire.edge import Consumer, Producer, Word
-from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.edge import Producer
+from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory, check_versions
+from tensorwire.store.arithmetic import Array
 from tensorwire.store.bucket_code import decoders
+from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
-from tensorwire.store.key_layout import (
-    DEPTH,
-    WORKER_0,
-    KeyOperation,
-    KeyRequest,
-    answer_word,
-    key_inbox,
-    unpack_request,
-    values_at,
-    words_at,
-)
+from tensorwire.store.key_layout import answer_word, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
+from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
 from tensorwire.store.rounds import Members, is_due, may_read
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE
-from tensorwire.store.store_layout import ServerEndpoint, StoreSpec, WorkerEndpoint
-from tensorwire.store.worker_threads import attend
+from tensorwire.store.store_layout import StoreSpec
 
-_PATIENCE = 60.0  # between looks at the job while workers compute
+_PATIENCE = 60.0  # between looks at the job while worker 0 sets the first values
 
 
 class _Contribution(NamedTuple):
     """A push to a round. ``wants``: whether the values are to be sent when it closes."""
 
-    link: _Link
+    link: _Worker
     options: bytes
     wants: bool
 
@@ -68,7 +56,7 @@ class _Bucket:
     clocks: dict[int, int]  # by worker: pushes so far
     version: int = 0
     here: list[_Contribution] = field(default_factory=list)  # the round's pushes
-    waiting: list[tuple[_Link, int]] = field(default_factory=list)  # who waits for values, with its clock
+    waiting: list[tuple[_Worker, int]] = field(default_factory=list)  # who waits for values, with its clock
 
 
 class KeyServer:
@@ -88,60 +76,56 @@ class KeyServer:
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
-        self._links = [_Link(self, worker) for worker in range(workers)]
-        for link in self._links:
-            link.publish()
+        self._links = [_Worker(self, worker) for worker in range(workers)]
         for link in self._links:
             link.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
         self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
+        self._option_bytes = 8 * len(spec.numeric)
         self._members = Members.first(workers)
         self._ready = threading.Event()
         self._fates = Fates(member.client.welcome, name, self.index)
 
-    # ---- for the threads of the links
-
-    def run(self) -> None:
-        """Returns when every worker has finished. Raises the first error of a worker's thread."""
-        attend({f"{self.name} {link.name}": partial(self._attend, link) for link in self._links})
-
-    def _attend(self, link: _Link) -> None:
-        for number in itertools.count(1):
-            request = link.next(number)
-            if request.operation is KeyOperation.FINISH:
-                self._leave(link)
-                link.take(number)  # the last that it hears
-                return
-            self._serve(link, request)
-            link.take(number)
-
-    def _serve(self, link: _Link, request: KeyRequest) -> None:
+    def handle(self, worker: int, request: Request) -> bool:
+        """As `RequestStore`."""
+        link = self._links[worker]
+        if request.operation is RequestOperation.FINISH:
+            self._leave(link)
+            return False
+        self._check(link, request)
         operation = request.operation
         if operation in WORKER_0:
             self._set(link, request)
-            return
+            return False
         if not self._ready.is_set():
             self._wait_until_ready()
-        if operation is KeyOperation.PULL:
-            for index in request.buckets:
+        if operation is RequestOperation.PULL:
+            for index in request.numbers:
                 with self._buckets[index].lock:
                     self._answer_in_turn(link, index)
         elif self._together:
             self._contribute(link, request)
         else:
             self._apply(link, request)
+        return self._together
 
-    def _set(self, link: _Link, request: KeyRequest) -> None:
+    def _check(self, link: _Worker, request: Request) -> None:
+        """Raises `ProtocolError` for what no worker asks."""
+        most, of_rows = len(self._buckets), request.operation in (RequestOperation.CHANGES, RequestOperation.IDLE)
+        if of_rows or len(request.options) != self._option_bytes or max(request.numbers, default=-1) >= most:
+            raise ProtocolError(f"{link.name} sent a request that does not fit {self.name} of {most} buckets")
+
+    def _set(self, link: _Worker, request: Request) -> None:
         """What worker 0 alone does, while others wait for it."""
         if link.index:
             raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
-        if request.operation is KeyOperation.READY:
+        if request.operation is RequestOperation.READY:
             self._ready.set()
-        elif request.operation is KeyOperation.LOAD:
+        elif request.operation is RequestOperation.LOAD:
             with self.at_rest():
                 take_state(self.member, self.name, self.index, request.number, self.rule)
         else:
-            for index in request.buckets:
+            for index in request.numbers:
                 with self._buckets[index].lock:
                     self.rule.assign(index, link.slots[index], 0)
                     if self._together:
@@ -153,9 +137,9 @@ class KeyServer:
 
     # ---- each push by itself
 
-    def _apply(self, link: _Link, request: KeyRequest) -> None:
-        wants = request.operation is KeyOperation.PUSHPULL
-        for index in request.buckets:
+    def _apply(self, link: _Worker, request: Request) -> None:
+        wants = request.operation is RequestOperation.PUSHPULL
+        for index in request.numbers:
             bucket = self._buckets[index]
             link.decode(index)
             with bucket.lock:
@@ -168,13 +152,13 @@ class KeyServer:
                     self._answer_in_turn(link, index)
                 if bucket.waiting:
                     self._answer_waiting(index)
-        counters.add(applied=len(request.buckets))
+        counters.add(applied=len(request.numbers))
 
     # ---- rounds of all workers
 
-    def _contribute(self, link: _Link, request: KeyRequest) -> None:
-        wants = request.operation is KeyOperation.PUSHPULL
-        for index in request.buckets:
+    def _contribute(self, link: _Worker, request: Request) -> None:
+        wants = request.operation is RequestOperation.PUSHPULL
+        for index in request.numbers:
             bucket = self._buckets[index]
             link.decode(index)
             with bucket.lock:
@@ -202,7 +186,7 @@ class KeyServer:
 
     # ---- answers; the caller holds the bucket's lock
 
-    def _answer_in_turn(self, link: _Link, index: int) -> None:
+    def _answer_in_turn(self, link: _Worker, index: int) -> None:
         """Sends a worker the values of a bucket: at once, or when what they have to contain has come."""
         bucket = self._buckets[index]
         clock = bucket.clocks[link.index]
@@ -211,7 +195,7 @@ class KeyServer:
         else:
             bucket.waiting.append((link, clock))
 
-    def _may_read(self, link: _Link, index: int, clock: int) -> bool:
+    def _may_read(self, link: _Worker, index: int, clock: int) -> bool:
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self._bound is not None:
@@ -227,13 +211,13 @@ class KeyServer:
             else:
                 bucket.waiting.append((link, clock))
 
-    def _log(self, index: int, links: Sequence[_Link]) -> None:
+    def _log(self, index: int, links: Sequence[_Worker]) -> None:
         bucket, count = self._buckets[index], len(links)
         pushes = [(link.index, bucket.clocks[link.index]) for link in links]
         fate = "merged" if self._together else "applied"
         self._fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 
-    def _leave(self, link: _Link) -> None:
+    def _leave(self, link: _Worker) -> None:
         """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
         with self.at_rest():
             self._members = self._members.finish(link.index)
@@ -259,7 +243,7 @@ class KeyServer:
             link.close()
 
 
-class _Link:
+class _Worker:
     """What this server shares with one worker."""
 
     def __init__(self, server: KeyServer, index: int) -> None:
@@ -268,42 +252,30 @@ class _Link:
         self.name = member_name("worker", index)
         self._channel = server.member.channel(self.name)
         device = self._channel.device
-        plan, numeric = server.plan, len(server.spec.numeric)
-        self._numeric, self._plan_buckets = numeric, plan.buckets[server.index]
-        layout = key_inbox(plan, server.index, numeric)
-        self._inbox = device.allocate(layout.nbytes)
-        memory = memoryview(self._inbox)
-        places = [memory[layout.place(n) : layout.place(n + 1)] for n in range(DEPTH)]
-        self._requests = Consumer(Word(self._inbox, 0, self._channel), slots=places)
-        slots = memory[layout.slots :]
-        self.slots = [slots[b.shard : b.shard + b.nbytes] for b in self._plan_buckets]
-        self._decoders = decoders(server.spec, self._plan_buckets)
+        plan = server.plan
+        buckets = plan.buckets[server.index]
+        self._slots = device.allocate(max(PAGE, plan.shard_bytes[server.index]))
+        memory = memoryview(self._slots)
+        self.slots = [memory[b.shard : b.shard + b.nbytes] for b in buckets]
+        self._decoders = decoders(server.spec, buckets)
         decoded = zip(self.slots, self._decoders, strict=True)
         self.pushes = [Push(index, slot if d is None else d.memory, b"\1") for slot, d in decoded]
         # Where the worker's memory cannot be mapped, values leave from a copy: they may change while they travel.
         maps = device.capabilities.maps
-        self._source = None if maps else device.allocate(plan.shard_bytes[server.index])
-        self._answered = [0] * len(self._plan_buckets)
+        self._source = None if maps else device.allocate(max(PAGE, plan.shard_bytes[server.index]))
+        self._answered = [0] * len(buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []
-        self._targets: list[np.ndarray[Any, Any]] = []
-
-    def publish(self) -> None:
-        """Tells the worker where its memory on this server is."""
-        server = self._server
-        endpoint = msgspec.msgpack.encode(ServerEndpoint(self._inbox.remote("write").pack(), b""))
-        key = f"{server.name}/{server.member.name}/{self.name}"
-        server.member.client.publish(key, endpoint, to=[self.name])
+        self._targets: list[Array] = []
+        show(server.member, server.name, self.name, self._slots)
 
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is."""
         server = self._server
-        key = f"{server.name}/{self.name}/{server.member.name}"
-        found = msgspec.msgpack.decode(server.member.client.lookup(key, timeout=600.0), type=WorkerEndpoint)
-        self._theirs = target = RemoteRegion.unpack(found.versions)
         plan = server.plan
-        self._requests.credit_to(self._channel, target.view(words_at(plan, server.index), 8))
-        for b in self._plan_buckets:
+        self._theirs, _ = find(server.member, server.name, self.name)
+        target = self._theirs
+        for b in plan.buckets[server.index]:
             word = target.view(answer_word(plan, server.index, b.index), 8)
             source = [] if self._source is None else [self._source.view(b.shard, b.nbytes)]
             pull = Producer(
@@ -316,24 +288,6 @@ class _Link:
             self._pulls.append(pull)
             self._words.append(Producer(self._channel, word))
             self._targets.append(np.frombuffer(pull.memory, np.uint8))
-
-    def next(self, number: int) -> KeyRequest:
-        """The request of that number. Waits as long as the job lives."""
-        while True:
-            try:
-                place = self._requests.receive(number, _PATIENCE)
-                break
-            except WaitTimeout:
-                self._server.member.check()
-        assert place is not None
-        request = unpack_request(place, self._numeric, len(self._plan_buckets))
-        if request.number != number:
-            raise ProtocolError(f"{self.name} sent request {request.number} in place of {number}")
-        return request
-
-    def take(self, number: int) -> None:
-        """Tells the worker that requests up to this one have been looked at."""
-        self._requests.release(number)
 
     def decode(self, bucket: int) -> None:
         """What the worker has pushed to a bucket is there; once a request."""
@@ -353,12 +307,12 @@ class _Link:
         if self._source is not None:
             pull.slot(number)  # what was sent last has left
         gather(self._targets[bucket], self._server.values[bucket], self._server.large[bucket])
-        counters.add(copies=1, copied_bytes=pull.nbytes)
+        counters.copied(pull.nbytes)
         pull.send(number)
 
     def close(self) -> None:
         """Frees its memory."""
-        self._inbox.close()
+        self._slots.close()
         unmap(self._channel, self._theirs)
         if self._source is not None:
             self._source.close()

@@ -10,7 +10,7 @@ import numpy as np
 from tensorwire.store.client_state import fetch_state, send_state
 from tensorwire.store.kept import KeptArray, join, outline_of, pieces_of
 from tensorwire.store.key_client import KeyClient
-from tensorwire.store.key_layout import KeyOperation
+from tensorwire.store.request_link import RequestOperation
 from tensorwire.store.state_transfer import MASTER, Entry
 
 Array = np.ndarray[Any, Any]
@@ -37,5 +37,5 @@ def load_arrays(client: KeyClient, kept: Sequence[KeptArray], options: bytes) ->
 
     Raises `WaitTimeout`, `PeerLost` or `JobEnded`.
     """
-    numbers = client.announce(KeyOperation.LOAD, options)
+    numbers = client.announce(RequestOperation.LOAD, options)
     send_state(client, numbers, lambda server: pieces_of((each.item for each in kept), client.plan, server))

@@ -1,15 +1,15 @@
 """What a worker and a server of a table of rows share: who has which rows, and the memory of requests and answers.
 
-A table is divided over the servers at multiples of `BLOCK` rows. A *request* names rows of one server and what is
-wanted of them; pushed rows lie in it, behind their numbers. Requests lie in a ring in the server's memory, each in a
-place for at most ``most`` rows, of which only the rows that are there travel. An answer lies in the worker's memory,
-in the same form. A worker has one answer at a time on its way from each server.
+A table is divided over the servers at multiples of `BLOCK` rows. A request has two numbers: how many rows it is about,
+and whether more follow. The rows' own numbers, and the rows that are pushed, lie in the next of `DEPTH` places in the
+server's memory, each for at most ``most`` rows, of which only those that are there travel. A word in the worker's
+memory, *done*, says how many requests for the table the server has done. An answer lies in the worker's memory, in the
+form of such a place. A worker has one answer at a time on its way from each server.
 """
 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,15 +17,14 @@ import numpy as np
 
 from tensorwire.errors import ProtocolError
 from tensorwire.sizes import round_up
+from tensorwire.store.request_link import Request, RequestOperation
 
 Array = np.ndarray[Any, Any]
 BLOCK = 1024  # rows: where tables are cut, and what is drawn from one seed
-DEPTH = 4  # requests that a worker may be ahead of a server
-WORD = 64  # bytes between signal words: each has its cache line
+DEPTH = 4  # requests for a table that a worker may be ahead of a server
+CARRYING = (RequestOperation.PUSH, RequestOperation.ASSIGN)
 _ALIGN = 64
-_HEAD = struct.Struct("<4sHHQIII4x")  # magic, version, operation, number, bytes of options, rows, whether more come
-_MAGIC = b"TWRS"
-_VERSION = 1
+_ANSWER = struct.Struct("<II")  # before an answer: rows, and whether more follow
 
 
 class TableSpec(msgspec.Struct, frozen=True):
@@ -43,26 +42,10 @@ class TableSpec(msgspec.Struct, frozen=True):
     followed: bool = False
 
 
-class RowOperation(IntEnum):
-    """What a worker asks of a server."""
-
-    PUSH = 1  # contribute these rows; with the last part, the contribution is complete
-    PULL = 2  # send these rows
-    CHANGES = 3  # send rows that have changed since they were sent last
-    ASSIGN = 4  # worker 0: these rows become the values
-    READY = 5  # worker 0: all values are there, others may begin
-    LOAD = 6  # worker 0: its state becomes the rule's
-    FINISH = 7  # this worker is done
-    IDLE = 8  # this worker takes no part in rounds until all are idle
-
-
-WORKER_0 = (RowOperation.ASSIGN, RowOperation.READY, RowOperation.LOAD)  # what it alone may ask
-
-
 class RowRequest(NamedTuple):
-    """One request. ``indices``, within the server's part, and ``rows`` show the memory that it lies in."""
+    """The ``number``-th request for a table. ``indices``, within the server's part, and ``rows`` show its memory."""
 
-    operation: RowOperation
+    operation: RequestOperation
     number: int
     options: bytes
     more: bool
@@ -79,54 +62,49 @@ def divide(rows: int, servers: int) -> list[int]:
 
 
 class RowPlaces:
-    """The form of requests and answers about rows of ``shape``, with an option block of ``options`` bytes."""
+    """The form of places for rows of ``shape``: a head of an answer, numbers of rows, rows."""
 
-    def __init__(self, most: int, shape: tuple[int, ...], dtype: str, options: int) -> None:
-        self._options, self._shape, self._dtype = options, shape, np.dtype(dtype)
+    def __init__(self, most: int, shape: tuple[int, ...], dtype: str) -> None:
+        self._shape, self._dtype = shape, np.dtype(dtype)
         self.most = most
         self._row_bytes = int(np.prod(shape, dtype=np.int64)) * self._dtype.itemsize
-        self._indices = round_up(_HEAD.size + options, _ALIGN)
         self.nbytes = round_up(self._rows_at(most) + most * self._row_bytes, _ALIGN)
 
     def _rows_at(self, count: int) -> int:
-        return round_up(self._indices + 4 * count, _ALIGN)
+        return round_up(_ALIGN + 4 * count, _ALIGN)
 
     def indices(self, place: memoryview, count: int) -> Array:
         """Where the numbers of so many rows are, in a place."""
-        return np.frombuffer(place, np.uint32, count, self._indices)
+        return np.frombuffer(place, np.uint32, count, _ALIGN)
 
     def rows(self, place: memoryview, count: int) -> Array:
         """Where so many rows are, in a place."""
         elements = count * self._row_bytes // self._dtype.itemsize
         return np.frombuffer(place, self._dtype, elements, self._rows_at(count)).reshape(count, *self._shape)
 
-    def pack(
-        self, place: memoryview, operation: int, number: int, options: bytes, count: int, *, more: bool, full: bool
-    ) -> int:
-        """Writes the head. Returns how many bytes to send: with ``full``, those of the rows, too."""
-        _HEAD.pack_into(place, 0, _MAGIC, _VERSION, operation, number, len(options), count, more)
-        place[_HEAD.size : _HEAD.size + len(options)] = options
-        return self._rows_at(count) + count * self._row_bytes if full else self._indices + 4 * count
+    def size(self, count: int, *, full: bool) -> int:
+        """How many bytes of a place travel: with ``full``, those of the rows, too."""
+        return self._rows_at(count) + count * self._row_bytes if full else _ALIGN + 4 * count
 
-    def unpack(self, place: memoryview, rows: int) -> RowRequest:
-        """The request in a place, to a server with so many ``rows``. Raises `ProtocolError` for a malformed one."""
-        magic, version, operation, number, length, count, more = _HEAD.unpack_from(place)
-        known = operation in RowOperation._value2member_map_
-        if magic != _MAGIC or version != _VERSION or length != self._options or count > self.most or not known:
+    def request(self, place: memoryview, request: Request, number: int, rows: int) -> RowRequest:
+        """The request to a server with so many ``rows``. Raises `ProtocolError` for a malformed one."""
+        if len(request.numbers) != 2 or request.numbers[0] > self.most:
             raise ProtocolError("a worker's request for rows is malformed")
+        count, more = request.numbers
         indices = self.indices(place, count)
         if count and int(indices.max()) >= rows:
             raise ProtocolError(f"a worker's request names row {int(indices.max())}, and there are {rows}")
-        full = operation in (RowOperation.PUSH, RowOperation.ASSIGN)
-        options = bytes(place[_HEAD.size : _HEAD.size + length])
-        return RowRequest(
-            RowOperation(operation), number, options, bool(more), indices, self.rows(place, count) if full else None
-        )
+        pushed = self.rows(place, count) if request.operation in CARRYING else None
+        return RowRequest(request.operation, number, request.options, bool(more), indices, pushed)
+
+    def head(self, place: memoryview, count: int, more: bool) -> None:
+        """Writes the head of an answer."""
+        _ANSWER.pack_into(place, 0, count, more)
 
     def answered(self, place: memoryview) -> tuple[int, bool]:
         """How many rows an answer has, and whether more are to come. Raises `ProtocolError`."""
-        magic, version, _, _, _, count, more = _HEAD.unpack_from(place)
-        if magic != _MAGIC or version != _VERSION or count > self.most:
+        count, more = _ANSWER.unpack_from(place)
+        if count > self.most:
             raise ProtocolError("a server's answer about rows is malformed")
         return count, bool(more)
 

@@ -52,6 +52,11 @@ class SendWindow:
         """What a ``send()`` raised, or a transfer, if one did."""
         return self._error
 
+    @property
+    def empty(self) -> bool:
+        """Whether all has arrived that was sent here, and nothing failed."""
+        return not (self._waiting or self._under_way or self._error)
+
     def _at_rest(self) -> bool:
         return self._error is not None or not (self._waiting or self._under_way)
 

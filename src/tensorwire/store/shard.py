@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.device import Channel, Device, Region, RemoteRegion
@@ -14,13 +12,14 @@ from tensorwire.observe import failpoints
 from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.arithmetic_rules import make_rule
 from tensorwire.store.bucket_code import decoders
+from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
 from tensorwire.store.modes import Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.step_header import NORM, StepHeader, header_bytes, unpack_header
-from tensorwire.store.store_layout import Inbox, Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
+from tensorwire.store.store_layout import Inbox, Outbox, StoreSpec, inbox
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 
@@ -66,12 +65,11 @@ class WorkerLink:
             decoder.decode(self._arriving[bucket])
         return Push(self.index, self.slots[bucket], present, weight)
 
-    def open(self, server: Shard, endpoint: WorkerEndpoint) -> None:
+    def open(self, server: Shard) -> None:
         """Makes the way back: a version word a bucket, and the bytes too where the worker cannot look at ours."""
-        words = RemoteRegion.unpack(endpoint.versions)
+        words, target = find(server.member, f"{server.name}/{server.index}", self.name)
         buckets = server.plan.buckets[server.index]
         layout = Outbox(len(buckets))
-        target = None if endpoint.parameters is None else RemoteRegion.unpack(endpoint.parameters)
         self._theirs = [words, *([] if target is None else [target])]
         own = not isinstance(server.spec.mode, Sync)  # this worker's copy is its own, wherever it lies
         source = None if target is None or own else server.source_on(self.channel)
@@ -123,16 +121,10 @@ class Shard:
         self.workers = [WorkerLink(self, w) for w in range(workers)]
         for worker in self.workers:
             looks = isinstance(spec.mode, Sync) and worker.channel.device is self.parameters.device
-            shown = self.parameters.remote("read").pack() if looks else b""
-            endpoint = ServerEndpoint(worker.inbox.remote("write").pack(), shown)
-            member.client.publish(
-                f"{name}/{member.name}/{worker.name}/{index}",
-                msgspec.msgpack.encode(endpoint),
-                to=[worker.name],
-            )
+            looked_at = self.parameters.remote("read") if looks else None
+            show(member, f"{name}/{index}", worker.name, worker.inbox, looked_at)
         for worker in self.workers:
-            key = f"{name}/{worker.name}/{member.name}/{index}"
-            worker.open(self, msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=WorkerEndpoint))
+            worker.open(self)
         self.rule = make_rule(spec, self.plan, self.index, memoryview(self.parameters))
         self.fates = Fates(member.client.welcome, name, self.index)
 

@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from tensorwire._native import Window, copy_is_large, gather
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
-from tensorwire.control.settings import step_timeout
-from tensorwire.device import Channel, Completion, Device, Region, RemoteRegion
+from tensorwire.device import Channel, Completion, Device, Region
 from tensorwire.device.mapped import unmap
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.edge.words import wait_unless
-from tensorwire.errors import ArgumentError, ProtocolError, WaitTimeout
+from tensorwire.errors import ArgumentError, WaitTimeout
 from tensorwire.observe import counters, failpoints, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.bucket_code import encoders
-from tensorwire.store.course import Course
-from tensorwire.store.fates import FateLog, Produced
+from tensorwire.store.endpoints import find, show
 from tensorwire.store.modes import Sync, awaited
 from tensorwire.store.send_window import SendWindow
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.step_header import NORM, STEPS, StepHeader, StepOperation, header_bytes, pack_header
-from tensorwire.store.store_layout import Outbox, ServerEndpoint, StoreSpec, WorkerEndpoint, inbox
+from tensorwire.store.store_end import StoreEnd
+from tensorwire.store.store_layout import Outbox, StoreSpec, inbox
 
 _TILE = 2 << 20
 
@@ -43,13 +41,8 @@ class _Server:
         self._own_clock = client.own_clock
         self.buckets = plan.buckets[index]
         self.channel: Channel = member.channel(self.name)
-        key = f"{client.name}/{self.name}/{member.name}/{index}"
-        endpoint = msgspec.msgpack.decode(member.client.lookup(key, timeout=600.0), type=ServerEndpoint)
-        self.inbox = RemoteRegion.unpack(endpoint.inbox)
-        if self.inbox.device != self.channel.device.name:
-            raise ProtocolError(f"{self.name} answers over {self.inbox.device}, we over {self.channel.device.name}")
-        # None: this worker has a copy of the parameters, which the server writes.
-        self.shown = RemoteRegion.unpack(endpoint.parameters) if endpoint.parameters else None
+        # No parameters: this worker has a copy of them, which the server writes.
+        self.inbox, self.shown = find(member, f"{client.name}/{index}", self.name)
         self.layout = inbox(plan, index, len(spec.numeric))
         self.back = Outbox(len(self.buckets))
         device = self.channel.device
@@ -84,6 +77,10 @@ class _Server:
             credit=None if self._own_clock else self.version(bucket.index),
             label=f"{self.name}, bucket {bucket.index}",
         )
+
+    def close(self) -> None:
+        """Lets go of the server's memory."""
+        unmap(self.channel, self.inbox, *([] if self.shown is None else [self.shown]))
 
     def failure(self) -> BaseException | None:
         """What became of a push that failed, if one has."""
@@ -129,25 +126,18 @@ def agree(member: Member, name: str, spec: StoreSpec, plan: StorePlan, workers: 
     )
 
 
-class StoreClient:
+class StoreClient(StoreEnd):
     """One worker's end of the store ``name``: push a bucket, wait for versions, see parameters in ``windows``.
 
     All workers have to `agree` on it before.
     """
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, plan: StorePlan) -> None:
-        self.member, self.name, self.spec, self.plan = member, name, spec, plan
-        self.timeout = step_timeout()  # seconds that a step may wait for other workers
-        if member.index == 0:
-            member.client.publish(name, spec.encoded())
+        super().__init__(member, name, spec, plan)
         self.own_clock = not isinstance(spec.mode, Sync)
-        self.course = Course(member)
-        self.step = 0  # rounds begun
         self.updates = 0  # rounds that were steps of the training
-        self.asks = 0  # for the optimizer's state, that are known to have been published
-        self._kept: list[Region] = []  # memory that is given back in the end
         self._sources: dict[str, Region] = {}  # by device: what gradients leave from, laid out as the space
-        self._servers = [_Server(self, shard) for shard in range(plan.shards)]
+        self.servers: list[_Server] = [_Server(self, shard) for shard in range(plan.shards)]
         self.order: list[Bucket] = self.plan.in_order()
         self.windows = [Window(self.plan.space_bytes) for _ in range(spec.buffers)]
         self.gradients = self._place_gradients()
@@ -160,8 +150,6 @@ class StoreClient:
         self._rooms = [self._rooms_of(b) for b in sorted(self.order, key=lambda b: b.number)]
         self._updating = False  # in a round whose pushes are gradients
         self._setting = False  # in one that sets values or state
-        self._produced = [0] * plan.shards  # pushes of gradients, by shard
-        self._log = FateLog(member.client.welcome, name, member.name)
         self._large = copy_is_large(sum(b.nbytes for b in self.order))
         self._space = self._place_parameters()
         self._open()
@@ -171,7 +159,7 @@ class StoreClient:
         space: dict[str, Region] = {}
         plan = self.plan
         for index, at, shard, nbytes in plan.runs():
-            server = self._servers[index]
+            server = self.servers[index]
             mapped = None if server.shown is None else server.channel.map(server.shown.view())
             for buffer, window in enumerate(self.windows):
                 if mapped is not None:
@@ -189,16 +177,11 @@ class StoreClient:
             self._sources[device.name] = self.allocate(device, self.plan.space_bytes)
         return self._sources[device.name]
 
-    def allocate(self, device: Device, nbytes: int) -> Region:
-        """Memory for as long as this worker takes part."""
-        self._kept.append(device.allocate(nbytes))
-        return self._kept[-1]
-
     def _place_gradients(self) -> Window:
         """The slots of all buckets, laid out as the space: each tensor's side by side, whichever servers have it."""
         window = Window(self.plan.space_bytes, shared=True)
         for index, at, shard, nbytes in self.plan.runs():
-            server = self._servers[index]
+            server = self.servers[index]
             if server.mapped is not None:
                 window.place(at, server.mapped, server.layout.slots + shard, nbytes)
             else:
@@ -208,7 +191,7 @@ class StoreClient:
     def repeated(self, byte: bytes) -> Window:
         """A window of the space's size that shows one byte everywhere: a little memory, many times."""
         nbytes = min(_TILE, self.plan.space_bytes)
-        tile = self.allocate(self._servers[0].channel.device, nbytes)
+        tile = self.allocate(self.servers[0].channel.device, nbytes)
         memoryview(tile)[:] = byte * nbytes
         window = Window(self.plan.space_bytes)
         for at in range(0, self.plan.space_bytes, nbytes):
@@ -216,17 +199,10 @@ class StoreClient:
         return window
 
     def _open(self) -> None:
-        for server in self._servers:
+        for server in self.servers:
             ours = self._space.get(server.channel.device.name)
-            parameters = None if ours is None else ours.remote("write").pack()
-            endpoint = WorkerEndpoint(server.versions.remote("write").pack(), parameters)
-            key = f"{self.name}/{self.member.name}/{server.name}/{server.index}"
-            self.member.client.publish(key, msgspec.msgpack.encode(endpoint), to=[server.name])
-
-    @property
-    def channels(self) -> list[Channel]:
-        """To the server of each shard."""
-        return [server.channel for server in self._servers]
+            parameters = None if ours is None else ours.remote("write")
+            show(self.member, f"{self.name}/{server.index}", server.name, server.versions, parameters)
 
     # ---- one round
 
@@ -253,14 +229,14 @@ class StoreClient:
         self._updating = operation is StepOperation.UPDATE
         self._setting = operation in (StepOperation.ASSIGN, StepOperation.LOAD)
         block = pack_header(StepHeader(operation, self.step, tuple(options), max_norm, weight, fragment))
-        for server in self._servers:
+        for server in self.servers:
             server.head.slot(self.step)[:] = block
             server.head.send(self.step)
         self._reach("headed")
 
     def ready(self) -> None:
         """Returns when the head of the next round may leave. Raises as ``wait``."""
-        for server in self._servers:
+        for server in self.servers:
             if server.send_window is not None:
                 try:
                     server.send_window.flush(self.timeout)
@@ -278,7 +254,7 @@ class StoreClient:
         """The memory that this round's gradients of a bucket are to be put into; it is the same in every round."""
         if self.own_clock:
             self._wait_for(bucket, self._pushed[bucket.number])
-        self._servers[bucket.shard_number].pushes[bucket.index].slot(self.step, self.timeout)
+        self.servers[bucket.shard_number].pushes[bucket.index].slot(self.step, self.timeout)
         return self.memory(bucket)
 
     def memory(self, bucket: Bucket) -> memoryview:
@@ -299,7 +275,7 @@ class StoreClient:
 
         Raises what became of that push, if it failed.
         """
-        server = self._servers[bucket.shard_number]
+        server = self.servers[bucket.shard_number]
         if self.step < 0 or server.version(bucket.index).value < self._pushed[bucket.number]:
             return False
         server.pushes[bucket.index].flush(self.timeout)  # it has left: the server had it
@@ -328,13 +304,13 @@ class StoreClient:
             bucket: The bucket.
             present: One byte per piece, 0 where there is no gradient; None: there are all.
         """
-        server = self._servers[bucket.shard_number]
+        server = self.servers[bucket.shard_number]
         here = b"\1" * len(bucket.pieces) if present is None else present
         news = None if self._present[bucket.number] == here else here
         self._present[bucket.number] = here
         self._pushed[bucket.number] = self.step
         if self._updating:
-            self._produced[bucket.shard_number] += 1
+            self.produced[bucket.shard_number] += 1
             counters.add(pushes=1)
         nbytes = self._encode(bucket, here)
         if server.send_window is not None:
@@ -379,7 +355,7 @@ class StoreClient:
         self._reach("answered_some")
 
     def _wait_for(self, bucket: Bucket, step: int) -> None:
-        server = self._servers[bucket.shard_number]
+        server = self.servers[bucket.shard_number]
         self._wait(server, partial(server.version(bucket.index).wait, step))
 
     def _wait(self, server: _Server, wait: Callable[[float], object]) -> None:
@@ -407,7 +383,7 @@ class StoreClient:
         skips. Raises as ``wait``.
         """
         total = 0.0
-        for server in self._servers:
+        for server in self.servers:
             receive = partial(server.norm_part.receive, self.step)
             self._wait(server, receive)
             part = receive(0.0)
@@ -420,7 +396,7 @@ class StoreClient:
 
         `LEFT_OUT`: they keep the version that there is.
         """
-        for server in self._servers:
+        for server in self.servers:
             server.norm.slot(self.step)[:] = NORM.pack(norm2)
             server.norm.send(self.step)
 
@@ -432,7 +408,7 @@ class StoreClient:
 
     def flush(self, timeout: float) -> None:
         """Returns when every bucket that was sent is in its server's memory. Raises `WaitTimeout` or `PeerLost`."""
-        for server in self._servers:
+        for server in self.servers:
             if server.send_window is not None:
                 server.send_window.flush(timeout)
             for push in server.pushes:
@@ -449,7 +425,7 @@ class StoreClient:
 
         The limit is for one step of the others, however many these are.
         """
-        for server in self._servers:
+        for server in self.servers:
             step = self._together(server)
         self.updates += step - self.step
         self.step = step
@@ -463,7 +439,7 @@ class StoreClient:
                 server.together.wait(self.step, self.timeout)
                 return server.together.value
             except WaitTimeout:
-                now = [s.version(b.index).value for s in self._servers for b in s.buckets]
+                now = [s.version(b.index).value for s in self.servers for b in s.buckets]
                 if now == seen:
                     raise WaitTimeout(
                         f"at the end of job.uneven() no other worker took a step for {self.timeout:g} s "
@@ -471,31 +447,9 @@ class StoreClient:
                     ) from None
                 seen = now
 
-    def _give_back(self) -> None:
-        for region in self._kept:
-            region.close()
-        for server in self._servers:
-            unmap(server.channel, server.inbox, *([] if server.shown is None else [server.shown]))
-
-    def finish(self) -> None:
-        """Tells every server that this worker is done, and gives its memory back; views of that stay as they are.
-
-        Idempotent. Raises as ``wait``, and then keeps what servers may still write to.
-        """
-        if self.step < 0:
-            return
-        if self.course.broken:
-            self.step = -1
-            self.course.check()  # the servers wait for the rest: the others are not to go on with what there is
-        try:
-            self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
-            for server in self._servers:
-                server.head.flush(self.timeout)
-                if not server.buckets:  # what says so comes after what `begin` waited for
-                    self._wait(server, partial(server.version(0).wait, self.step - 1))
-            self._give_back()
-        finally:
-            self.step = -1
-        produced = enumerate(self._produced)
-        self._log.add(*(Produced(self.name, shard, self.member.index, pushes) for shard, pushes in produced))
-        self._log.close()
+    def _leave(self) -> None:
+        self.begin(StepOperation.FINISH, [0.0] * len(self.spec.numeric))
+        for server in self.servers:
+            server.head.flush(self.timeout)
+            if not server.buckets:  # what says so comes after what `begin` waited for
+                self._wait(server, partial(server.version(0).wait, self.step - 1))

@@ -11,11 +11,10 @@ from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up, size_text
 from tensorwire.store.compression import check_dtypes
 from tensorwire.store.modes import Mode, Sync, mode_of, settings_of
+from tensorwire.store.request_link import MOST_OPTIONS, WORD
 from tensorwire.store.row_layout import TableSpec
 from tensorwire.store.sharding import PAGE, ParameterSpec, StorePlan, make_plan
 from tensorwire.store.step_header import header_bytes
-
-WORD = 64  # bytes between signal words: each has its cache line
 
 
 class FunctionsSpec(msgspec.Struct, frozen=True, tag="functions"):
@@ -92,6 +91,8 @@ class StoreSpec(msgspec.Struct, frozen=True, tag="store"):
             found = msgspec.msgpack.encode(self)
         except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"a name or an option of the optimizer cannot be sent to servers: {error}") from None
+        if (self.keys or self.table) and len(self.numeric) > MOST_OPTIONS:
+            raise ArgumentError(f"a rule of keys or rows has at most {MOST_OPTIONS} numbers as options")
         if len(found) > MOST_ENTRY_BYTES:
             raise ArgumentError(
                 f"the names and shapes of {len(self.tensors)} parameters take {size_text(len(found))}; "
@@ -174,17 +175,3 @@ class Outbox(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """All of it."""
         return self.together_word + WORD
-
-
-class ServerEndpoint(msgspec.Struct, frozen=True):
-    """What a server opens to one worker, for a shard: its inbox there, and the parameters to look at."""
-
-    inbox: bytes
-    parameters: bytes
-
-
-class WorkerEndpoint(msgspec.Struct, frozen=True):
-    """What a worker opens to one shard: version words, and (where it cannot map) memory for the parameters."""
-
-    versions: bytes
-    parameters: bytes | None

@@ -1,4 +1,4 @@
-"""A server's threads, one per worker, for all modes but `Sync`, for keys, and for tables of rows."""
+"""A server's threads, one for each worker: all modes but `Sync`."""
 
 from __future__ import annotations
 
