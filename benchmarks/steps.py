@@ -1,4 +1,4 @@
-"""What the benchmarks of steps of training share: who starts, what losses must agree on, records, parts of a step."""
+"""Shared by the benchmarks of training steps: starting contenders, comparing losses, records, the parts of a step."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def titled(name: str, shrink: int) -> str:
 def step_records(
     workload: Workload, answers: Answers, warm: int, steps: int, details: Callable[[str, float], Mapping[str, float]]
 ) -> list[Record]:
-    """A record a contender; ``details(peer, seconds)``: what else is told of its step. Bytes a second say nothing."""
+    """A record for each contender, with ``details(peer, seconds)``; without a rate, which says nothing of a step."""
     made = records(workload, {name: Samples.of(rounds, warm, steps) for name, rounds in answers.items()})
     return [replace(r, details=details(r.peer, r.seconds), bytes_per_second=None) for r in made]
 
 
 def mean(answers: Sequence[Answer], what: str) -> float:
-    """Over those that tell it: the workers."""
+    """The mean over the answers that have it: those of workers."""
     found = [answer[what] for answer in answers if what in answer]
     return sum(found) / len(found)
 
 
 def check_losses(label: str, losses: Mapping[str, float], which: str = "loss") -> None:
-    """Who has trained on the same batches has the same loss as the first, up to rounding. Raises `ProgramFailed`."""
+    """Raises `ProgramFailed` unless all losses equal the first one, up to rounding."""
     wanted = next(iter(losses.values()))
     for name, loss in losses.items():
         if not abs(loss - wanted) <= SAME_LOSS * max(1.0, abs(wanted)):
@@ -57,7 +57,7 @@ def started(
     notes: Notes,
     peers: Collection[str],
 ) -> dict[str, Contender]:
-    """Those that run after ``ask``, one after the other. Who may not fit into memory beside the others is left out.
+    """Starts contenders one after the other, with one ``ask`` each; those that may not fit into memory are left out.
 
     ``room``: the memory that each may take for each byte that ``base`` took. Raises as `take_turns`.
     """

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from tensorwire.bench.actors.lines import LEAVE, Lines, Run
-from tensorwire.bench.actors.store import join_as_server
+from tensorwire.bench.actors.store_job import join_as_server
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.launch.server_process import serve as serve_stores
 from tensorwire.observe import spans

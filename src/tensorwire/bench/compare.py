@@ -119,7 +119,7 @@ def take_turns(
     notes: Notes,
     peers: Collection[str] | None = None,
 ) -> dict[str, list[list[Answer]]]:
-    """What each contender answers in every round.
+    """Runs the rounds of all contenders, in turns; returns their answers by round.
 
     A peer that fails is left out, with a note. ``peers``: their names; by default all that do not begin with ours.
 

@@ -193,19 +193,12 @@ class Program:
                         pipe.close()
             _running.discard(self)
 
-    def _ends_now(self) -> bool:
-        """Waits a moment: it may have closed its output only."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-        return self.process.returncode is not None
-
-    def _words(self) -> list[str]:
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace").strip().splitlines()
-
     def _how_it_ended(self) -> str:
-        status = self.process.returncode if self._ends_now() else 0
-        words = self._words() if status >= 0 else []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)  # it may have closed its output only
+        status = self.process.returncode or 0
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace").strip().splitlines() if status >= 0 else []
         return f"ended: {words[-1]}" if words else describe_exit(status)
 
 

@@ -27,8 +27,9 @@ from tensorwire.bench.actors.expected_values import (
     sgd,
 )
 from tensorwire.bench.actors.lines import Lines, Run, timed
+from tensorwire.bench.actors.store_job import join_as_server
 from tensorwire.bench.actors.transfer import SECONDS, counts, since
-from tensorwire.control import Coordinator, Member
+from tensorwire.control import Member
 from tensorwire.models import Model, find
 from tensorwire.observe import counters
 from tensorwire.store.admission import versions
@@ -189,16 +190,6 @@ class StoreWorker:
     def _meet(self) -> None:
         self._met += 1
         self._member.client.barrier(f"met/{self._met}", self._workers, SECONDS)
-
-
-def join_as_server(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> Member:
-    """Server ``index`` of the job. Server 0 holds the coordinator, and says its address to all."""
-    secret = os.environ["TENSORWIRE_SECRET"].encode()
-    address = "-"
-    if index == 0:
-        address = Coordinator(secret, workers=workers, servers=servers, interface=interface).address
-    address = lines.hello(address).split()[0]
-    return Member(address, secret, "server", index, device=device, interface=interface)
 
 
 def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
