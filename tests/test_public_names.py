@@ -98,15 +98,16 @@ MEMBERS = {
 
 
 def members(shown: type) -> set[str]:
-    """The public names of a class's own: those in its body, and attributes that its methods assign."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(shown)))
+    """The public names of a class and its bases of ours: those in their bodies, and attributes that methods assign."""
+    ours = [each for each in shown.__mro__ if each.__module__.startswith("tensorwire.")]
     assigned = {
         node.attr
-        for node in ast.walk(tree)
+        for each in ours
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each))))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if isinstance(node.value, ast.Name) and node.value.id == "self"
     }
-    return {name for name in {*vars(shown), *assigned} if not name.startswith("_")}
+    return {name for name in assigned.union(*map(vars, ours)) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", MEMBERS)
