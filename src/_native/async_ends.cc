@@ -8,7 +8,6 @@
 namespace tw {
 namespace {
 
-constexpr u64 never = ~u64{0};       // a step that no word reaches
 constexpr double forever = 1e9;     // seconds: a consumer may keep a tensor as long as it likes
 constexpr double post_seconds = 60;  // how long a full connection may take to drain
 
@@ -19,149 +18,158 @@ void count_copy(u64 nbytes) {
 
 constexpr u64 least_kept = 256 << 10;  // a smaller one costs less to copy than to give back, which wakes a thread
 
-class Mapped final : public Carrier, public Announcement {
+class MappedPath final : public Path {
   public:
-    Mapped(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 offset)
-        : slots_(std::move(slots)), ring_(ring), words_(std::move(words)), offset_(offset) {}
+    MappedPath(std::shared_ptr<Span> words, u64 word, std::shared_ptr<Span> slots, Ring ring)
+        : words_(std::move(words)), word_(word), slots_(std::move(slots)), ring_(ring) {}
 
-    bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
+    bool carry(u64 number, const EdgeHeader* header, const char* data, u64 nbytes) override {
         if (slots_->closed()) return false;
-        fill_slot(slots_->base + ring_.at(step), header, data, nbytes);
-        count(Counter::mapped_bytes, nbytes);
-        return raise(step);
+        count(Counter::mapped_bytes, fill(slots_->base + ring_.at(number), header, data, nbytes));
+        return raise(number);
     }
 
-    bool raise(u64 step) override {
+    bool raise(u64 number) override {
         if (words_->closed()) return false;
         count(Counter::messages);
-        tw::raise(*words_, offset_, step);
+        tw::raise(*words_, word_, number);
         return true;
     }
 
   private:
+    const std::shared_ptr<Span> words_;
+    const u64 word_;
     const std::shared_ptr<Span> slots_;
     const Ring ring_;
-    const std::shared_ptr<Span> words_;
-    const u64 offset_;
 };
 
-class Posted final : public Carrier, public Announcement {
+class PostedPath final : public Path {
   public:
-    Posted(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs)
-        : connection_(std::move(connection)), source_(std::move(source)), ours_(ours), theirs_(theirs) {}
+    PostedPath(std::shared_ptr<Connection> connection, u64 words_key, u64 word, std::shared_ptr<Span> slots, Ring ring, u64 key)
+        : connection_(std::move(connection)), words_key_(words_key), word_(word), slots_(std::move(slots)), ring_(ring), key_(key) {}
 
-    bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
-        fill_slot(source_->base + ours_.at(step), header, data, nbytes);
+    bool carry(u64 number, const EdgeHeader* header, const char* data, u64 nbytes) override {
         Frame frame;
-        frame.op = static_cast<u32>(Op::write);
-        frame.key = theirs_.key;
-        frame.offset = theirs_.ring.at(step);
-        frame.length = sizeof header + nbytes;
-        return post(frame, source_, ours_.at(step), step);
+        frame.key = key_;
+        frame.offset = ring_.at(number);
+        frame.length = fill(slots_->base + ring_.at(number), header, data, nbytes);
+        return post(frame, slots_, number);
     }
 
-    bool raise(u64 step) override {
+    bool raise(u64 number) override {
         Frame frame;
-        frame.op = static_cast<u32>(Op::write);
         frame.offset = no_signal;
-        return post(frame, nullptr, 0, step);
+        return post(frame, nullptr, number);
     }
 
   private:
-    bool post(Frame& frame, const std::shared_ptr<Span>& memory, u64 offset, u64 step) {
-        frame.signal_key = theirs_.words_key;
-        frame.signal_offset = theirs_.arrival;
-        frame.signal_value = step;
+    bool post(Frame& frame, const std::shared_ptr<Span>& memory, u64 number) {
+        frame.op = static_cast<u32>(Op::write);
+        frame.signal_key = words_key_;
+        frame.signal_offset = word_;
+        frame.signal_value = number;
         const double end = now() + post_seconds;
         for (u64 id = 0;;) {
-            const Outcome outcome = connection_->post(frame, memory, offset, std::max(0.0, end - now()), false, id);
+            const Outcome outcome = connection_->post(frame, memory, memory ? frame.offset : 0, std::max(0.0, end - now()), false, id);
             if (outcome != Outcome::interrupted) return outcome == Outcome::reached;
         }
     }
 
     const std::shared_ptr<Connection> connection_;
-    const std::shared_ptr<Span> source_;
-    const Ring ours_;
-    const RemoteRing theirs_;
+    const u64 words_key_, word_;
+    const std::shared_ptr<Span> slots_;
+    const Ring ring_;
+    const u64 key_;
 };
+
+int number_of(Outcome outcome) {
+    return outcome == Outcome::reached ? TW_DONE : outcome == Outcome::timed_out ? TW_TIMED_OUT : TW_LOST;
+}
 
 }  // namespace
 
-void fill_slot(char* slot, const SlotHeader& header, const char* data, u64 nbytes) {
-    std::memcpy(slot, &header, sizeof header);
-    if (header.lent) return;
-    copy(slot + sizeof header, data, nbytes);
-    count_copy(nbytes);
+u64 Path::fill(char* slot, const EdgeHeader* header, const char* data, u64 nbytes) {
+    const u64 front = header ? sizeof *header : 0;
+    if (header) std::memcpy(slot, header, front);
+    if (nbytes) {
+        copy(slot + front, data, nbytes);
+        count_copy(nbytes);
+    }
+    return front + nbytes;
 }
 
-void AsyncProducer::send(u64 step, const char* data, u64 nbytes, std::function<void(Outcome)> sent) {
-    bool early;
+std::unique_ptr<Path> mapped_path(std::shared_ptr<Span> words, u64 word, std::shared_ptr<Span> slots, Ring ring) {
+    return std::make_unique<MappedPath>(std::move(words), word, std::move(slots), ring);
+}
+
+std::unique_ptr<Path> posted_path(std::shared_ptr<Connection> connection, u64 words_key, u64 word, std::shared_ptr<Span> slots, Ring ring, u64 key) {
+    return std::make_unique<PostedPath>(std::move(connection), words_key, word, std::move(slots), ring, key);
+}
+
+std::string AsyncEnd::reason() {
+    std::lock_guard g(mutex_);
+    return !refused_.empty() ? refused_ : peer_->lost() ? peer_->reason() : "the edge was closed";
+}
+
+void AsyncProducer::send(EdgeHeader header, const char* data, std::function<void(Outcome)> sent) {
+    mark(header);
+    lie_contiguous(header);
+    const u64 nbytes = lend(header, data) ? 0 : header.nbytes;
     {
         std::lock_guard g(mutex_);
-        early = step > last_ + 1;
-        waiting_.insert_or_assign(step, Waiting{data, nbytes, std::move(sent)});
+        waiting_.push_back({header, data, nbytes, std::move(sent)});
     }
     advance(Outcome::reached);
-    if (early) limit(step);
 }
 
-// A step that still waits for those before it waits no longer than for a slot.
-void AsyncProducer::limit(u64 step) {
-    {
-        std::lock_guard g(mutex_);
-        if (!waiting_.count(step)) return;
-    }
-    const u64 timer = watcher_->when(word_, never, peer_, seconds_, [this](Outcome found) { advance(found); });
-    std::lock_guard g(mutex_);
-    const auto at = waiting_.find(step);
-    if (at == waiting_.end()) watcher_->cancel(timer);
-    else at->second.timer = timer;
-}
-
-// One more than where the data lie in what is lent; 0: they do not.
-u64 AsyncProducer::lent(const char* data, u64 nbytes) const {
-    if (!lends_ || nbytes < least_kept || data < lends_->base) return 0;
-    const u64 offset = static_cast<u64>(data - lends_->base);
-    return lends_->holds(offset, nbytes) ? offset + 1 : 0;
+// Whether the data lie in what is lent; then the header says where.
+bool AsyncProducer::lend(EdgeHeader& header, const char* data) const {
+    const Span* memory = lends_.memory.get();
+    if (!memory || header.nbytes < least_kept || data < memory->base) return false;
+    const u64 offset = static_cast<u64>(data - memory->base);
+    if (!memory->holds(offset, header.nbytes)) return false;
+    std::memcpy(header.region, lends_.region, sizeof header.region);
+    header.offset = offset;
+    return true;
 }
 
 // Sends what can be sent now; after anything but `reached` all that waits ends so, and what comes later.
 // No lock is held while others are called.
 void AsyncProducer::advance(Outcome outcome) {
     std::vector<std::pair<std::function<void(Outcome)>, Outcome>> calls;
-    std::vector<std::pair<u64, std::function<void(Outcome)>>> borrowed;  // until their steps are released
+    std::vector<std::pair<u64, std::function<void(Outcome)>>> borrowed;  // until their slots are released
     u64 credit = 0;  // to wait for
     {
         std::lock_guard g(mutex_);
         if (ended_ == Outcome::reached) ended_ = outcome;
-        auto at = waiting_.begin();
-        for (; ended_ == Outcome::reached && at != waiting_.end() && at->first == last_ + 1; at = waiting_.erase(at)) {
-            if (!free(at->first)) {
-                if (!watching_) credit = at->first - ring_.count;
+        while (ended_ == Outcome::reached && !waiting_.empty()) {
+            const u64 number = last_ + 1;
+            if (!free(number)) {
+                if (!watching_) credit = number - ring_.count;
                 watching_ = true;
                 break;
             }
-            Waiting& w = at->second;
-            SlotHeader header;
-            header.lent = lent(w.data, w.nbytes);
-            if (peer_->lost() || !carrier_->carry(at->first, header, w.data, w.nbytes)) {
+            Waiting& w = waiting_.front();
+            const EdgeHeader* header = w.begun ? nullptr : &w.header;
+            const u64 piece = std::min(w.nbytes - w.at, ring_.nbytes - (header ? sizeof *header : 0));
+            if (peer_->lost() || !path_->carry(number, header, w.data + w.at, piece)) {
                 ended_ = Outcome::lost;
                 break;
             }
-            last_ = at->first;
-            if (w.timer) watcher_->cancel(w.timer);
-            if (header.lent) borrowed.emplace_back(last_, std::move(w.sent));
+            last_ = number;
+            w.begun = true;
+            w.at += piece;
+            if (w.at < w.nbytes) continue;
+            if (w.nbytes < w.header.nbytes) borrowed.emplace_back(last_, std::move(w.sent));
             else calls.emplace_back(std::move(w.sent), Outcome::reached);
+            waiting_.pop_front();
         }
         if (ended_ != Outcome::reached) {
-            for (auto& [step, each] : waiting_) {
-                if (each.timer) watcher_->cancel(each.timer);
-                calls.emplace_back(std::move(each.sent), ended_);
-            }
+            for (Waiting& each : waiting_) calls.emplace_back(std::move(each.sent), ended_);
             waiting_.clear();
         }
     }
-    for (auto& [step, sent] : borrowed) watcher_->when(word_, step, peer_, forever, std::move(sent));
+    for (auto& [number, sent] : borrowed) watcher_->when(word_, number, peer_, forever, std::move(sent));
     if (credit)
         watcher_->when(word_, credit, peer_, seconds_, [this](Outcome found) {
             {
@@ -173,70 +181,92 @@ void AsyncProducer::advance(Outcome outcome) {
     for (auto& [call, found] : calls) call(found);
 }
 
-u64 AsyncConsumer::receive(u64 step, std::function<void(Outcome)> arrived) {
-    if (watcher_->reached(word_, step)) {
-        arrived(Outcome::reached);
-        return 0;
-    }
-    return watcher_->when(word_, step, peer_, seconds_, std::move(arrived));
-}
-
-const char* AsyncConsumer::slot(u64 step) const {
-    const char* at = memory_->base + ring_.at(step);
-    SlotHeader header;
+// The header in the next slot, and where its payload begins, or null if it is refused. The peer may change what lies there:
+// it is read once.
+const char* AsyncConsumer::read(EdgeHeader& header) {
+    const char* at = memory_->base + ring_.at(next_);
     std::memcpy(&header, at, sizeof header);
-    if (!header.lent) return at + sizeof header;
-    // A peer that lies gets its own consumer to read what it was allowed to read anyway.
-    const u64 nbytes = ring_.nbytes - sizeof header;
-    return lent_ && lent_->holds(header.lent - 1, nbytes) ? lent_->base + header.lent - 1 : nullptr;
+    std::string why = refusal(header, most_bytes, 0, true);
+    const bool lent = std::memcmp(header.region, Lent().region, sizeof header.region);
+    if (why.empty() && lent && (!lent_.memory || std::memcmp(header.region, lent_.region, sizeof header.region) || !lent_.memory->holds(header.offset, header.nbytes)))
+        why = "malformed header: the payload lies where nothing is lent";
+    if (why.empty()) return lent ? lent_.memory->base + header.offset : at + sizeof header;
+    std::lock_guard g(mutex_);
+    refused_ = why;
+    return nullptr;
 }
 
-void AsyncConsumer::release(u64 step) {
+void AsyncConsumer::release(u64 number) {
     std::lock_guard g(mutex_);
-    released_.insert(step);
+    released_.insert(number);
     const u64 before = last_;
     for (auto at = released_.begin(); at != released_.end() && *at == last_ + 1; at = released_.erase(at)) last_ = *at;
     if (last_ != before && !peer_->lost()) credit_->raise(last_);
 }
 
-std::unique_ptr<Carrier> mapped_carrier(std::shared_ptr<Span> slots, Ring ring, std::shared_ptr<Span> words, u64 arrival) {
-    return std::make_unique<Mapped>(std::move(slots), ring, std::move(words), arrival);
+void AsyncConsumer::take(Allocate allocate, Taken taken) {
+    allocate_ = std::move(allocate);
+    taken_ = std::move(taken);
+    go_on(Outcome::reached);
 }
 
-std::unique_ptr<Announcement> mapped_announcement(std::shared_ptr<Span> words, u64 offset) {
-    return std::make_unique<Mapped>(nullptr, Ring{0, 0, 0, 1}, std::move(words), offset);
+void AsyncConsumer::go_on(Outcome outcome) {
+    int found = number_of(outcome);
+    for (bool whole = false; found == TW_DONE && !whole;) {
+        if (!watcher_->reached(word_, next_)) {
+            watcher_->when(word_, next_, peer_, seconds_, [this](Outcome next) { go_on(next); });
+            return;
+        }
+        if (!take_piece()) found = TW_REFUSED;
+        else whole = taking_.at == taking_.header.nbytes;
+    }
+    if (found == TW_DONE) taking_.begun = false;
+    const Taken taken = std::move(taken_);  // which may take the next one
+    taken(found);
 }
 
-std::unique_ptr<Carrier> posted_carrier(std::shared_ptr<Connection> connection, std::shared_ptr<Span> source, Ring ours, RemoteRing theirs) {
-    return std::make_unique<Posted>(std::move(connection), std::move(source), ours, theirs);
-}
-
-std::unique_ptr<Announcement> posted_announcement(std::shared_ptr<Connection> connection, u64 key, u64 offset) {
-    return std::make_unique<Posted>(std::move(connection), nullptr, Ring{0, 0, 0, 1}, RemoteRing{0, {0, 0, 0, 1}, key, offset});
+// False: it is refused, and so is everything after it.
+bool AsyncConsumer::take_piece() {
+    const u64 number = next_;
+    const char* const slot = memory_->base + ring_.at(number);
+    const char* from = slot;
+    u64 room = ring_.nbytes;  // bytes that follow there
+    EdgeHeader& header = taking_.header;
+    if (!taking_.begun) {
+        from = read(header);
+        if (!from) return false;
+        room = from == slot + sizeof header ? room - sizeof header : header.nbytes;  // or it is lent
+        taking_.data = static_cast<char*>(allocate_(header, header.nbytes <= room ? from : nullptr, number));
+        if (!taking_.data) return false;
+        taking_.begun = true;
+        taking_.at = 0;
+    }
+    ++next_;
+    const bool stays = taking_.data == from;
+    const u64 nbytes = std::min(header.nbytes - taking_.at, room);
+    if (!stays && nbytes) copy(taking_.data + taking_.at, from, nbytes);
+    taking_.at += nbytes;
+    if (stays) return true;
+    if (header.nbytes && taking_.at == header.nbytes) count_copy(header.nbytes);
+    release(number);
+    return true;
 }
 
 // ---- what other languages see
 
 namespace {
 
-int number_of(Outcome outcome) {
-    return outcome == Outcome::reached ? TW_DONE : outcome == Outcome::timed_out ? TW_TIMED_OUT : TW_LOST;
-}
-
 const tw_async_edges functions = {
     TENSORWIRE_ASYNC_EDGES_VERSION,
-    [](void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context) {
-        static_cast<AsyncProducer*>(producer)->send(step, static_cast<const char*>(data), nbytes,
-                                                    [sent, context](Outcome outcome) { sent(context, number_of(outcome)); });
+    [](void* producer, const tw_header* header, const void* data, tw_call sent, void* context) {
+        static_cast<AsyncProducer*>(producer)->send(*header, static_cast<const char*>(data), [sent, context](Outcome outcome) { sent(context, number_of(outcome)); });
     },
-    [](void* consumer, uint64_t step, tw_call arrived, void* context) {
-        return static_cast<AsyncConsumer*>(consumer)->receive(step, [arrived, context](Outcome outcome) { arrived(context, number_of(outcome)); });
+    [](void* consumer, tw_allocate allocate, tw_call taken, void* context) {
+        static_cast<AsyncConsumer*>(consumer)->take([allocate, context](const EdgeHeader& header, const void* whole, u64 slot) { return allocate(context, &header, whole, slot); },
+                                                    [taken, context](int outcome) { taken(context, outcome); });
     },
-    [](void* consumer, uint64_t step, double seconds) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->arrives(step, seconds)); },
-    [](void* consumer, uint64_t ticket) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->cancel(ticket)); },
-    [](void* consumer, uint64_t step) -> const void* { return static_cast<AsyncConsumer*>(consumer)->slot(step); },
-    [](void* consumer, uint64_t step) { static_cast<AsyncConsumer*>(consumer)->release(step); },
-    [](uint64_t nbytes) { count_copy(nbytes); },
+    [](void* consumer, double seconds) { return static_cast<int>(static_cast<AsyncConsumer*>(consumer)->arrives(seconds)); },
+    [](void* consumer, uint64_t slot) { static_cast<AsyncConsumer*>(consumer)->release(slot); },
     [](void* end, char* text, uint64_t nbytes) {
         const std::string reason = static_cast<AsyncEnd*>(end)->reason();
         if (!nbytes) return;

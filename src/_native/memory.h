@@ -43,6 +43,6 @@ inline void move(char* target, const char* source, u64 nbytes) {
 
 void bind_mapped(nanobind::module_& m);
 void bind_holds(nanobind::module_& m);
-void bind_async_ends(nanobind::module_& m);
+void bind_edges(nanobind::module_& m);
 
 }  // namespace tw

@@ -368,7 +368,7 @@ NB_MODULE(_native, m) {
         .def("close", &Sleepers::close, nb::call_guard<Unlocked>());
     m.attr("ATTEND") = static_cast<int>(Outcome::attend);
 
-    bind_async_ends(m);
+    bind_edges(m);
 
     m.attr("NO_SIGNAL") = no_signal;
     m.attr("PAGE") = page;

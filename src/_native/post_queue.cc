@@ -31,37 +31,33 @@ void PostQueue::close() {
 
 namespace {
 
-class Queued final : public Carrier, public Announcement {
+class QueuedPath final : public Path {
   public:
-    Queued(std::shared_ptr<PostQueue> queue, u64 number, std::shared_ptr<Span> source, Ring ours)
-        : queue_(std::move(queue)), number_(number), source_(std::move(source)), ours_(ours) {}
+    QueuedPath(std::shared_ptr<PostQueue> queue, u64 whose, std::shared_ptr<Span> slots, Ring ring)
+        : queue_(std::move(queue)), whose_(whose), slots_(std::move(slots)), ring_(ring) {}
 
-    bool carry(u64 step, const SlotHeader& header, const char* data, u64 nbytes) override {
-        fill_slot(source_->base + ours_.at(step), header, data, nbytes);
-        queue_->push({number_, step, sizeof header + nbytes});
+    bool carry(u64 number, const EdgeHeader* header, const char* data, u64 nbytes) override {
+        const u64 at = ring_.at(number);
+        queue_->push({whose_, number, at, fill(slots_->base + at, header, data, nbytes)});
         return true;
     }
 
-    bool raise(u64 step) override {
-        queue_->push({number_, step, 0});
+    bool raise(u64 number) override {
+        queue_->push({whose_, number, 0, 0});
         return true;
     }
 
   private:
     const std::shared_ptr<PostQueue> queue_;
-    const u64 number_;
-    const std::shared_ptr<Span> source_;
-    const Ring ours_;
+    const u64 whose_;
+    const std::shared_ptr<Span> slots_;
+    const Ring ring_;
 };
 
 }  // namespace
 
-std::unique_ptr<Carrier> queued_carrier(std::shared_ptr<PostQueue> queue, u64 number, std::shared_ptr<Span> source, Ring ours) {
-    return std::make_unique<Queued>(std::move(queue), number, std::move(source), ours);
-}
-
-std::unique_ptr<Announcement> queued_announcement(std::shared_ptr<PostQueue> queue, u64 number) {
-    return std::make_unique<Queued>(std::move(queue), number, nullptr, Ring{0, 0, 0, 1});
+std::unique_ptr<Path> queued_path(std::shared_ptr<PostQueue> queue, u64 whose, std::shared_ptr<Span> slots, Ring ring) {
+    return std::make_unique<QueuedPath>(std::move(queue), whose, std::move(slots), ring);
 }
 
 }  // namespace tw

@@ -11,9 +11,9 @@
 
 namespace tw {
 
-// `nbytes` of the slot of `step` and its signal; or with 0 the signal alone. `number`: whose.
+// `nbytes` of the memory at `at`, and the signal `value`; or with 0 the signal alone. `whose`: the number of a path.
 struct Post {
-    u64 number, step, nbytes;
+    u64 whose, value, at, nbytes;
 };
 
 class PostQueue {
@@ -30,7 +30,6 @@ class PostQueue {
     bool closed_ = false;
 };
 
-std::unique_ptr<Carrier> queued_carrier(std::shared_ptr<PostQueue> queue, u64 number, std::shared_ptr<Span> source, Ring ours);
-std::unique_ptr<Announcement> queued_announcement(std::shared_ptr<PostQueue> queue, u64 number);
+std::unique_ptr<Path> queued_path(std::shared_ptr<PostQueue> queue, u64 whose, std::shared_ptr<Span> slots = nullptr, Ring ring = {});
 
 }  // namespace tw

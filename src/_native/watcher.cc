@@ -34,31 +34,20 @@ bool Watcher::arrives(u64 offset, u64 at_least, const Liveness& peer, double sec
     return false;
 }
 
-u64 Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call) {
-    u64 ticket;
+void Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call) {
     {
         std::lock_guard g(mutex_);
-        ticket = ++tickets_;
         if (!closed_ && !(words_->own && words_->own->forked())) {
-            entries_.emplace(ticket, Entry{offset, at_least, std::move(peer), now() + seconds, std::move(call)});
+            entries_.push_back({offset, at_least, std::move(peer), now() + seconds, std::move(call)});
             call = nullptr;
             if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
         }
     }
-    if (call) {
-        call(Outcome::lost);
-        return ticket;
-    }
+    if (call) return call(Outcome::lost);
     added_.notify_one();
     // The thread may have looked before the entry was there, and sleep through what has happened since.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (reached(offset, at_least)) ring(words_->header->futex);
-    return ticket;
-}
-
-bool Watcher::cancel(u64 ticket) {
-    std::lock_guard g(mutex_);
-    return entries_.erase(ticket) > 0;
 }
 
 void Watcher::close() {
@@ -83,13 +72,13 @@ void Watcher::collect(std::vector<Due>& due, double& next) {
     const double time = now();
     next = time + slice_seconds;
     for (auto at = entries_.begin(); at != entries_.end();) {
-        const Outcome outcome = closed_ ? Outcome::lost : look(at->second, time);
+        const Outcome outcome = closed_ ? Outcome::lost : look(*at, time);
         if (outcome == Outcome::interrupted) {
-            next = std::min(next, at->second.end);
+            next = std::min(next, at->end);
             ++at;
             continue;
         }
-        due.push_back({std::move(at->second.call), outcome});
+        due.push_back({std::move(at->call), outcome});
         at = entries_.erase(at);
     }
 }

@@ -3,7 +3,7 @@
 
 #include <condition_variable>
 #include <functional>
-#include <map>
+#include <list>
 #include <thread>
 
 #include "span.h"
@@ -23,10 +23,8 @@ class Watcher {
     bool reached(u64 offset, u64 at_least) const { return words_->word(offset)->load(std::memory_order_acquire) >= at_least; }
     // Whether a word reaches a number within so many seconds. The calling thread sees to it, and drives tcp meanwhile.
     bool arrives(u64 offset, u64 at_least, const Liveness& peer, double seconds) const;
-    // Calls back once: `reached`, `timed_out`, or `lost` with the peer or when this is closed. Returns a ticket, never 0.
-    u64 when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call);
-    // Whether the call was still to come, and will not.
-    bool cancel(u64 ticket);
+    // Calls back once: `reached`, `timed_out`, or `lost` with the peer or when this is closed.
+    void when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call);
     // All calls that are still to come are made now, with `lost`. A second caller waits for the first.
     void close();
 
@@ -49,8 +47,7 @@ class Watcher {
     const bool naps_;
     std::mutex mutex_;
     std::condition_variable added_;
-    std::map<u64, Entry> entries_;  // by ticket
-    u64 tickets_ = 0;
+    std::list<Entry> entries_;
     bool closed_ = false;
     std::mutex closing_;  // held until the thread has ended
     std::thread thread_;  // from the first entry on

@@ -365,6 +365,39 @@ class Sleepers:
 
 ATTEND: int = 4
 
+def dtypes() -> list[tuple[str, int]]:
+    """Name and bytes of each dtype of a header, by its number."""
+
+HEADER: int = 256
+
+def pack_header(
+    slot: object,
+    at: int,
+    kind: int,
+    type: bytes,
+    step: int,
+    nbytes: int,
+    offset: int,
+    value: bytes,
+    region: bytes,
+    shape: bytes,
+) -> None:
+    """
+    Writes a header at `slot[at:]`. `type`: dtype and rank; `shape`: lengths and strides.
+    """
+
+def unpack_header(
+    slot: object, at: int, bound: int, memory: int
+) -> tuple[int, bytes, int, int, int, bytes, bytes, bytes]:
+    """
+    The fields of the header at `slot[at:]`, kind to shape, once they are checked. Raises ValueError.
+    """
+
+def step_of(slot: object, at: int) -> int:
+    """
+    The step of the header at `slot[at:]`, unchecked: whether it is worth reading.
+    """
+
 class Watcher:
     """A thread that looks at the words of one region for others."""
 
@@ -376,99 +409,61 @@ class PostQueue:
     """Writes of such ends that Python is to post."""
 
     def __init__(self) -> None: ...
-    def next(self, seconds: float) -> tuple[int, int, int] | None:
+    def next(self, seconds: float) -> tuple[int, int, int, int] | None:
         """
-        Whose it is, the step, and how many bytes of its slot go with the signal; None: none came in time.
+        Whose it is, the signal, and where in the slots how many bytes lie that go with it; None: none came in time.
         """
 
     def close(self) -> None:
         """`next` returns at once, when it has returned what waits."""
 
+class AsyncPath:
+    """How an end's words, and a producer's slots, get to the other end."""
+
+    @staticmethod
+    def mapped(words: Memory, word: int, slots: Memory | None = None, ring: tuple[int, int] = (0, 1)) -> AsyncPath: ...
+    @staticmethod
+    def posted(
+        connection: Connection,
+        words_key: int,
+        word: int,
+        slots: Memory | None = None,
+        ring: tuple[int, int] = (0, 1),
+        key: int = 0,
+    ) -> AsyncPath: ...
+    @staticmethod
+    def queued(
+        queue: PostQueue, whose: int, slots: Memory | None = None, ring: tuple[int, int] = (0, 1)
+    ) -> AsyncPath: ...
+
 class AsyncProducer:
     """The sending end of an edge, for programs in C++."""
 
-    @staticmethod
-    def mapped(
-        watcher: Watcher,
-        credit: int,
-        peer: Liveness,
-        seconds: float,
-        slots: Memory,
-        ring: tuple[int, int, int, int],
-        words: Memory,
-        arrival: int,
-        lends: Memory | None = None,
-    ) -> AsyncProducer: ...
-    @staticmethod
-    def posted(
-        watcher: Watcher,
-        credit: int,
-        peer: Liveness,
-        seconds: float,
-        connection: Connection,
-        source: Memory,
-        ours: tuple[int, int, int, int],
-        key: int,
-        theirs: tuple[int, int, int, int],
-        words_key: int,
-        arrival: int,
-    ) -> AsyncProducer: ...
-    @staticmethod
-    def queued(
-        watcher: Watcher,
-        credit: int,
-        peer: Liveness,
-        seconds: float,
-        queue: PostQueue,
-        number: int,
-        source: Memory,
-        ours: tuple[int, int, int, int],
-    ) -> AsyncProducer: ...
+    def __init__(
+        self,
+        awaited: tuple[Watcher, int, Liveness, float],
+        path: AsyncPath,
+        ring: tuple[int, int],
+        lends: tuple[Memory, bytes] | None,
+    ) -> None:
+        """`awaited`: the watcher, where its word is, the peer, and seconds."""
+
     @property
     def address(self) -> int: ...
 
 class AsyncConsumer:
     """The receiving end of an edge, for programs in C++."""
 
-    @staticmethod
-    def mapped(
-        watcher: Watcher,
-        arrival: int,
-        peer: Liveness,
-        seconds: float,
-        memory: Memory,
-        ring: tuple[int, int, int, int],
-        words: Memory,
-        credit: int,
-        lent: Memory | None = None,
-    ) -> AsyncConsumer: ...
-    @staticmethod
-    def posted(
-        watcher: Watcher,
-        arrival: int,
-        peer: Liveness,
-        seconds: float,
-        memory: Memory,
-        ring: tuple[int, int, int, int],
-        connection: Connection,
-        words_key: int,
-        credit: int,
-    ) -> AsyncConsumer: ...
-    @staticmethod
-    def queued(
-        watcher: Watcher,
-        arrival: int,
-        peer: Liveness,
-        seconds: float,
-        memory: Memory,
-        ring: tuple[int, int, int, int],
-        queue: PostQueue,
-        number: int,
-    ) -> AsyncConsumer: ...
+    def __init__(
+        self,
+        awaited: tuple[Watcher, int, Liveness, float],
+        path: AsyncPath,
+        ring: tuple[int, int],
+        slots: Memory,
+        lent: tuple[Memory, bytes] | None,
+    ) -> None: ...
     @property
     def address(self) -> int: ...
-
-SLOT_HEADER: int = 64
 
 def async_edges() -> int:
     """The address of the functions that tensorwire/async_edges.h describes."""

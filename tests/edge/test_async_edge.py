@@ -11,58 +11,51 @@ from typing import Any
 
 import pytest
 
-from tensorwire._native import Memory, async_edges
+from tensorwire._native import Memory
 from tensorwire.device import Device, LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice, connect_peer
 from tensorwire.edge.async_edge import AsyncEdges
 from tensorwire.edge.async_posts import AsyncPosts
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters
 from tensorwire.testing.patience import patient
+from tests.edge.async_functions import (
+    ALLOCATE,
+    DONE,
+    LOST,
+    REFUSED,
+    TIMED_OUT,
+    Header,
+    Outcome,
+    functions,
+    header_of,
+)
 from tests.harness.fake_nic import fabric as fabric
 from tests.harness.fake_nic import ibverbs as ibverbs
 
 pytestmark = pytest.mark.usefixtures("fabric")
 
-_u64, _pointer = ctypes.c_uint64, ctypes.c_void_p
-CALL = ctypes.CFUNCTYPE(None, _pointer, ctypes.c_int)
-DONE, TIMED_OUT, LOST = range(3)
 
+class Taken(Outcome):
+    """A tensor that is being taken: it may stay where it lies, or is copied, or ``refuses``."""
 
-class Functions(ctypes.Structure):
-    """``struct tw_async_edges``."""
+    def __init__(self, stays: bool = False, refuses: bool = False) -> None:
+        super().__init__()
+        self.step = self.slot = 0
+        self.whole, self._stays, self._refuses = False, stays, refuses
+        self.allocate = ALLOCATE(self._allocate)
 
-    _fields_ = [
-        ("version", _u64),
-        ("send", ctypes.CFUNCTYPE(None, _pointer, _u64, _pointer, _u64, CALL, _pointer)),
-        ("receive", ctypes.CFUNCTYPE(_u64, _pointer, _u64, CALL, _pointer)),
-        ("arrives", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _u64, ctypes.c_double)),
-        ("cancel", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _u64)),
-        ("slot", ctypes.CFUNCTYPE(_pointer, _pointer, _u64)),
-        ("release", ctypes.CFUNCTYPE(None, _pointer, _u64)),
-        ("copied", ctypes.CFUNCTYPE(None, _u64)),
-        ("reason", ctypes.CFUNCTYPE(None, _pointer, ctypes.c_char_p, _u64)),
-    ]
+    def _allocate(self, _: Any, header: Any, whole: int | None, slot: int) -> int | None:
+        self.step, self.slot, self.whole = header[0].step, slot, whole is not None
+        self.nbytes = header[0].nbytes
+        if self._refuses:
+            return None
+        self._memory = ctypes.create_string_buffer(self.nbytes + 1)
+        self.address = whole if whole and self._stays else ctypes.addressof(self._memory)
+        return self.address
 
-
-functions = Functions.from_address(async_edges())
-assert functions.version == 2
-
-
-class Outcome:
-    """Of one call."""
-
-    def __init__(self) -> None:
-        self.value: int | None = None
-        self._there = threading.Event()
-        self.call = CALL(self._take)
-
-    def _take(self, _: Any, outcome: int) -> None:
-        self.value = outcome
-        self._there.set()
-
-    def wait(self) -> int | None:
-        assert self._there.wait(patient(30.0))
-        return self.value
+    @property
+    def data(self) -> bytes:
+        return ctypes.string_at(self.address, self.nbytes)
 
 
 class Pair:
@@ -72,7 +65,6 @@ class Pair:
         self, kind: type[Device], nbytes: int, depth: int, seconds: float, lends: Memory | None = None
     ) -> None:
         self.devices = kind(), kind()
-        self.nbytes = nbytes
         pipes = multiprocessing.Pipe()
         ends: dict[str, Any] = {}
 
@@ -94,23 +86,25 @@ class Pair:
         self._kept = ends
         self.producer, self.consumer = ends["producer"][1].address, ends["consumer"][1].address
 
-    def send(self, step: int, data: bytes) -> Outcome:
+    def send(self, step: int, data: bytes, **fields: Any) -> Outcome:
         outcome = Outcome()
-        outcome.kept = ctypes.create_string_buffer(data, len(data))  # type: ignore[attr-defined]
-        return self.send_from(step, ctypes.addressof(outcome.kept), outcome)  # type: ignore[attr-defined]
+        outcome.kept = ctypes.create_string_buffer(data, len(data) or 1)  # type: ignore[attr-defined]
+        address = ctypes.addressof(outcome.kept)  # type: ignore[attr-defined]
+        return self.send_from(header_of(step, len(data), **fields), address, outcome)
 
-    def send_from(self, step: int, address: int, outcome: Outcome) -> Outcome:
-        functions.send(self.producer, step, address, self.nbytes, outcome.call, None)
+    def send_from(self, header: Header, address: int, outcome: Outcome) -> Outcome:
+        functions.send(self.producer, header, address, outcome.call, None)
         return outcome
 
-    def receive(self, step: int) -> tuple[Outcome, int]:
-        outcome = Outcome()
-        return outcome, functions.receive(self.consumer, step, outcome.call, None)
+    def take(self, taken: Taken | None = None) -> Taken:
+        taken = taken or Taken()
+        functions.take(self.consumer, taken.allocate, taken.call, None)
+        return taken
 
-    def taken(self, step: int) -> bytes:
-        data = ctypes.string_at(functions.slot(self.consumer, step), self.nbytes)
-        functions.release(self.consumer, step)
-        return data
+    def reason(self) -> str:
+        text = ctypes.create_string_buffer(200)
+        functions.reason(self.consumer, text, len(text))
+        return text.value.decode()
 
 
 @contextlib.contextmanager
@@ -128,118 +122,149 @@ def pair(
 
 
 def data_of(step: int, nbytes: int = 100) -> bytes:
-    return bytes((step + at) % 256 for at in range(nbytes))
+    return (bytes(range(step, step + 199)) * (nbytes // 199 + 1))[:nbytes]
 
 
 KINDS = [LoopbackDevice, ShmDevice, TcpDevice, VerbsDevice]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_either_end_may_come_first_and_slots_are_used_again(kind: type[Device]) -> None:
+def test_tensors_of_any_size_arrive_in_the_order_in_which_they_are_sent(kind: type[Device]) -> None:
+    """Either end comes first; what fills more than a slot comes in pieces, and more are sent than there are slots."""
+    sizes = [0, 1, 99, 100, 101, 100 + 355, 100 + 356, 100 + 357, 5000, 0, 7]  # a slot has 356 bytes
     with pair(kind) as ends:
-        early = [ends.receive(step)[0] for step in (1, 2)]
-        for step in (1, 2):
-            assert ends.send(step, data_of(step)).wait() == DONE
-        assert [outcome.wait() for outcome in early] == [DONE, DONE]
-        assert [ends.taken(step) for step in (1, 2)] == [data_of(1), data_of(2)]
-        sent = [ends.send(step, data_of(step)) for step in range(3, 10)]  # more than there are slots
-        for step in range(3, 10):
-            assert ends.receive(step)[0].wait() == DONE
-            assert ends.taken(step) == data_of(step)
-        assert [outcome.wait() for outcome in sent] == [DONE] * 7
+        for sizes_now, early in ((sizes, True), (sizes, False)):
+            taken = ends.take() if early else None
+            before = counters.snapshot()
+            sent = [ends.send(step, data_of(step, nbytes)) for step, nbytes in enumerate(sizes_now, 1)]
+            for step, nbytes in enumerate(sizes_now, 1):
+                taken = taken or ends.take()
+                assert taken.wait() == DONE
+                assert (taken.step, taken.data, taken.whole) == (step, data_of(step, nbytes), nbytes <= 100)
+                taken = None
+            assert [outcome.wait() for outcome in sent] == [DONE] * len(sizes)
+            assert counters.since(before).copied_bytes == 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_may_be_sent_and_released_in_any_order(kind: type[Device]) -> None:
+def test_what_stays_in_its_slot_may_be_released_in_any_order(kind: type[Device]) -> None:
     with pair(kind, depth=3) as ends:
-        sent = {step: ends.send(step, data_of(step)) for step in (3, 2, 1)}
-        assert [ends.receive(step)[0].wait() for step in (2, 3, 1)] == [DONE] * 3
-        assert [outcome.wait() for outcome in sent.values()] == [DONE] * 3
-        later = ends.send(4, data_of(4))
-        assert [ends.taken(step) for step in (3, 2)] == [data_of(3), data_of(2)]
-        assert later.value is None  # the slot of step 1 is still in use
-        assert ends.taken(1) == data_of(1)
+        sent = [ends.send(step, data_of(step)) for step in (7, 5, 6)]
+        taken = [Taken(stays=True) for _ in range(3)]
+        assert [ends.take(each).wait() for each in taken] == [DONE] * 3
+        assert [outcome.wait() for outcome in sent] == [DONE] * 3
+        later = ends.send(8, data_of(8))
+        for each, step in zip(taken, (7, 5, 6), strict=True):
+            assert (each.step, each.data) == (step, data_of(step))
+        for each in (taken[2], taken[1]):
+            functions.release(ends.consumer, each.slot)
+        assert later.value is None  # the first slot is still in use
+        functions.release(ends.consumer, taken[0].slot)
         assert later.wait() == DONE
-        assert ends.receive(4)[0].wait() == DONE
-        assert ends.taken(4) == data_of(4)
+        last = ends.take()
+        assert (last.wait(), last.data) == (DONE, data_of(8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_may_look_whether_a_step_has_arrived(kind: type[Device]) -> None:
+def test_a_thread_may_look_whether_something_has_arrived(kind: type[Device]) -> None:
     with pair(kind) as ends:
-        assert functions.arrives(ends.consumer, 1, 0.0) == 0
-        assert functions.arrives(ends.consumer, 1, 0.001) == 0
+        assert functions.arrives(ends.consumer, 0.0) == 0
+        assert functions.arrives(ends.consumer, 0.001) == 0
         sender = threading.Thread(target=lambda: ends.send(1, data_of(1)).wait())
         sender.start()
-        assert functions.arrives(ends.consumer, 1, patient(30.0)) == 1
+        assert functions.arrives(ends.consumer, patient(30.0)) == 1
         sender.join()
-        assert ends.receive(1)[0].wait() == DONE
-        assert functions.arrives(ends.consumer, 1, 0.0) == 1
-        assert ends.taken(1) == data_of(1)
-        assert functions.arrives(ends.consumer, 2, 0.0) == 0
+        assert functions.arrives(ends.consumer, 0.0) == 1
+        assert ends.take().wait() == DONE
+        assert functions.arrives(ends.consumer, 0.0) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_waits_is_cancelled_or_ends_in_time_or_with_the_edge(kind: type[Device]) -> None:
+def test_what_waits_ends_in_time_or_with_the_edge(kind: type[Device]) -> None:
     with pair(kind, seconds=0.5) as ends:
-        outcome, ticket = ends.receive(1)
-        assert functions.cancel(ends.consumer, ticket) == 1
-        assert functions.cancel(ends.consumer, ticket) == 0
-        assert ends.receive(1)[0].wait() == TIMED_OUT
+        assert ends.take().wait() == TIMED_OUT
         sent = [ends.send(step, data_of(step)) for step in (1, 2, 3)]
         assert [each.wait() for each in sent] == [DONE, DONE, TIMED_OUT]
-        assert ends.send(4, data_of(4)).wait() == TIMED_OUT  # that of step 3 never comes
-        waiting, _ = ends.receive(9)
+        assert ends.send(4, data_of(4)).wait() == TIMED_OUT  # for ever
+        assert [ends.take().wait() for _ in range(2)] == [DONE, DONE]
+        waiting = ends.take()
         ends.edges[1].close()
         assert waiting.wait() in (LOST, TIMED_OUT)
-        assert ends.receive(9)[0].wait() == LOST
-        assert outcome.value is None
+        assert ends.take().wait() == LOST
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_whose_predecessors_never_come_ends_in_time(kind: type[Device]) -> None:
-    with pair(kind, seconds=0.5) as ends:
-        early = [ends.send(step, data_of(step)) for step in (3, 2)]
-        assert [each.wait() for each in early] == [TIMED_OUT] * 2
-        assert ends.send(1, data_of(1)).wait() == TIMED_OUT
+def test_a_tensor_whose_pieces_are_late_goes_on_arriving() -> None:
+    with pair(VerbsDevice, seconds=0.5) as ends:
+        writes, gate = ends.edges[0]._posts._writes, threading.Event()
+        write = writes[0]
 
+        def late(signal: int, at: int, nbytes: int) -> object:
+            if signal == 2:
+                gate.wait(patient(30.0))
+            return write(signal, at, nbytes)
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_time_of_an_early_step_ends_when_it_is_sent(kind: type[Device]) -> None:
-    with pair(kind, depth=4, seconds=0.5) as ends:
-        early = [ends.send(step, data_of(step)) for step in (3, 2, 1)]
-        assert [each.wait() for each in early] == [DONE] * 3
-        assert ends.receive(9)[0].wait() == TIMED_OUT  # so that as much time has passed
-        assert ends.send(4, data_of(4)).wait() == DONE
+        writes[0] = late
+        ends.send(1, data_of(1, 400))
+        begun = ends.take()
+        assert begun.wait() == TIMED_OUT
+        gate.set()
+        assert ends.take().wait() == DONE
+        assert begun.data == data_of(1, 400)
 
 
 @pytest.mark.parametrize("kind", [ShmDevice, TcpDevice, VerbsDevice])
 def test_the_loss_of_the_peer_ends_what_waits(kind: type[Device]) -> None:
     with pair(kind, seconds=600.0) as ends:
-        waiting, _ = ends.receive(1)
+        waiting = ends.take()
         ends.devices[0].close()
         assert waiting.wait() == LOST
-        text = ctypes.create_string_buffer(200)
-        functions.reason(ends.consumer, text, len(text))
-        assert text.value
+        assert ends.reason()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_in_lent_memory_is_read_there_and_kept_until_it_is_released(kind: type[Device]) -> None:
-    nbytes, memory = 300 << 10, Memory.allocate(4 << 20, reserve=False)
-    with pair(kind, nbytes=nbytes, lends=memory) as ends:
+    """It takes one slot, however large it is."""
+    nbytes, memory = 3 << 20, Memory.allocate(4 << 20, reserve=False)
+    with pair(kind, nbytes=nbytes if kind in (TcpDevice, VerbsDevice) else 100, lends=memory) as ends:
         maps = ends.devices[0].capabilities.maps
-        view, at = memoryview(memory), 12345
-        view[at : at + nbytes] = data_of(1, nbytes)
+        view, at = memoryview(memory), memory.nbytes - nbytes
+        view[at:] = data_of(1, nbytes)
         before = counters.snapshot()
-        lent = ends.send_from(1, memory.address + at, Outcome())
-        assert ends.receive(1)[0].wait() == DONE
+        lent = ends.send_from(header_of(1, nbytes), memory.address + at, Outcome())
+        stays = ends.take(Taken(stays=True))
+        assert stays.wait() == DONE
         assert counters.since(before).copies == (0 if maps else 1)
         assert lent.value == (None if maps else DONE)
-        other = ends.send(2, data_of(2, nbytes))  # which lies elsewhere
-        assert ends.receive(2)[0].wait() == DONE
-        assert [ends.taken(step) for step in (1, 2)] == [data_of(1, nbytes), data_of(2, nbytes)]
+        other = ends.send(2, data_of(2))  # which lies elsewhere
+        copy = ends.take()
+        assert (copy.wait(), copy.data, stays.data) == (DONE, data_of(2), data_of(1, nbytes))
+        functions.release(ends.consumer, stays.slot)
         assert [lent.wait(), other.wait()] == [DONE, DONE]
+
+
+LIES = {
+    "a number with a shape or a payload": {"kind": 77},
+    "malformed header: 100 bytes for": {"rank": 2},
+    "what is encoded is not bytes": {"kind": 5, "dtype": 2},
+    "a tensor with a number": {"value": 1},
+    "where nothing is lent": {"region": (2, 0, 255, 255)},
+}
+
+
+@pytest.mark.parametrize("kind", [ShmDevice, TcpDevice])
+@pytest.mark.parametrize("why", LIES)
+def test_a_peer_that_lies_is_refused(kind: type[Device], why: str) -> None:
+    with pair(kind) as ends:
+        ends.send(1, data_of(1), **LIES[why])
+        for _ in range(2):
+            assert ends.take().wait() == REFUSED
+            assert why in ends.reason()
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    with pair(LoopbackDevice) as ends:
+        ends.send(1, data_of(1))
+        assert ends.take(Taken(refuses=True)).wait() == REFUSED
 
 
 def test_ends_that_differ_are_refused() -> None:

@@ -363,62 +363,88 @@ void words_of_life() {
     for (int fd : sockets) ::close(fd);
 }
 
-// Ends that need no Python: one thread sends the odd steps and one the even ones, so that many come early; two threads
-// receive and release, and look for some steps themselves. `queued`: a third thread posts what they write, as one of
-// Python's does for a NIC.
+// Ends that need no Python: two threads send tensors, of which every third fills many slots, and one takes them; what fits
+// into a slot stays there until another thread has looked at it. `queued`: a thread posts what the ends
+// write, as one of Python's does for a NIC.
 void ends_of_other_programs(bool queued) {
-    constexpr u64 steps = 2000, depth = 4, stride = sizeof(SlotHeader) + payload_bytes, nobody = 0, producers = 1, consumers = 2;
-    const Ring ring{0, stride, stride, depth};
-    auto words = region(16), slots = region(depth * stride), source = region(depth * stride);  // credit at 0, arrival at 8
+    constexpr u64 tensors = 2000, nobody = 0, producers = 1, consumers = 2;
+    const Ring ring{sizeof(EdgeHeader) + payload_bytes, 4};
+    auto words = region(16), slots = region(ring.at(3) + ring.stride()), source = region(slots->nbytes);  // credit at 0, arrival at 8
     auto watcher = std::make_shared<Watcher>(words);
     auto queue = std::make_shared<PostQueue>();
     auto peer = std::make_shared<Liveness>();
     std::thread poster([&] {
         Post post;
         for (;;) {
-            post.number = nobody;
+            post.whose = nobody;
             if (!queue->pop(patience, post)) return;
-            REQUIRE(post.number != nobody);
-            if (post.nbytes) copy(slots->base + ring.at(post.step), source->base + ring.at(post.step), post.nbytes);
-            raise(*words, post.number == producers ? 8 : 0, post.step);
+            REQUIRE(post.whose != nobody);
+            if (post.nbytes) copy(slots->base + post.at, source->base + post.at, post.nbytes);
+            raise(*words, post.whose == producers ? 8 : 0, post.value);
         }
     });
-    AsyncProducer out(AsyncEnd(watcher, 0, peer, patience), queued ? queued_carrier(queue, producers, source, ring) : mapped_carrier(slots, ring, words, 8), ring, nullptr);
-    AsyncConsumer in(AsyncEnd(watcher, 8, peer, patience), slots, ring, queued ? queued_announcement(queue, consumers) : mapped_announcement(words, 0), nullptr);
-    std::atomic<u64> sent{0}, received{0};
+    AsyncProducer out({watcher, 0, peer, patience}, queued ? queued_path(queue, producers, source, ring) : mapped_path(words, 8, slots, ring), ring);
+    AsyncConsumer in({watcher, 8, peer, patience}, slots, ring, queued ? queued_path(queue, consumers) : mapped_path(words, 0));
+    std::atomic<u64> sent{0};
     std::vector<std::thread> all;
-    for (u64 first : {1, 2}) {
+    for (u64 first : {1, 2})
         all.emplace_back([&, first] {
-            for (u64 step = first; step <= steps; step += 2) {
-                auto* data = new std::vector<char>(payload_bytes, static_cast<char>(step));
-                out.send(step, data->data(), payload_bytes, [&sent, data](Outcome outcome) {
+            for (u64 step = first; step <= tensors; step += 2) {
+                EdgeHeader header{};
+                header.kind = TW_TENSOR;
+                header.dtype = TW_BYTES;
+                header.rank = 1;
+                header.step = step;
+                header.nbytes = header.lengths[0] = step % 3 ? payload_bytes : 5 * payload_bytes + step;
+                auto* data = new std::vector<char>(header.nbytes, static_cast<char>(step));
+                out.send(header, data->data(), [&sent, data](Outcome outcome) {
                     REQUIRE(outcome == Outcome::reached);
                     delete data;
                     sent++;
                 });
             }
         });
-        all.emplace_back([&, first] {
-            for (u64 step = first; step <= steps; step += 2) {
-                const auto arrived = [&in, &received, step](Outcome outcome) {
-                    REQUIRE(outcome == Outcome::reached);
-                    REQUIRE(holds_only(in.slot(step), payload_bytes, static_cast<char>(step)));
-                    in.release(step);
-                    received++;
-                };
-                if (step % 3 == 0 && in.arrives(step, 1e-4)) arrived(Outcome::reached);
-                else in.receive(step, arrived);
-            }
+    EdgeHeader header;
+    std::vector<char> copied;
+    std::vector<std::thread> lookers;
+    const auto join = [](auto& threads) {
+        for (auto& each : threads) each.join();
+        threads.clear();
+    };
+    for (u64 taken = 0; taken < tensors; taken++) {
+        std::atomic<bool> there{false};
+        const void* stays = nullptr;
+        u64 slot = 0;
+        if (taken % 5 == 0) in.arrives(1e-4);
+        in.take([&](const EdgeHeader& found, const void* whole, u64 number) -> void* {
+            header = found;
+            stays = whole;
+            slot = number;
+            copied.resize(found.nbytes);
+            return whole ? const_cast<void*>(whole) : copied.data();
+        }, [&there](int outcome) {
+            REQUIRE(outcome == TW_DONE);
+            there = true;
         });
+        while (!there) usleep(10);
+        if (!stays) REQUIRE(holds_only(copied.data(), header.nbytes, static_cast<char>(header.step)));
+        else lookers.emplace_back([&in, stays, slot, step = header.step] {
+            REQUIRE(holds_only(static_cast<const char*>(stays), payload_bytes, static_cast<char>(step)));
+            in.release(slot);
+        });
+        if (lookers.size() == 3) join(lookers);
     }
-    for (auto& each : all) each.join();
-    while (sent < steps || received < steps) usleep(100);
-    out.send(steps + 2, source->base, 8, [&sent](Outcome outcome) {  // for ever early
-        REQUIRE(outcome == Outcome::lost);
-        sent++;
-    });
+    join(lookers);
+    join(all);
+    while (sent < tensors) usleep(100);
+    REQUIRE(in.arrives(1e-4) == false);
+    for (u64 step = 1; step <= ring.count + 1; step++)  // one more than there are slots
+        out.send(header, copied.data(), [&sent](Outcome outcome) {
+            REQUIRE(outcome == Outcome::reached || outcome == Outcome::lost);
+            sent++;
+        });
     watcher->close();
-    REQUIRE(sent == steps + 1);
+    while (sent < tensors + ring.count + 1) usleep(100);
     queue->close();
     poster.join();
 }

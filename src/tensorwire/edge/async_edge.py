@@ -1,7 +1,8 @@
-"""Static edges whose ends need no Python, for adapters in C++, which call tensorwire/async_edges.h.
+"""Edges whose ends need no Python, for adapters in C++, which call tensorwire/async_edges.h.
 
 Python connects them. Each has one slot or more in the consumer's memory, an arrival word there, and a credit word at
-the producer, as in `tensorwire.edge.static`. The words of a device lie in one region, which one thread polls.
+the producer, as in `tensorwire.edge.static`. The words of a device lie in one region, which one thread polls. The
+header of `tensorwire.edge.header` precedes each tensor.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tensorwire._native import SLOT_HEADER, AsyncConsumer, AsyncProducer, Connection, Memory, Watcher
-from tensorwire.device import Channel, Device, Region, RemoteRegion
+from tensorwire._native import HEADER, AsyncConsumer, AsyncPath, AsyncProducer, Memory, Watcher
+from tensorwire.device import Channel, Device, Region, RemoteRegion, RemoteView
 from tensorwire.device.meeting import Meeting, exchange
 from tensorwire.device.tcp import TcpChannel, TcpDevice
 from tensorwire.edge.async_posts import AsyncPosts, WriteSlot
@@ -23,10 +24,9 @@ _LINE = 64  # bytes from one word or slot to the next: no two share a cache line
 MOST_EDGES = 1 << 14  # of a device
 
 Side = Literal["producer", "consumer"]
-Ring = tuple[int, int, int, int]  # where the first slot is, bytes from one to the next, bytes of one, how many
 
 
-class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 1", forbid_unknown_fields=True):
+class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 2", forbid_unknown_fields=True):
     """One end's message: what it takes the edge for, and where its word and its slots lie."""
 
     side: Side
@@ -83,7 +83,7 @@ class AsyncEdges:
             pipe: As for ``connect_edge``.
             side: Which end this process has.
             carries: What both ends take the edge for, in words that they must share, such as a dtype and a shape.
-            nbytes: Bytes of a slot.
+            nbytes: Bytes of the largest tensor that fits into a slot, after its header: larger ones are sent in pieces.
             depth: How many slots.
             timeout: Seconds to wait for the other process.
             seconds: How long a send or a receive may take; None: as for the device's others.
@@ -97,45 +97,46 @@ class AsyncEdges:
             PeerLost, WaitTimeout: The other process ends, or does not answer in time.
             ProtocolError: Something else than Tensorwire answers.
         """
-        mapped = channel.device.capabilities.maps
+        maps = channel.device.capabilities.maps
         number = next(self._numbers)
         if number >= MOST_EDGES:
             raise OutOfMemory(f"a device has {MOST_EDGES} edges for programs in C++")
-        word, nbytes = _LINE * number, SLOT_HEADER + nbytes
-        ring = (0, round_up(nbytes, _LINE), nbytes, depth)
-        ours = None if side == "producer" and mapped else self._device.allocate(ring[1] * depth)
-        self._kept.append(ours)
-        slots = b"" if side == "producer" or ours is None else ours.remote("write").pack()
+        word, nbytes = _LINE * number, HEADER + nbytes
+        slots = None if side == "producer" and maps else self._device.allocate(round_up(nbytes, _LINE) * depth)
+        shown = b"" if side == "producer" or slots is None else slots.remote("write").pack()
         lends = b"" if side == "consumer" or self._lends is None else self._lends.remote("read").pack()
-        offer = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, slots, lends)
-        theirs = _agree(offer, pipe, timeout)
-        words, limit = RemoteRegion.unpack(theirs.words), self._seconds if seconds is None else seconds
-        common = self._watcher, word, channel.liveness, limit
+        ours = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, shown, lends)
+        theirs = _agree(ours, pipe, timeout)
+        path = self._path(channel, theirs, slots if side == "producer" else None, sends=side == "producer")
+        awaited = self._watcher, word, channel.liveness, self._seconds if seconds is None else seconds
         end: AsyncProducer | AsyncConsumer
+        lent: tuple[Memory, bytes] | None = None
         if side == "producer":
-            there = RemoteRegion.unpack(theirs.slots)
-            if ours is None:
-                end = AsyncProducer.mapped(
-                    *common, _map(channel, there), ring, _map(channel, words), theirs.word, self._lends
-                )
-            elif self._posts is not None:
-                post = self._posts.add(_writes(channel, words, theirs.word, ours, there, ring))
-                end = AsyncProducer.queued(*common, self._posts.queue, post, ours, ring)
-            else:
-                keys = (there.key, ring, words.key, theirs.word)
-                end = AsyncProducer.posted(*common, _connection(channel), ours, ring, *keys)
+            if self._lends is not None:
+                lent = self._lends, lends
+            end = AsyncProducer(awaited, path, (nbytes, depth), lent)
         else:
-            assert ours is not None
-            if mapped:
-                lent = _map(channel, RemoteRegion.unpack(theirs.lends)) if theirs.lends else None
-                end = AsyncConsumer.mapped(*common, ours, ring, _map(channel, words), theirs.word, lent)
-            elif self._posts is not None:
-                post = self._posts.add(_writes(channel, words, theirs.word))
-                end = AsyncConsumer.queued(*common, ours, ring, self._posts.queue, post)
-            else:
-                end = AsyncConsumer.posted(*common, ours, ring, _connection(channel), words.key, theirs.word)
-        self._kept.append(end)
+            assert slots is not None
+            if theirs.lends and maps:
+                lent = _map(channel, theirs.lends), theirs.lends
+            end = AsyncConsumer(awaited, path, (nbytes, depth), slots, lent)
+        self._kept.append((slots, end))
         return end
+
+    def _path(self, channel: Channel, theirs: _Offer, source: Region | None, *, sends: bool) -> AsyncPath:
+        """How our words, and if this end sends its slots, get to the other end. ``source``: these, unless it maps."""
+        words, ring = RemoteRegion.unpack(theirs.words), (theirs.nbytes, theirs.depth)
+        there = RemoteRegion.unpack(theirs.slots) if sends else None
+        if channel.device.capabilities.maps:
+            return AsyncPath.mapped(
+                _map(channel, theirs.words), theirs.word, _map(channel, theirs.slots) if sends else None, ring
+            )
+        if isinstance(channel, TcpChannel):
+            key = 0 if there is None else there.key
+            return AsyncPath.posted(channel.connection, words.key, theirs.word, source, ring, key)
+        assert self._posts is not None
+        post = self._posts.add(_writes(channel, words.view(theirs.word, 8), source, there))
+        return AsyncPath.queued(self._posts.queue, post, source, ring)
 
     def close(self) -> None:
         """Whatever still waits is told that it is lost. Idempotent."""
@@ -144,34 +145,19 @@ class AsyncEdges:
             self._posts.close()
 
 
-def _map(channel: Channel, region: RemoteRegion) -> Memory:
-    found = channel.map(region.view())
+def _map(channel: Channel, region: bytes) -> Memory:
+    found = channel.map(RemoteRegion.unpack(region).view())
     assert found is not None  # the device maps
     return found
 
 
-def _connection(channel: Channel) -> Connection:
-    assert isinstance(channel, TcpChannel)
-    return channel.connection
+def _writes(channel: Channel, word: RemoteView, source: Region | None, there: RemoteRegion | None) -> WriteSlot:
+    """What brings a part of our slots to those over there, and raises the word."""
 
-
-def _writes(
-    channel: Channel,
-    words: RemoteRegion,
-    word: int,
-    ours: Region | None = None,
-    there: RemoteRegion | None = None,
-    ring: Ring = (0, 0, 0, 1),
-) -> WriteSlot:
-    """What writes the slot of a step, from our ring to the one over there, and raises the word."""
-    arrival = words.view(word, 8)
-    first, stride, _, depth = ring
-
-    def write(step: int, nbytes: int) -> object:
-        if ours is None or there is None:
-            return channel.signal(arrival, step)
-        at = first + step % depth * stride
-        return channel.write(ours.view(at, nbytes), there.view(at, nbytes), (arrival, step))
+    def write(signal: int, at: int, nbytes: int) -> object:
+        if source is None or there is None or not nbytes:
+            return channel.signal(word, signal)
+        return channel.write(source.view(at, nbytes), there.view(at, nbytes), (word, signal))
 
     return write
 

@@ -11,8 +11,8 @@ from tensorwire.errors import PeerLost, RegionClosed
 
 _LOOK = 1.0  # seconds between looks at whether this was closed
 
-# `(step, nbytes)`: writes so many bytes of the step's slot, and then its signal; with 0 bytes the signal alone.
-WriteSlot = Callable[[int, int], object]
+# `(signal, at, nbytes)`: writes so many bytes of the slots, and then the signal; with 0 bytes the signal alone.
+WriteSlot = Callable[[int, int, int], object]
 
 
 class AsyncPosts:
@@ -44,6 +44,6 @@ class AsyncPosts:
     def _run(self) -> None:
         while (found := self.queue.next(_LOOK)) is not None or not self._closed:
             if found is not None:
-                number, step, nbytes = found
+                number, signal, at, nbytes = found
                 with contextlib.suppress(PeerLost, RegionClosed):  # whoever waits for the answer learns of it
-                    self._writes[number](step, nbytes)
+                    self._writes[number](signal, at, nbytes)

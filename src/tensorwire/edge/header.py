@@ -1,7 +1,7 @@
 """The header describes a step's payload in a fixed, versioned, little-endian form, the only one on the wire.
 
 It describes a tensor, with its strides, or holds a number. The payload lies after the header, in a region of the
-producer, or in other memory that both ends know. docs/edges.md has the layout.
+producer, or in other memory that both ends know. docs/edges.md has the layout; the native core writes and checks it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ import math
 import struct
 from typing import NamedTuple, Union
 
+from tensorwire._native import HEADER, pack_header, step_of, unpack_header
 from tensorwire.device import RemoteRegion
 from tensorwire.edge.tensor import DTYPES, Spec, contiguous
 from tensorwire.errors import ArgumentError, ProtocolError
 
-HEADER = 256  # bytes; what follows is aligned like the slot
+__all__ = ["HEADER", "MOST_BYTES", "Header", "pack_number", "pack_tensor", "step_of", "unpack"]
+
 MOST_DIMENSIONS = 8
 MOST_BYTES = 2**63  # of a payload: so that no length or offset overflows, in whatever reads it
 
-_MAGIC = b"TWEH"
-_VERSION = 2
-# magic, version, kind, dtype and rank, step, bytes of payload, offset, value, remote region, lengths and strides
-_WIRE = struct.Struct("<4sBB2sQQQ8s32s128s56x")
-_STEP = struct.Struct("<8xQ")
 _INT, _FLOAT, _SHAPE = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<16Q")
 _NO_TYPE, _FLAT, _NOTHING, _NOWHERE = bytes(2), bytes(128), bytes(8), bytes(32)
-assert _WIRE.size == HEADER
 _NAMES = tuple(DTYPES)
 
 # What a step carries: plain numbers, since an enumeration's cost more than all the rest of a header.
@@ -65,7 +61,7 @@ def pack_tensor(slot: memoryview, at: int, step: int, spec: Spec, *, region: byt
         ArgumentError: For more than 8 dimensions, and for lengths that cannot be sent.
     """
     dtype, nbytes, shape = _described(spec)
-    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, TENSOR, dtype, step, nbytes, offset, _NOTHING, region, shape)
+    pack_header(slot, at, TENSOR, dtype, step, nbytes, offset, _NOTHING, region, shape)
     return HEADER
 
 
@@ -88,12 +84,6 @@ def _reach(spec: Spec) -> int:
     return max(math.prod(length or 1 for length in spec.shape) * DTYPES[spec.dtype], spec.nbytes)
 
 
-def step_of(slot: memoryview, at: int) -> int:
-    """The step of the header at ``slot[at:]``, unchecked: whether it is worth reading."""
-    step: int = _STEP.unpack_from(slot, at)[0]
-    return step
-
-
 def pack_number(slot: memoryview, at: int, step: int, value: Number) -> int:
     """Writes an int, float or bool at ``slot[at:]``; how many bytes it takes.
 
@@ -112,7 +102,7 @@ def pack_number(slot: memoryview, at: int, step: int, value: Number) -> int:
         raise ArgumentError(
             f"an edge carries tensors, int, float and bool, not {type(value).__name__}: item() makes numbers of scalars"
         )
-    _WIRE.pack_into(slot, at, _MAGIC, _VERSION, kind, _NO_TYPE, step, 0, 0, raw, _NOWHERE, _FLAT)
+    pack_header(slot, at, kind, _NO_TYPE, step, 0, 0, raw, _NOWHERE, _FLAT)
     return HEADER
 
 
@@ -131,38 +121,19 @@ def unpack(slot: memoryview, at: int, bound: int, memory: int = 0) -> Header:
         ProtocolError: For anything but what the functions above write.
     """
     try:
-        magic, version, kind, dtype, step, nbytes, offset, raw, packed, shape = _WIRE.unpack_from(slot, at)
-    except struct.error:
-        raise ProtocolError(f"a slot of an edge begins with a header of {HEADER} bytes; this one is shorter") from None
-    if magic != _MAGIC or version != _VERSION:
-        raise ProtocolError(
-            "not a header of this version of Tensorwire: use the same version and kind of edge at both ends"
-        )
+        kind, dtype, step, nbytes, offset, raw, packed, shape = unpack_header(slot, at, bound, memory)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
     if kind == TENSOR:
-        spec = _spec(dtype, nbytes, shape)
-        if nbytes > bound:
-            raise ProtocolError(f"a tensor of {nbytes} bytes on an edge for {bound}: the same bound at both ends")
-        if raw != _NOTHING:
-            raise ProtocolError("malformed header: a tensor with a number")
-        region = _region(packed)
-        if offset + nbytes > (memory if region is None else region.length) and (offset or region is not None):
-            raise ProtocolError(f"malformed header: {nbytes} bytes at {offset} of {region or memory}")
-        return Header(kind, step, nbytes, spec, None, region, offset)
-    if dtype != _NO_TYPE or shape != _FLAT or packed != _NOWHERE or offset or nbytes:
-        raise ProtocolError("malformed header: a number with a shape or a payload")
-    return Header(kind, step, 0, value=_number(kind, raw))
+        return Header(kind, step, nbytes, _spec(dtype, shape), None, _region(packed), offset)
+    number = (_FLOAT if kind == FLOAT else _INT).unpack(raw)[0]
+    return Header(kind, step, 0, value=bool(number) if kind == BOOL else number)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(described: bytes, nbytes: int, packed: bytes) -> Spec:
+def _spec(described: bytes, packed: bytes) -> Spec:
     (dtype, rank), numbers = described, _SHAPE.unpack(packed)
-    lengths, strides = numbers[:MOST_DIMENSIONS], numbers[MOST_DIMENSIONS:]
-    if dtype >= len(_NAMES) or rank > MOST_DIMENSIONS or any(lengths[rank:]) or any(strides[rank:]):
-        raise ProtocolError(f"malformed header: dtype {dtype}, lengths {lengths} and strides {strides} of rank {rank}")
-    spec = Spec(lengths[:rank], _NAMES[dtype], strides[:rank])
-    if _reach(spec) >= MOST_BYTES or max(strides) >= MOST_BYTES or spec.nbytes != nbytes:
-        raise ProtocolError(f"malformed header: {nbytes} bytes for {spec}")
-    return spec
+    return Spec(numbers[:rank], _NAMES[dtype], numbers[MOST_DIMENSIONS : MOST_DIMENSIONS + rank])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,14 +144,3 @@ def _region(packed: bytes) -> RemoteRegion | None:
         return RemoteRegion.unpack(packed)
     except ArgumentError as error:
         raise ProtocolError(f"malformed header: {error}") from None
-
-
-def _number(kind: int, raw: bytes) -> Number:
-    number = _INT.unpack(raw)[0]
-    if kind == INT:
-        return int(number)
-    if kind == FLOAT:
-        return float(_FLOAT.unpack(raw)[0])
-    if kind == BOOL and number in (0, 1):
-        return bool(number)
-    raise ProtocolError(f"malformed header: kind {kind}, value {number}")

@@ -8,20 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorwire._native import gather
+from tensorwire._native import dtypes, gather
 from tensorwire.device.checks import check_plain
 from tensorwire.errors import ArgumentError
 
 # Bytes of an element: what numpy and torch share, and the short floats that only torch has. A dtype's place here is
-# its number in headers: new ones go to the end.
-DTYPES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32"), 4),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
-    "complex128": 16,
-    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-}
+# its number in headers.
+DTYPES = dict(dtypes())
 
 
 @dataclass(frozen=True, slots=True)

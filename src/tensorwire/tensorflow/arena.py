@@ -15,14 +15,13 @@ import os
 from tensorwire._native import Memory
 from tensorwire.errors import Unsupported
 from tensorwire.tensorflow.build import compiled
-from tensorwire.tensorflow.operator_edges import CHUNK_BYTES, set_tensor_memory
+from tensorwire.tensorflow.operator_edges import set_tensor_memory
 
 _memory = Memory.allocate(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), reserve=False)
 _library = ctypes.CDLL(str(compiled("arena")))
 _library.tensorwire_arena.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 _library.tensorwire_arena_used.restype = ctypes.c_uint64
-# Not to its end: a consumer may look at as many bytes as a chunk has wherever one begins.
-if not _library.tensorwire_arena(_memory.address, _memory.nbytes - CHUNK_BYTES):
+if not _library.tensorwire_arena(_memory.address, _memory.nbytes):
     raise Unsupported(
         "TensorFlow has made tensors already: import tensorwire.tensorflow.arena first, right after tensorflow"
     )

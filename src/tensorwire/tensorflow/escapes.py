@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 RECEIVE, SEND = "TensorwireReceive", "TensorwireSend"
-RECEIVE_VARYING, SEND_VARYING = "TensorwireReceiveVarying", "TensorwireSendVarying"  # have memory of their own
 # These return the memory of an input, or a part of it.
 # fmt: off
 _HAND_ON = frozenset((
@@ -59,7 +58,7 @@ def _escapes(tensor: Any, outputs: set[int]) -> bool:
                 waiting += op.outputs
             elif op.type in _IF_IDLE:
                 continue
-            elif op.type not in (SEND, SEND_VARYING) and _keeps(op):
+            elif op.type != SEND and _keeps(op):
                 return True
     return False
 

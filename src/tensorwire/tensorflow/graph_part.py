@@ -12,7 +12,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorwire.edge.async_edge import Side
 from tensorwire.graph.analysis import Analysis
 from tensorwire.graph.passes.causality import sends_before
-from tensorwire.tensorflow.escapes import RECEIVE, RECEIVE_VARYING, SEND, SEND_VARYING, copy_what_escapes
+from tensorwire.tensorflow.escapes import RECEIVE, SEND, copy_what_escapes
 from tensorwire.tensorflow.graph_importer import Imported, control_name, value_name
 from tensorwire.tensorflow.operator_edges import Carried, OperatorEdges, edge_name, operator_edges
 
@@ -159,13 +159,12 @@ class PartBuilder:
         name = f"tensorwire/receive/{len(self._received)}"
         self._received[value] = name
         self._end(edge, "consumer", source, carried)
-        node = self._graph.node.add(
-            op=RECEIVE_VARYING if carried.varies else RECEIVE, name=name, input=[_ANCHOR, _STEP]
-        )
+        node = self._graph.node.add(op=RECEIVE, name=name, input=[_ANCHOR, _STEP])
         if value in self._before:
             node.input.append("^" + self._sends[self._before[value]])
         node.attr["T"].type = carried.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
+        node.attr["copy"].b = carried.varies
         node.attr["key"].s = self._key(edge).encode()
 
     def _add_send_of(self, value: str, target: str) -> None:
@@ -179,10 +178,9 @@ class PartBuilder:
 
     def _add_send(self, name: str, source: str, edge: str, target: str, carried: Carried) -> None:
         self._end(edge, "producer", target, carried)
-        node = self._graph.node.add(op=SEND_VARYING if carried.varies else SEND, name=name, input=[source, _STEP])
+        node = self._graph.node.add(op=SEND, name=name, input=[source, _STEP])
         node.attr["T"].type = carried.dtype.as_datatype_enum
-        if carried.varies:
-            node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
+        node.attr["shape"].shape.CopyFrom(carried.shape.as_proto())
         node.attr["key"].s = self._key(edge).encode()
 
     def _key(self, edge: str) -> str:

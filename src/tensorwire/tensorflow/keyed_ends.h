@@ -29,7 +29,6 @@ struct End {
     std::vector<std::function<void()>> waiting;  // until it is known
     int64_t runs = 0;                            // of operators without a step
     int64_t unsent = 0;                          // tensors that are kept until they have left
-    uint64_t chunks = 0;                         // of a varying edge, that have a number
     absl::Status error;                          // of an earlier send
     std::atomic<bool> soon{false};               // the last tensor was there within `look_seconds`
 };

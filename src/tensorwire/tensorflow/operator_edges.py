@@ -18,14 +18,15 @@ from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
 from tensorwire.edge.async_edge import AsyncEdges, Side
+from tensorwire.edge.header import HEADER, MOST_DIMENSIONS
+from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
 from tensorwire.launch.worker import current_worker
 from tensorwire.tensorflow.build import OperatorLibrary, load_library
 from tensorwire.tensorflow.error_texts import failure_text, register
 
-CHUNK_BYTES = 256 << 10  # of a slot of a varying edge
-_DEPTH, _CHUNKS = 2, 4  # slots of an edge, and of a varying one
-_ENCODED = (tf.string, tf.variant)  # by TensorFlow
+_DEPTH = 2  # slots of an edge, each for a tensor
+_PIECE, _PIECES = (256 << 10) - HEADER, 4  # the same of a varying edge, whose larger tensors fill many
 _JOB = " of job "
 _jobs = itertools.count(1)  # of this process
 
@@ -38,8 +39,9 @@ class Carried(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether the size of its tensors is known only when they are sent: then they are sent in chunks."""
-        return self.dtype in _ENCODED or not self.shape.is_fully_defined()
+        """Whether the size is known only when a tensor is sent: then TensorFlow encodes what no header describes."""
+        described = self.dtype.name in DTYPES and self.shape.is_fully_defined() and self.shape.rank <= MOST_DIMENSIONS
+        return not described
 
     @property
     def text(self) -> str:
@@ -51,9 +53,9 @@ class Carried(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Bytes of a slot, and how many there are."""
+        """Bytes of a tensor that fits into a slot, and how many there are."""
         if self.varies:
-            return CHUNK_BYTES, _CHUNKS
+            return _PIECE, _PIECES
         return math.prod(self.shape.as_list()) * self.dtype.size, _DEPTH
 
 
@@ -209,9 +211,18 @@ def load_operators() -> OperatorLibrary:
     """The operators. Raises `Unsupported` where they cannot be compiled, or are of another version."""
     found = load_library("operators")
     library = found.library
-    library.tensorwire_begin.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    numbers = (ctypes.c_int * len(DTYPES))(*map(_number_of, DTYPES))
+    library.tensorwire_begin.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.c_uint64]
     library.tensorwire_know.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_char_p]
     library.tensorwire_know.restype = None
-    if not library.tensorwire_begin(async_edges(), CHUNK_BYTES):
+    if not library.tensorwire_begin(async_edges(), numbers, len(DTYPES)):
         raise Unsupported("the operators for TensorFlow are of another version of Tensorwire: install it again")
     return found
+
+
+def _number_of(dtype: str) -> int:
+    """TensorFlow's number of a dtype; 0: it has none of that name."""
+    try:
+        return int(tf.as_dtype(dtype).as_datatype_enum)
+    except TypeError:
+        return 0

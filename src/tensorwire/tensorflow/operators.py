@@ -84,22 +84,18 @@ def send_to(tensor: Any, name: str, to: str, step: Any, shape: Any) -> Any:
     """`send`, by the name of an edge to a member of the job."""
     carried = _connected(name, "producer", to, shape, tensor.dtype)
     ops, key = load_operators().ops, operator_edges().operator_key(name)
-    if carried.varies:
-        return ops.tensorwire_send_varying(tensor, _number(step), shape=shape, key=key)
-    if not tensor.shape.is_fully_defined():  # of another size it would not fit into its slot
+    if not carried.varies and not tensor.shape.is_fully_defined():  # of another size it would not fit into its slot
         tensor = tf.ensure_shape(tensor, shape)
-    return ops.tensorwire_send(tensor, _number(step), key=key)
+    return ops.tensorwire_send(tensor, _number(step), shape=shape, key=key)
 
 
 def receive_from(name: str, shape: Any, dtype: Any, source: str, step: Any, copy: bool | None) -> Any:
     """`recv`, by the name of an edge from a member of the job."""
     carried, ops = _connected(name, "consumer", source, shape, dtype), load_operators().ops
     anchor, number, key = _anchor().read_value(), _number(step), operator_edges().operator_key(name)
-    if carried.varies:
-        return ops.tensorwire_receive_varying(anchor, number, T=dtype, shape=shape, key=key)
-    if copy is None and not tf.executing_eagerly():
+    copied = carried.varies or (tf.executing_eagerly() if copy is None else copy)
+    if copy is None and not copied:
         when_traced(tf.compat.v1.get_default_graph())
-    copied = tf.executing_eagerly() if copy is None else copy
     return ops.tensorwire_receive(anchor, number, T=dtype, shape=shape, key=key, copy=copied)
 
 
@@ -124,16 +120,15 @@ def _anchor() -> Any:
 
 @tf.RegisterGradient("TensorwireSend")  # type: ignore[untyped-decorator]
 def _gradient_of_send(op: Any, _: Any) -> list[Any]:
-    return _receive_gradient(op, op.inputs[0].shape)
-
-
-@tf.RegisterGradient("TensorwireSendVarying")  # type: ignore[untyped-decorator]
-def _gradient_of_varying_send(op: Any, _: Any) -> list[Any]:
-    return _receive_gradient(op, _shape_of(op))
+    tensor, step = op.inputs
+    if not _has_gradient(tensor.dtype):
+        return [None, None]
+    key, source, target = edge_ends(op.get_attr("key").decode())
+    back = edge_name(f"gradient of {key}", target, source)
+    return [receive_from(back, _shape_of(op), tensor.dtype, target, step, None), None]
 
 
 @tf.RegisterGradient("TensorwireReceive")  # type: ignore[untyped-decorator]
-@tf.RegisterGradient("TensorwireReceiveVarying")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
     if _has_gradient(gradient.dtype):
         key, source, target = edge_ends(op.get_attr("key").decode())
@@ -143,15 +138,6 @@ def _gradient_of_receive(op: Any, gradient: Any) -> list[Any]:
 
 def _shape_of(op: Any) -> Any:
     return tf.TensorShape(op.get_attr("shape"))
-
-
-def _receive_gradient(op: Any, shape: Any) -> list[Any]:
-    tensor, step = op.inputs
-    if not _has_gradient(tensor.dtype):
-        return [None, None]
-    key, source, target = edge_ends(op.get_attr("key").decode())
-    back = edge_name(f"gradient of {key}", target, source)
-    return [receive_from(back, shape, tensor.dtype, target, step, None), None]
 
 
 def _has_gradient(dtype: Any) -> bool:

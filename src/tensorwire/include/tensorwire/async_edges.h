@@ -3,39 +3,53 @@
  * Python connects an edge (tensorwire.edge.async_edge) and hands over the address of its end, which stays valid until the
  * process ends. `tensorwire._native.async_edges()` is the address of the functions. Any thread may call; a callback runs in
  * the calling thread, or in one of Tensorwire's, and must not wait.
+ *
+ * Tensors arrive in the order in which they are sent, and a consumer takes one after the other. What fills more than a slot
+ * comes in pieces; else the consumer may look at it where it lies.
  */
 #ifndef TENSORWIRE_ASYNC_EDGES_H
 #define TENSORWIRE_ASYNC_EDGES_H
 
 #include <stdint.h>
 
-#define TENSORWIRE_ASYNC_EDGES_VERSION 2
+#define TENSORWIRE_ASYNC_EDGES_VERSION 3
 
-/* What became of a send or a receive. */
-enum { TW_DONE = 0, TW_TIMED_OUT = 1, TW_LOST = 2 };
+/* What became of a send or a receive. Refused: what arrived is malformed, or `allocate` did not want it. */
+enum { TW_DONE = 0, TW_TIMED_OUT = 1, TW_LOST = 2, TW_REFUSED = 3 };
+
+/* Kinds of headers that these edges carry: a tensor, or bytes that only the framework can make a tensor of. */
+enum { TW_TENSOR = 1, TW_ENCODED = 5 };
+enum { TW_MOST_DIMENSIONS = 8, TW_BYTES = 1 /* the dtype of encoded bytes, which have one dimension */ };
+
+/* In front of each tensor, in little-endian order: docs/edges.md. A sender sets kind, dtype, rank, step, nbytes and lengths. */
+struct tw_header {
+    char magic[4];
+    uint8_t version, kind, dtype, rank;
+    uint64_t step, nbytes, offset, value;
+    unsigned char region[32];
+    uint64_t lengths[TW_MOST_DIMENSIONS], strides[TW_MOST_DIMENSIONS];
+    unsigned char unused[56];
+};
 
 typedef void (*tw_call)(void* context, int outcome);
+/* Memory for the `nbytes` of a header, or null to refuse it. `whole`: where they all lie already, if they do: if that is
+ * returned, they stay there, perhaps read-only, until the slot of that number is released. */
+typedef void* (*tw_allocate)(void* context, const struct tw_header* header, const void* whole, uint64_t slot);
 
 struct tw_async_edges {
     uint64_t version;
-    /* Sends `data` in `step`, 1 or more, once the steps before it have been sent and the consumer has released a slot.
-     * Calls `sent`, perhaps before it returns, when the data may be reused: it was copied, or if it lies in memory that
-     * is lent, the consumer has released it. It waits for those steps no longer than for a slot; once one has timed out
-     * or is lost, so are all that wait and all that come later. */
-    void (*send)(void* producer, uint64_t step, const void* data, uint64_t nbytes, tw_call sent, void* context);
-    /* Calls `arrived` when `step` has arrived. If it has, that is before this returns, which is with 0; else with a ticket. */
-    uint64_t (*receive)(void* consumer, uint64_t step, tw_call arrived, void* context);
-    /* Whether `step` has arrived, or does so within `seconds`, in which the caller's thread sees to it. */
-    int (*arrives)(void* consumer, uint64_t step, double seconds);
-    /* Whether `arrived` was still to be called, and will not be. */
-    int (*cancel)(void* consumer, uint64_t ticket);
-    /* The memory of a step that has arrived, until it is released; it may be read-only. */
-    const void* (*slot)(void* consumer, uint64_t step);
-    /* Gives a slot back. The producer gets it when those of all earlier steps came back, too. */
-    void (*release)(void* consumer, uint64_t step);
-    /* Counts a copy that the caller made. */
-    void (*copied)(uint64_t nbytes);
-    /* Why an end is lost, for people: at most `nbytes` characters with the zero at their end. */
+    /* Sends `data`, the `nbytes` of a header. Calls `sent`, perhaps before it returns, when the data may be reused: it was
+     * copied, or if it lies in memory that is lent, the consumer has released it. Once a send has timed out or is lost, so
+     * are all that wait and all that come later. */
+    void (*send)(void* producer, const struct tw_header* header, const void* data, tw_call sent, void* context);
+    /* Takes the next tensor, one at a time. `allocate` is called when its header is here, `taken` when all of it is, both
+     * perhaps before this returns. After a timeout, the next call goes on. */
+    void (*take)(void* consumer, tw_allocate allocate, tw_call taken, void* context);
+    /* Whether the next tensor begins to arrive within `seconds`, in which the caller's thread sees to it. */
+    int (*arrives)(void* consumer, double seconds);
+    /* Gives a slot back. The producer gets it when those before it came back, too. */
+    void (*release)(void* consumer, uint64_t slot);
+    /* Why an end is lost or refuses, for people: at most `nbytes` characters with the zero at their end. */
     void (*reason)(void* end, char* text, uint64_t nbytes);
 };
 

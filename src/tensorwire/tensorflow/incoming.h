@@ -1,11 +1,11 @@
-// The operators of varying edges: the size of what they carry is known only when it is sent.
+// The consumer's end of an edge: which receive gets which tensor.
 //
-// A send hands its tensor over as a message, in chunks, and is done. The chunks are taken out of their slots while a
-// receive waits, and no sooner, so that a producer that is ahead does not fill the consumer's memory. Messages come in
-// the order in which they were sent, and a receive gets the one of its step: others are kept until they are asked for.
+// Tensors are taken while a receive waits, and no sooner, so that a producer that is ahead does not fill the consumer's
+// memory. They come in the order in which they were sent, and a receive gets the one of its step, in its slot unless it takes
+// a copy: others are copied, and kept until they are asked for.
 #pragma once
 
-#include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,80 +15,9 @@
 
 #include "keyed_ends.h"
 #include "tensorflow/core/framework/cancellation.h"
-#include "varying_messages.h"
+#include "described_tensors.h"
 
 namespace tensorwire {
-
-class SendVaryingKernel : public KeyedKernel {
-  public:
-    using KeyedKernel::KeyedKernel;
-
-    void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
-        auto sending = std::make_shared<Sending>();
-        const Tensor& tensor = c->input(0);
-        if (encoded(tensor.dtype())) {  // before it takes a number: what cannot be encoded is no send
-            const absl::Status status = encode(tensor, &sending->payload);
-            OP_REQUIRES_ASYNC(c, status.ok(), absl::Status(status.code(), "tensorwire: " + key_ + " cannot carry this tensor: " + std::string(status.message())), done);
-        } else {
-            sending->tensor = tensor;
-        }
-        int64_t number = 0;
-        bool waits = false;
-        OP_REQUIRES_OK_ASYNC(c, begin_send(c, &number, &waits), done);
-        sending->end = end_;
-        sending->key = key_;
-        if (waits) sending->done = done;
-        const absl::string_view data = sending->data();
-        sending->front = front_of(number, tensor.dtype(), tensor.shape(), data.size());
-        if (data.size() < small_payload) sending->front.append(data.data(), data.size());
-        when_known(*end_, [sending] { sending->begin(sending); });
-        if (!waits) done();
-    }
-
-  private:
-    // A tensor that has not left. Each of its chunks refers to it.
-    struct Sending {
-        std::shared_ptr<End> end;
-        std::string key;
-        Tensor tensor;
-        std::string payload;  // encoded, instead of the tensor
-        std::string front;
-        DoneCallback done;
-        std::atomic<uint64_t> left{0};  // chunks
-        std::atomic<bool> over{false};
-
-        absl::string_view data() const { return payload.empty() ? tensor.tensor_data() : absl::string_view(payload); }
-
-        void begin(const std::shared_ptr<Sending>& me) {
-            if (!end->edge) return finish(errors::Aborted(end->failure));
-            const absl::string_view rest = data().size() < small_payload ? absl::string_view() : data();
-            const uint64_t chunks = 1 + (rest.size() + chunk_bytes - 1) / chunk_bytes;
-            left = chunks;
-            uint64_t number = 0;
-            {
-                std::lock_guard<std::mutex> g(end->mutex);
-                number = end->chunks + 1;
-                end->chunks += chunks;
-            }
-            send(me, number, front);
-            for (size_t at = 0; at < rest.size(); at += chunk_bytes) send(me, ++number, rest.substr(at, chunk_bytes));
-        }
-
-        void send(const std::shared_ptr<Sending>& me, uint64_t number, absl::string_view chunk) {
-            edges->send(end->edge, number, chunk.data(), chunk.size(), [](void* at, int outcome) {
-                const std::unique_ptr<std::shared_ptr<Sending>> held(static_cast<std::shared_ptr<Sending>*>(at));
-                Sending& sending = **held;
-                const bool last = --sending.left == 0;
-                // The first failure is the end: chunks after it need not be heard of.
-                if (outcome != TW_DONE || last) sending.finish(status_of(*sending.end, outcome, "tensorwire: sending " + sending.key));
-            }, new std::shared_ptr<Sending>(me));
-        }
-
-        void finish(const absl::Status& status) {
-            if (!over.exchange(true)) end_send(*end, status, done);
-        }
-    };
-};
 
 // A receive that has no tensor yet.
 struct Waiting {
@@ -96,11 +25,15 @@ struct Waiting {
     AsyncOpKernel::DoneCallback done;
     std::string key;
     PartialTensorShape shape;
+    bool copies;
+    std::shared_ptr<End> end;
+    const std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
     CancellationToken token = CancellationManager::kInvalidToken;
     bool cancelled = false;  // guarded by the mutex of `Incoming`
-    bool asked = false;      // the next chunk was asked for since it waits
+    bool asked = false;      // the next tensor was asked for since it waits
 
     void finish(const absl::StatusOr<Tensor>& result, bool deregisters = true) {
+        end->soon = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count() < look_seconds;
         if (CancellationManager* manager = context->cancellation_manager(); manager && deregisters) manager->TryDeregisterCallback(token);
         if (!result.ok()) context->SetStatus(result.status());
         else if (!shape.IsCompatibleWith(result->shape()))
@@ -113,9 +46,8 @@ struct Waiting {
     absl::Status was_cancelled() const { return errors::Cancelled("tensorwire: receiving ", key, " was cancelled"); }
 };
 
-constexpr size_t most_kept = 256;  // messages of other steps than those that are received, or they would fill memory
+constexpr size_t most_kept = 256;  // tensors of other steps than those that are received, or they would fill memory
 
-// The consumer's end of a varying edge.
 class Incoming {
   public:
     // Before the first receive; all of a key say the same.
@@ -129,7 +61,7 @@ class Incoming {
 
     void receive(int64_t step, const std::shared_ptr<Waiting>& waiting) {
         absl::StatusOr<Tensor> result = errors::Internal("");  // of one that need not wait
-        bool waits = false;
+        bool waits = false, looks = false;
         {
             std::lock_guard<std::mutex> g(mutex_);
             if (waiting->cancelled) {
@@ -143,9 +75,11 @@ class Incoming {
                 result = errors::InvalidArgument("tensorwire: receiving ", key_, ": step ", step, " is being received already");
             } else {
                 waits = true;
+                looks = !asked_;
             }
         }
         if (!waits) return waiting->finish(result);
+        if (looks) look();
         when_known(*end_, [this] { end_->edge ? read() : fail(errors::Aborted(end_->failure)); });
     }
 
@@ -164,8 +98,20 @@ class Incoming {
   private:
     using Due = std::vector<std::pair<std::shared_ptr<Waiting>, absl::StatusOr<Tensor>>>;
 
-    // Asks for the next chunk while a receive waits. One thread does so at a time: one that comes meanwhile leaves it the
-    // work, and a chunk that is there already is no deeper call.
+    // Perhaps waits a moment for what comes next.
+    void look() {
+        void* edge = nullptr;
+        {
+            std::lock_guard<std::mutex> g(end_->mutex);
+            edge = end_->edge;
+        }
+        if (!edge || !end_->soon || looking.test_and_set()) return;
+        edges->arrives(edge, look_seconds);
+        looking.clear();
+    }
+
+    // Asks for the next tensor while a receive waits. One thread does so at a time: one that comes meanwhile leaves it the
+    // work, and a tensor that is there already is no deeper call.
     void read() {
         Due due;
         {
@@ -185,53 +131,59 @@ class Incoming {
         while (!asked_ && !waiting_.empty() && kept_.size() < most_kept) {
             asked_ = true;
             for (auto& [step, each] : waiting_) each->asked = true;
-            const uint64_t chunk = chunk_;
             lock.unlock();
-            edges->receive(end_->edge, chunk, [](void* self, int outcome) { static_cast<Incoming*>(self)->arrived(outcome); }, this);
+            edges->take(end_->edge, [](void* self, const tw_header* header, const void* whole, uint64_t slot) {
+                return static_cast<Incoming*>(self)->allocate(*header, whole, slot);
+            }, [](void* self, int outcome) { static_cast<Incoming*>(self)->arrived(outcome); }, this);
             lock.lock();
         }
     }
 
+    void* allocate(const tw_header& header, const void* whole, uint64_t slot) {
+        bool copies = true;
+        {
+            std::lock_guard<std::mutex> g(mutex_);
+            const auto found = waiting_.find(static_cast<int64_t>(header.step));
+            if (found != waiting_.end()) copies = found->second->copies;
+        }
+        return arriving_.allocate(header, dtype_, copies ? nullptr : whole, end_->edge, slot);
+    }
+
     // Until `asked_` is false again, no other thread touches what arrives.
     void arrived(int outcome) {
-        absl::Status broken, failed = status_of(*end_, outcome, "tensorwire: receiving " + key_);
+        const bool complete = outcome == TW_DONE;
+        absl::Status failed = arriving_.refused.ok() ? status_of(*end_, outcome, "tensorwire: receiving " + key_) : prefixed(arriving_.refused);
         absl::StatusOr<Tensor> result = errors::Internal("");
-        bool complete = false;
-        if (outcome == TW_DONE) {
-            broken = arriving_.take(static_cast<const char*>(edges->slot(end_->edge, chunk_)), dtype_);
-            edges->release(end_->edge, chunk_);
-            complete = broken.ok() && arriving_.complete();
-            if (complete) {
-                edges->copied(arriving_.nbytes());
-                result = arriving_.finish(dtype_);
-                if (!result.ok()) result = prefixed(result.status());
-            }
+        if (complete) {
+            result = arriving_.finish(dtype_);
+            if (!result.ok()) result = prefixed(result.status());
         }
         Due due;
         {
             std::lock_guard<std::mutex> g(mutex_);
-            if (outcome == TW_DONE) ++chunk_;
-            if (complete) broken = deliver(arriving_.step(), std::move(result), due);
-            if (!broken.ok()) broken_ = failed = prefixed(broken);
-            if (!failed.ok()) take_all(failed, !broken.ok(), due);
+            bool broken = outcome == TW_REFUSED;
+            if (complete && !deliver(std::move(result), due)) {
+                broken = true;
+                failed = prefixed(errors::Aborted("step ", arriving_.step, " was sent twice"));
+            }
+            if (broken) broken_ = failed;
+            if (!failed.ok()) take_all(failed, broken, due);
             asked_ = false;
         }
         for (auto& [each, with] : due) each->finish(with);
         read();
     }
 
-    // Finds the receive of a message, or keeps it. The mutex is held.
-    absl::Status deliver(int64_t step, absl::StatusOr<Tensor> result, Due& due) {
-        if (const auto found = waiting_.find(step); found != waiting_.end()) {
-            due.emplace_back(std::move(found->second), std::move(result));
-            waiting_.erase(found);
-            return absl::OkStatus();
-        }
-        if (kept_.emplace(step, std::move(result)).second) return absl::OkStatus();
-        return errors::Aborted("step ", step, " was sent twice");
+    // Finds the receive of what has arrived, or keeps it; false: there was one of its step. The mutex is held.
+    bool deliver(absl::StatusOr<Tensor> result, Due& due) {
+        const auto found = waiting_.find(arriving_.step);
+        if (found == waiting_.end()) return kept_.emplace(arriving_.step, std::move(result)).second;
+        due.emplace_back(std::move(found->second), std::move(result));
+        waiting_.erase(found);
+        return true;
     }
 
-    // Receives that fail: all, or those that waited when the chunk was asked for that did not come. The mutex is held.
+    // Receives that fail: all, or those that waited when the tensor was asked for that did not come. The mutex is held.
     void take_all(const absl::Status& status, bool all, Due& due) {
         for (auto at = waiting_.begin(); at != waiting_.end();) {
             if (!all && !at->second->asked) {
@@ -261,10 +213,9 @@ class Incoming {
     std::string key_;
     DataType dtype_ = DT_INVALID;
     std::map<int64_t, std::shared_ptr<Waiting>> waiting_;      // by step
-    std::map<int64_t, absl::StatusOr<Tensor>> kept_;           // by step: messages that came before they were asked for
+    std::map<int64_t, absl::StatusOr<Tensor>> kept_;           // by step: those that came before they were asked for
     Arriving arriving_;
-    uint64_t chunk_ = 1;    // the next one
-    bool asked_ = false;    // for it
+    bool asked_ = false;    // for the next one
     bool reading_ = false;  // a thread is in `read`
     absl::Status broken_;   // why nothing more can be received
 };
@@ -274,12 +225,13 @@ inline Keyed<Incoming>& incoming() {
     return *all;
 }
 
-class ReceiveVaryingKernel : public KeyedKernel {
+class ReceiveKernel : public KeyedKernel {
   public:
-    explicit ReceiveVaryingKernel(OpKernelConstruction* c) : KeyedKernel(c) {
+    explicit ReceiveKernel(OpKernelConstruction* c) : KeyedKernel(c) {
         DataType dtype = DT_INVALID;
         OP_REQUIRES_OK(c, c->GetAttr("T", &dtype));
         OP_REQUIRES_OK(c, c->GetAttr("shape", &shape_));
+        OP_REQUIRES_OK(c, c->GetAttr("copy", &copy_));
         incoming_ = incoming().find(key_);
         incoming_->describe(end_, key_, dtype);
     }
@@ -287,11 +239,7 @@ class ReceiveVaryingKernel : public KeyedKernel {
     void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
         int64_t number = 0;
         OP_REQUIRES_OK_ASYNC(c, step(c, 1, &number), done);
-        auto waiting = std::make_shared<Waiting>();
-        waiting->context = c;
-        waiting->done = std::move(done);
-        waiting->key = key_;
-        waiting->shape = shape_;
+        auto waiting = std::make_shared<Waiting>(Waiting{c, std::move(done), key_, shape_, copy_, end_});
         if (CancellationManager* manager = c->cancellation_manager()) {
             waiting->token = manager->get_cancellation_token();
             if (!manager->RegisterCallback(waiting->token, [waiting, from = incoming_] { from->cancel(waiting); }))
@@ -302,6 +250,7 @@ class ReceiveVaryingKernel : public KeyedKernel {
 
   private:
     PartialTensorShape shape_;
+    bool copy_;
     std::shared_ptr<Incoming> incoming_;
 };
 
