@@ -99,7 +99,7 @@ MEMBERS = {
 
 def members(shown: type) -> set[str]:
     """The public names of a class and its bases of ours: those in their bodies, and attributes that methods assign."""
-    ours = [each for each in shown.__mro__ if each.__module__.startswith("tensorwire.")]
+    ours = [each for each in shown.__mro__ if re.match(r"tensorwire\.(?!_native)", each.__module__)]
     assigned = {
         node.attr
         for each in ours
