@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from tensorwire.store.bucket_code import decoders
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
 from tensorwire.store.key_layout import answer_word, values_at
-from tensorwire.store.key_rules import Array, make_key_rule, outgrows_caches
+from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
@@ -265,7 +265,7 @@ class _Worker:
         self._answered = [0] * len(buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []
-        self._targets: list[Array] = []
+        self._targets: list[np.ndarray[Any, Any]] = []
         show(server.member, server.name, self.name, self._slots)
 
     def open(self) -> None:
