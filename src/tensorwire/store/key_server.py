@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -266,7 +266,7 @@ class _Worker:
         self._answered = [0] * len(buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []
-        self._targets: list[Array] = []
+        self._targets: list[np.ndarray[Any, Any]] = []
         show(server.member, server.name, self.name, self._slots)
 
     def open(self) -> None:
