@@ -340,6 +340,9 @@ def lies() -> list[tuple[str, dict[str, Any], bytes, str]]:
     ]
 
 
+KEPT: list[Any] = []  # what is refused never leaves
+
+
 def lie(job: tw.Job) -> list[str]:
     """Worker 0 sends what it likes, by the functions that the operators call."""
     tf, twt = load()
@@ -358,6 +361,7 @@ def lie(job: tw.Job) -> list[str]:
             lengths = {"lengths": (len(message) // 4 if fields is FLOAT and len(message) == 4 else len(message),)}
             data, outcome = ctypes.create_string_buffer(message, len(message) or 1), Outcome()
             header = header_of(1, len(message), **{**lengths, **fields})
+            KEPT.append((data, outcome))
             functions.send(connected.get(timeout=patient(60.0)), header, ctypes.addressof(data), outcome.call, None)
             continue
         with pytest.raises(tf.errors.OpError) as raised:
