@@ -23,7 +23,6 @@ from tensorwire.edge import Producer
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.admission import check_memory, check_versions
-from tensorwire.store.arithmetic import Array
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
