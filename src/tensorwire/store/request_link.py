@@ -285,6 +285,7 @@ class RequestInbox:
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is. Raises `WaitTimeout` or `JobEnded`."""
         words, _ = find(self._member, _LINK, self.name)
+        self._channel.map(words.view())  # where that can be: not in the middle of a request
         self._ring.credit_to(self._channel, words.view(0, 8))
 
     def receive(self, number: int, timeout: float) -> Request:
