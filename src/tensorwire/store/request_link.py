@@ -111,25 +111,21 @@ class RequestLink:
         self._words = device.allocate(WORD)
         self._ring = ring = None if self.channel.map(inbox.view()) else device.allocate(DEPTH * ENTRY)
         self.looked = Word(self._words, 0, self.channel)
+        self.places = [inbox.view(WORD + n * ENTRY, ENTRY) for n in range(DEPTH)]
+        self.source = [] if ring is None else [ring.view(n * ENTRY, ENTRY) for n in range(DEPTH)]  # if not mapped
         self.producer = Producer(
             self.channel,
             inbox.view(0, 8),
-            slots=[inbox.view(WORD + n * ENTRY, ENTRY) for n in range(DEPTH)],
-            source=[] if ring is None else [ring.view(n * ENTRY, ENTRY) for n in range(DEPTH)],
+            slots=self.places,
+            source=self.source,
             credit=self.looked,
             label=f"{self.name}, requests",
         )
         self._accepted = self.number = 0  # requests that have a place in the ring, and those that are in it
-        # What was handed to a device goes in its order: so where it is slow, what is urgent waits here.
-        self.window = None if ring is None else SendWindow()
+        self.left = 0  # the last of these that was handed to the device
         self.turn = threading.Lock()  # of the thread that writes: one of the device sends what had to wait
         self._line = threading.Lock()  # of the thread that waits for a place
         show(member, _LINK, self.name, self._words)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What became of a request that failed, if one did."""
-        return self.producer.failure or (None if self.window is None else self.window.error)
 
     def accept(self, timeout: float) -> int:
         """Waits until there is a place for one more, so that no thread of the device does so later."""
@@ -168,12 +164,14 @@ class StoreRequests:
         self.mapped = self.channel.map(self.memory.view())
         self._last = [0] * (subjects + 1)  # by subject: the number of its last request in the ring
         self._whole = (subjects,)  # the subject of requests about the store
+        # What was handed to a device goes in its order: so where it is slow, what is urgent waits here.
+        self._window = SendWindow() if link.source else None
         self._waiting: dict[int, tuple[int, int]] = {}  # by subject: urgency and place in line of what waits last
 
     @property
     def failure(self) -> BaseException | None:
         """What became of a request that failed, if one did."""
-        return self.link.failure
+        return self.link.producer.failure or (None if self._window is None else self._window.error)
 
     def send(
         self,
@@ -192,12 +190,12 @@ class StoreRequests:
         server takes no more requests.
         """
         link = self.link
-        if link.window is None:
+        if self._window is None:
             with link.turn:
                 self._write(operation, options, numbers, subjects)
             return
         place = link.accept(self._timeout)
-        if nbytes <= _SMALL and link.window.empty:
+        if nbytes <= _SMALL and self._window.empty:
             self._send_in_turn(place, operation, options, numbers, subjects, transfers)
             return
         with link.turn:
@@ -205,7 +203,7 @@ class StoreRequests:
                 urgency = max(urgency, self._waiting.get(subject, (urgency, 0))[0])
             self._waiting.update((subject, (urgency, place)) for subject in subjects)
         send = partial(self._send_in_turn, place, operation, options, numbers, subjects, transfers)
-        link.window.submit((urgency, 0), nbytes, send)
+        self._window.submit((urgency, 0), nbytes, send)
 
     def announce(self, operation: RequestOperation, options: bytes) -> int:
         """Sends a request about the store, after all others, and returns its number."""
@@ -215,8 +213,8 @@ class StoreRequests:
         return self._last[-1]
 
     def _flush(self, timeout: float) -> None:
-        if self.link.window is not None:
-            self.link.window.flush(timeout)
+        if self._window is not None:
+            self._window.flush(timeout)
 
     def _send_in_turn(
         self,
@@ -244,9 +242,14 @@ class StoreRequests:
         nbytes = pack_request(room, operation, number, self._store, options, numbers)
         for subject in subjects:
             self._last[subject] = number
+        if link.source and link.left < link.number:  # an interrupted one: the next signal says that it is there, too
+            at = link.number % DEPTH
+            link.producer.put(link.source[at], link.places[at])
         # Only now: a request that is interrupted before is none, and one that is interrupted after is sent by the next.
         link.number = number
-        return link.producer.send(number, nbytes=nbytes)
+        completion = link.producer.send(number, nbytes=nbytes)
+        link.left = number
+        return completion
 
     def wait_until_looked(self, subject: int, timeout: float) -> None:
         """Returns when the server has looked at the last request for a subject. Raises `WaitTimeout` or `PeerLost`."""
