@@ -88,8 +88,7 @@ class KeyValue(RowKeys):
         reduce: How to combine the pushes of a round: ``"sum"`` or ``"mean"``.
         bucket_bytes: Arrays are cut into buckets of this size in bytes, a multiple of 4,096; 4 MiB by default.
         compression: The code of pushed floating-point arrays, as for ``StoreOptimizer``: ``"fp16"``, ``"bf16"``,
-            ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. The worker adds the part that a code
-            leaves out to its next push of the key. None: pushes are not coded. Pulls never are.
+            ``"2bit(threshold)"``, ``"topk(fraction)"`` or ``"int8(block)"``. What it leaves out joins the next push.
         **options: Options of the optimizer, such as ``lr``; see `set_options`.
 
     Attributes:
