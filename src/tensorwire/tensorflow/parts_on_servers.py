@@ -118,7 +118,8 @@ class _Serving:
 
     def _send_call(self, calls: str, number: int) -> None:
         key = self._edges.operator_key(calls)
-        load_operators().ops.tensorwire_send(tf.constant(number, tf.int64), tf.constant(0, tf.int64), key=key)
+        message, step = tf.constant(number, tf.int64), tf.constant(0, tf.int64)
+        load_operators().ops.tensorwire_send(message, step, shape=_CALLS.shape, key=key)
 
     def _end(self) -> None:
         """Returns when servers have run their parts to the end."""
