@@ -9,6 +9,48 @@ from tensorwire.sizes import size_text as size_text
 
 COUNTED = "0 copies, registrations, RPCs"  # a target of counts, which no load changes
 
+# What was timed, by the field `mode` of a record.
+MODES = {
+    "ping-pong": "both ends write and wait for the other's signal; half of a round trip",
+    "passive-target": "a write, until it is complete; the target's process sleeps",
+    "waiting-target": "the same; the target's process waits for a signal (polls, then blocks)",
+    "transfer": "tensors streamed over one edge, at most two under way; time per tensor",
+    "transfer-mapped": "the same from the consumer's own slot: no byte moved",
+    "whole": "`transfer` with `torch.add` into the sent memory and `sum` of what was received",
+    "whole-mapped": "the same in the consumer's own slot: no byte moved",
+    "one-way": "a stream of writes, two under way (verbs: 4); time per write",
+    "one-signal": "`one-way` with one signal, after the last write",
+    "both-ways": "`one-way` from both ends at once; the slower direction",
+    "step-copied": "gradients copied from private memory, pushed, applied, and pulled",
+    "step-born": "the same with gradients born in their slots",
+    "step-mapped": "`step-born` with mapped slots and parameters: only the update moves bytes",
+    "exchange-copied": "`step-copied` without the update",
+    "exchange-born": "`step-born` without the update",
+    "exchange-mapped": "`step-mapped` without the update: no byte moved",
+    "push": "gradients, until all are in the server's memory; nothing comes back yet",
+    "pull": "from the last other worker's push until a worker has all parameters; nothing goes the other way",
+    "push-and-pull": "gradients one way and parameters the other at once; the time of both",
+    "pushpull": "every key pushed from its slot, summed and pulled; the time of all",
+    "push-then-pull": "one key pushed from, then pulled into, the program's own arrays; the time of both",
+    "crossing-in-a-call": "tensors that cross one after the other in a call, each after an addition; time per crossing",
+    "crossing-per-call": "the same with two crossings in a call",
+    "addition": "the additions of such a call, on one worker",
+    "transfer-alone": "a crossing without its addition",
+    "servers-step": "a step of training by worker 0, with variables and their updates on worker 1",
+    "halves-step": "a step of training, each worker with the variables and operators of a part of the network",
+    "sync-step": "a step of training in which two workers average their gradients; the slowest worker",
+    "async-step": "a step of training in which a server takes the gradients of each of two workers by themselves",
+    "push-list": "pushes of 64 keys per call, applied one by one; time per push",
+    "push-one": "pushes of one key per call, applied one by one; time per push",
+    "push-to-answer": "one key after the other pushed and pulled; the mean time from a push to its answer",
+    "rows": "a batch of rows of a table pulled, and one pushed; the time of both",
+    "paced-step": "training at a stated pace; time per step of the slowest worker",
+    "training-step": "forward, backward and update; the slowest worker",
+    "convergence": "a whole training; its seconds, and in `details` the accuracy that it reached",
+    "killed": "from just before kill -9 of the peer to the waiter's PeerLost",
+    "stopped": "from just before SIGSTOP of the peer to the waiter's PeerLost",
+}
+
 
 @dataclass(frozen=True)
 class Target:
