@@ -165,6 +165,7 @@ def test_a_test_that_fails_twice_fails_the_gate(kept: Kept) -> None:
 
 def test_a_few_unsteady_tests_pass_and_more_fail_the_gate(kept: Kept) -> None:
     assert kept.pytest(ONCE.format(count=MOST)).returncode == 0
+    assert kept.end().returncode == 0
     assert kept.pytest("def test_passes():\n    pass").returncode == 0
     for seen in kept.folder.glob("*.seen"):
         seen.unlink()
