@@ -26,8 +26,10 @@ class Target:
         self._back = torch.zeros(1)
 
     def _receive(self, count: int, word: str) -> torch.Tensor:
-        coming = dist.irecv(self._tensors[0], 1)
+        coming: Any = None
         for i in range(count):
+            if i == 0:
+                coming = dist.irecv(self._tensors[0], 1)
             coming.wait()
             if i + 1 < count:
                 coming = dist.irecv(self._tensors[(i + 1) % DEPTH], 1)
