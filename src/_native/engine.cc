@@ -266,7 +266,7 @@ void Engine::run() {
         if (!g) continue;
         wake_ups_.fetch_add(1, std::memory_order_relaxed);
         double t = now();
-        lingering_.slept(t - last);
+        lingering_.waited(t - last);
         for (last = t; !stop_; t = now()) {
             if (progress(0) == Turn::busy) last = now();
             else if (wanting_.load(std::memory_order_relaxed)) break;
@@ -324,7 +324,7 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         }
         sleeping_.store(false, std::memory_order_relaxed);
         const double woken = now();
-        waiting_.slept(woken - last);
+        waiting_.waited(woken - last);
         if (slept == Turn::busy) last = woken;
         if (slept == Turn::interrupted && !last_slice) return Outcome::interrupted;
     }

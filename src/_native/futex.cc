@@ -34,6 +34,7 @@ void ring(Futex& futex) {
     // Pairs with the fence in park(): either the waiter sees the new word, or we see the waiter.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (futex.parked.load(std::memory_order_relaxed) == 0) return;
+    futex.rung.store(now(), std::memory_order_relaxed);
     futex.bell.fetch_add(1, std::memory_order_release);
     futex_call(futex.bell, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -45,18 +46,21 @@ bool park(Futex& futex, u32 seen, double seconds) {
 
 bool spin(const Target& target, u64 at_least, double seconds) {
     const double start = now();
+    double yielded = start;
     for (double t = start; t - start < seconds; t = now()) {
         for (int i = 0; i < 16; i++) {
             if (target.reached(at_least)) return true;
             relax();
         }
-        if (t - start >= spin_seconds) sched_yield();  // to whoever is to send it, where processes share a processor
+        if (t - yielded < spin_seconds) continue;
+        sched_yield();  // to whoever is to send it, where processes share a processor; more often would slow all others
+        yielded = t;
     }
     return target.reached(at_least);
 }
 
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
-    thread_local Patience patience{spin_seconds, 60e-6};
+    thread_local Patience patience{spin_seconds, 100e-6};
     const double start = now();
     if (spin(target, at_least, std::min(seconds, patience.seconds()))) return Outcome::reached;
     Futex& futex = *target.futex;
@@ -73,7 +77,8 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
         if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
     futex.parked.fetch_sub(1, std::memory_order_relaxed);
-    if (outcome != Outcome::timed_out) patience.slept(now() - start);  // polls teach nothing
+    // Polls teach nothing. How long the wake-up took differs between machines, and is no part of the wait.
+    if (outcome != Outcome::timed_out) patience.waited(std::max(futex.rung.load(std::memory_order_relaxed), start) - start);
     return outcome;
 }
 

@@ -33,6 +33,7 @@ inline void relax() {
 struct Futex {
     std::atomic<u32> bell{0};
     std::atomic<u32> parked{0};
+    std::atomic<double> rung{0};  // when somebody was woken last, by `now()`, which processes of a machine share
 };
 
 void ring(Futex& futex);
@@ -132,19 +133,20 @@ class Progress {
 void enlist(Progress* progress);
 void dismiss(Progress* progress);
 
-// How long to poll before sleeping. It is learned as hypervisors learn theirs (halt polling): after a sleep so short that
-// polling would have been cheaper it doubles, and after a long one it is the shortest again.
+// How long to poll before sleeping. It is learned as hypervisors learn theirs (halt polling): after a wait so short that
+// polling would have been cheaper than a sleep it doubles, and after a long one it is the shortest again.
 class Patience {
   public:
     Patience(double least, double most) : least_(least), most_(most), seconds_(least) {}
     double seconds() const { return seconds_; }
-    void slept(double since_last_event) {
-        if (since_last_event > worth_polling) seconds_ = least_;
+    // From the last event to the one that ended a sleep. Where only the time of the wake-up is known, that is in it.
+    void waited(double seconds) {
+        if (seconds > worth_polling) seconds_ = least_;
         else seconds_ = std::min(most_, std::max(2 * seconds_, first_step));
     }
 
   private:
-    static constexpr double worth_polling = 100e-6;  // most of so short a sleep is the wake-up itself
+    static constexpr double worth_polling = 100e-6;
     static constexpr double first_step = 15e-6;
     const double least_, most_;
     double seconds_;

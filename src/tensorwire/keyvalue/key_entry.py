@@ -28,7 +28,7 @@ class KeyEntry:
 
     def place(self, store: KeyClient, tensor: int) -> None:
         """The key is on the servers."""
-        self.store, self.tensor = store, tensor
+        self.store, self.tensor, self._buckets = store, tensor, store.buckets[tensor]
         self.slot = self._over(store.slot(tensor))
         self.value = self._over(store.value(tensor))
         self.value.flags.writeable = False
@@ -47,7 +47,8 @@ class KeyEntry:
 
     def fill(self, arrays: Sequence[Any]) -> None:
         """Puts the sum of arrays into the slot. Each may be the slot itself, or another view of its memory."""
-        first, *rest = (self._apart(array, whole=not n) for n, array in enumerate(arrays))
+        first = self._apart(arrays[0], whole=True)
+        rest = [self._apart(array, whole=False) for array in arrays[1:]]
         if first is not self.slot:
             self.store.fill(self.tensor, first)
         for array in rest:
@@ -67,16 +68,16 @@ class KeyEntry:
     @property
     def applied(self) -> bool:
         """Whether its last push has been applied."""
-        return all(self.store.push_is_applied(bucket) for bucket in self.store.buckets[self.tensor])
+        return all(self.store.push_is_applied(bucket) for bucket in self._buckets)
 
     def wait_for_push(self, timeout: float | None) -> None:
         """Returns when its last push has been applied."""
-        for bucket in self.store.buckets[self.tensor]:
+        for bucket in self._buckets:
             self.store.wait_for_push(bucket, timeout)
 
     def asked(self) -> list[int]:
         """How many answers about each of its buckets were asked for."""
-        return [self.store.asked[b.number] for b in self.store.buckets[self.tensor]]
+        return [self.store.asked[b.number] for b in self._buckets]
 
     def answered(self, asked: Sequence[int]) -> bool:
         """Whether there have been so many."""
@@ -84,7 +85,7 @@ class KeyEntry:
 
     def wait(self, asked: Sequence[int], timeout: float | None) -> None:
         """Returns when there have been so many."""
-        for bucket, number in zip(self.store.buckets[self.tensor], asked, strict=True):
+        for bucket, number in zip(self._buckets, asked, strict=True):
             self.store.wait_for(bucket, number, timeout)
 
 

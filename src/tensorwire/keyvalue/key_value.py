@@ -57,6 +57,7 @@ from tensorwire.store.store_layout import StoreSpec
 
 _BARRIER_SECONDS = 600.0
 _DTYPES = tuple(name for name in PARAMETER_DTYPES if name != "bfloat16")
+_UNITS = ["", *(f"a {operation.name.lower()} of keys" for operation in RequestOperation)]  # by operation
 _WITHOUT_OPTIONS = (ASSIGN, MEAN, SUM)
 
 
@@ -525,13 +526,14 @@ class KeyValue(RowKeys):
 
     def _named(self, keys: Key | Sequence[Key]) -> list[KeyEntry]:
         self._calls.check()
-        listed, _ = as_keys(keys)
-        missing = [key for key in listed if key not in self._entries]
-        if missing:
-            raise ArgumentError(f"there is no key {missing[0]!r:.100}: call init() first")
-        if len(set(listed)) < len(listed):
+        listed, single = as_keys(keys)
+        try:
+            entries = [self._entries[key] for key in listed]
+        except KeyError as missing:
+            raise ArgumentError(f"there is no key {missing.args[0]!r:.100}: call init() first") from None
+        if not single and len(set(listed)) < len(listed):
             raise ArgumentError("a call may name a key only once")
-        return [self._entries[key] for key in listed]
+        return entries
 
     def _given(self, keys: Key | Sequence[Key], values: Any) -> tuple[list[KeyEntry], list[list[Any]]]:
         """The keys with the arrays of each, all of which fit."""
@@ -564,7 +566,7 @@ class KeyValue(RowKeys):
             entry.fill(several)
 
     def _request(self, operation: RequestOperation, entries: Sequence[KeyEntry], priority: int) -> None:
-        with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
+        with self._calls.course.unit(_UNITS[operation]):
             by_store: dict[KeyClient, list[int]] = {}
             for entry in entries:
                 by_store.setdefault(entry.store, []).append(entry.tensor)
@@ -583,7 +585,7 @@ class KeyValue(RowKeys):
         for entry in entries:  # its memory is free when the one before has been taken
             if entry.pulling is not None:
                 entry.pulling.finish(None)
-        with self._calls.course.unit(f"a {operation.name.lower()} of keys"):
+        with self._calls.course.unit(_UNITS[operation]):
             self._request(operation, entries, priority)
             pulls = [KeyPull(entry, out, copy) for entry, out in zip(entries, outs, strict=True)]
             for entry, pull in zip(entries, pulls, strict=True):

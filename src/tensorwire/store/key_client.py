@@ -27,6 +27,7 @@ from tensorwire.store.key_layout import (
     REQUEST_BYTES,
     WANTING,
     answer_word,
+    telling,
     values_at,
 )
 from tensorwire.store.modes import Sync
@@ -55,10 +56,12 @@ class KeyClient(RequestClient):
         self._filled = np.zeros(plan.space_bytes, np.uint8).data if spec.compression else self._slots
         self._encoders = encoders(spec, plan, self._filled)  # by bucket number
         self._values = memoryview(self._place_values())
+        places = [slice(at, at + t.nbytes) for at, t in zip(plan.offsets, plan.tensors, strict=True)]
+        self._rooms = [(self._filled[place], copy_is_large(place.stop - place.start)) for place in places]
         count = sum(map(len, plan.buckets))
         self.asked = [0] * count  # by the bucket's number: answers that were asked for
-        self.pushed = [0] * count  # and, where rounds are those of all workers, the answer to the last push
-        self._together = isinstance(spec.mode, Sync)
+        self._taken = [0] * count  # and the one that says that its slot is free; 0: the credit of requests does
+        self._together, self._telling = isinstance(spec.mode, Sync), telling(spec.mode)
         for server in self.servers:
             show(member, name, server.name, self.copies_on(server.channel.device))
 
@@ -94,8 +97,7 @@ class KeyClient(RequestClient):
 
     def slot(self, tensor: int) -> memoryview:
         """Where the elements of a tensor are to be before they are pushed; see `wait_for_slot`."""
-        at = self.plan.offsets[tensor]
-        return self._filled[at : at + self.plan.tensors[tensor].nbytes]
+        return self._rooms[tensor][0]
 
     def value(self, tensor: int) -> memoryview:
         """What the last answered pull of a tensor brought."""
@@ -109,23 +111,23 @@ class KeyClient(RequestClient):
 
     def wait_for_push(self, bucket: Bucket, timeout: float | None = None) -> None:
         """Returns when the last push of a bucket has been applied. Raises as `wait_for`."""
-        if self._together:
-            self.wait_for(bucket, self.pushed[bucket.number], timeout)
-        else:
-            server = self.servers[bucket.server]
+        server, answer = self.servers[bucket.server], self._taken[bucket.number]
+        if answer:
+            self.wait_for(bucket, answer, timeout)
+        elif not server.has_looked(bucket.index):
             self._wait(server, partial(server.wait_until_looked, bucket.index), timeout)
 
     def push_is_applied(self, bucket: Bucket) -> bool:
         """Whether the last push of a bucket has been applied."""
-        server = self.servers[bucket.server]
-        if self._together:
-            return server.words[bucket.index].value >= self.pushed[bucket.number]
+        server, answer = self.servers[bucket.server], self._taken[bucket.number]
+        if answer:
+            return server.words[bucket.index].value >= answer
         return server.has_looked(bucket.index)
 
     def fill(self, tensor: int, values: object) -> None:
         """Copies an array on the CPU, of the tensor's size and dtype, into its slot."""
-        room = self.slot(tensor)
-        gather(room, values, copy_is_large(room.nbytes))
+        room, large = self._rooms[tensor]
+        gather(room, values, large)
         counters.copied(room.nbytes)
 
     def forget(self) -> None:
@@ -184,12 +186,11 @@ class KeyClient(RequestClient):
             self.produced[server] += len(buckets)
             counters.add(pushes=len(buckets))
         self.servers[server].request(operation, buckets, options, urgency, sizes)
-        if not self._together and operation not in WANTING:
-            return
+        answered, tells = self._together or operation in WANTING, operation in self._telling
         for bucket in buckets:
-            self.asked[bucket.number] += 1
-            if carrying:
-                self.pushed[bucket.number] = self.asked[bucket.number]
+            self.asked[bucket.number] += answered
+            if tells or carrying:
+                self._taken[bucket.number] = self.asked[bucket.number] if tells else 0
 
     # ---- answers
 

@@ -3,12 +3,15 @@
 The numbers of a request are those of buckets. Pushed bytes lie in the buckets' slots in the server's memory,
 laid out as in its shard. In the worker's memory each bucket has a word that counts its answers. A pull is answered
 with the values. Where rounds are those of all workers, a push is answered when its round closes; where each push is
-applied by itself, it has been when the server has looked at its request.
+applied by itself, it has been when the server has looked at its request, or has answered a later pull.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tensorwire.sizes import round_up
+from tensorwire.store.modes import Async, Sync
 from tensorwire.store.request_link import MOST_NUMBERS, WORD, RequestOperation
 from tensorwire.store.sharding import PAGE, StorePlan
 
@@ -17,6 +20,16 @@ REQUEST_BYTES = 1 << 20  # that are pushed with one request, unless one bucket h
 PUSHES = (RequestOperation.PUSH, RequestOperation.PUSHPULL)
 CARRYING = (*PUSHES, RequestOperation.ASSIGN)
 WANTING = (RequestOperation.PULL, RequestOperation.PUSHPULL)
+
+
+def telling(mode: object) -> Collection[RequestOperation]:
+    """The operations whose answer tells that the slots are free: then nothing else has to.
+
+    With `SSP` an answer may have to wait for other workers, when the push has long been applied.
+    """
+    if isinstance(mode, Sync):
+        return tuple(RequestOperation)
+    return WANTING if isinstance(mode, Async) else ()
 
 
 def words_at(plan: StorePlan, server: int) -> int:

@@ -26,7 +26,7 @@ from tensorwire.store.admission import check_memory, check_versions
 from tensorwire.store.bucket_code import decoders
 from tensorwire.store.endpoints import find, show
 from tensorwire.store.fates import Fates
-from tensorwire.store.key_layout import answer_word, values_at
+from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
 from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
@@ -67,7 +67,7 @@ class KeyServer:
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), member.name)
         self._mode = spec.mode
-        self._together = isinstance(self._mode, Sync)
+        self._together, self._telling = isinstance(self._mode, Sync), telling(self._mode)
         self._bound = self._mode.staleness if isinstance(self._mode, SSP) else None
         # Nobody else looks at the values, so that they need no memory file; they begin at a page as elsewhere.
         room = np.zeros(self.plan.shard_bytes[self.index] + PAGE, np.uint8)
@@ -106,7 +106,7 @@ class KeyServer:
             self._contribute(link, request)
         else:
             self._apply(link, request)
-        return self._together
+        return operation in self._telling
 
     def _check(self, link: _Worker, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
