@@ -42,7 +42,7 @@ _PATIENCE = 60.0  # between looks at the job while worker 0 sets the first value
 class _Contribution(NamedTuple):
     """A push to a round. ``wants``: whether the values are to be sent when it closes."""
 
-    link: _Worker
+    peer: _Peer
     options: bytes
     wants: bool
 
@@ -55,7 +55,7 @@ class _Bucket:
     clocks: dict[int, int]  # by worker: pushes so far
     version: int = 0
     here: list[_Contribution] = field(default_factory=list)  # the round's pushes
-    waiting: list[tuple[_Worker, int]] = field(default_factory=list)  # who waits for values, with its clock
+    waiting: list[tuple[_Peer, int]] = field(default_factory=list)  # who waits for values, with its clock
 
 
 class KeyServer:
@@ -75,9 +75,9 @@ class KeyServer:
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
-        self._links = [_Worker(self, worker) for worker in range(workers)]
-        for link in self._links:
-            link.open()
+        self._peers = [_Peer(self, worker) for worker in range(workers)]
+        for peer in self._peers:
+            peer.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
         self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
         self._option_bytes = 8 * len(spec.numeric)
@@ -87,37 +87,37 @@ class KeyServer:
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""
-        link = self._links[worker]
+        peer = self._peers[worker]
         if request.operation is RequestOperation.FINISH:
-            self._leave(link)
+            self._leave(peer)
             return False
-        self._check(link, request)
+        self._check(peer, request)
         operation = request.operation
         if operation in WORKER_0:
-            self._set(link, request)
+            self._set(peer, request)
             return False
         if not self._ready.is_set():
             self._wait_until_ready()
         if operation is RequestOperation.PULL:
             for index in request.numbers:
                 with self._buckets[index].lock:
-                    self._answer_in_turn(link, index)
+                    self._answer_in_turn(peer, index)
         elif self._together:
-            self._contribute(link, request)
+            self._contribute(peer, request)
         else:
-            self._apply(link, request)
+            self._apply(peer, request)
         return operation in self._telling
 
-    def _check(self, link: _Worker, request: Request) -> None:
+    def _check(self, peer: _Peer, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
         most, of_rows = len(self._buckets), request.operation in (RequestOperation.CHANGES, RequestOperation.IDLE)
         if of_rows or len(request.options) != self._option_bytes or max(request.numbers, default=-1) >= most:
-            raise ProtocolError(f"{link.name} sent a request that does not fit {self.name} of {most} buckets")
+            raise ProtocolError(f"{peer.name} sent a request that does not fit {self.name} of {most} buckets")
 
-    def _set(self, link: _Worker, request: Request) -> None:
+    def _set(self, peer: _Peer, request: Request) -> None:
         """What worker 0 alone does, while others wait for it."""
-        if link.index:
-            raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
+        if peer.index:
+            raise ProtocolError(f"{peer.name} sent {request.operation.name}, which is for worker 0")
         if request.operation is RequestOperation.READY:
             self._ready.set()
         elif request.operation is RequestOperation.LOAD:
@@ -126,9 +126,9 @@ class KeyServer:
         else:
             for index in request.numbers:
                 with self._buckets[index].lock:
-                    self.rule.assign(index, link.slots[index], 0)
+                    self.rule.assign(index, peer.slots[index], 0)
                     if self._together:
-                        link.answer(index)
+                        peer.answer(index)
 
     def _wait_until_ready(self) -> None:
         while not self._ready.wait(_PATIENCE):
@@ -136,91 +136,91 @@ class KeyServer:
 
     # ---- each push by itself
 
-    def _apply(self, link: _Worker, request: Request) -> None:
+    def _apply(self, peer: _Peer, request: Request) -> None:
         wants = request.operation is RequestOperation.PUSHPULL
         for index in request.numbers:
             bucket = self._buckets[index]
-            link.decode(index)
+            peer.decode(index)
             with bucket.lock:
-                self.rule.update(index, (link.pushes[index],), request.options)
+                self.rule.update(index, (peer.pushes[index],), request.options)
                 bucket.version += 1
-                bucket.clocks[link.index] += 1
+                bucket.clocks[peer.index] += 1
                 if self._fates.wanted:
-                    self._log(index, [link])
+                    self._log(index, [peer])
                 if wants:
-                    self._answer_in_turn(link, index)
+                    self._answer_in_turn(peer, index)
                 if bucket.waiting:
                     self._answer_waiting(index)
         counters.add(applied=len(request.numbers))
 
     # ---- rounds of all workers
 
-    def _contribute(self, link: _Worker, request: Request) -> None:
+    def _contribute(self, peer: _Peer, request: Request) -> None:
         wants = request.operation is RequestOperation.PUSHPULL
         for index in request.numbers:
             bucket = self._buckets[index]
-            link.decode(index)
+            peer.decode(index)
             with bucket.lock:
-                if any(other.link is link for other in bucket.here):
-                    raise ProtocolError(f"{link.name} pushed bucket {index} twice in one round")
-                bucket.clocks[link.index] += 1
-                bucket.here.append(_Contribution(link, request.options, wants))
+                if any(other.peer is peer for other in bucket.here):
+                    raise ProtocolError(f"{peer.name} pushed bucket {index} twice in one round")
+                bucket.clocks[peer.index] += 1
+                bucket.here.append(_Contribution(peer, request.options, wants))
                 self._close_if_due(index)
 
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not is_due(self._members, {each.link.index for each in bucket.here}):
+        if not is_due(self._members, {each.peer.index for each in bucket.here}):
             return
-        here, bucket.here = sorted(bucket.here, key=lambda each: each.link.index), []
-        links = [each.link for each in here]
-        self.rule.update(index, [link.pushes[index] for link in links], here[0].options)
+        here, bucket.here = sorted(bucket.here, key=lambda each: each.peer.index), []
+        peers = [each.peer for each in here]
+        self.rule.update(index, [peer.pushes[index] for peer in peers], here[0].options)
         bucket.version += 1
-        counters.add(merged=len(links))
+        counters.add(merged=len(peers))
         if self._fates.wanted:
-            self._log(index, links)
+            self._log(index, peers)
         for each in here:
-            each.link.answer(index, wants=each.wants)
+            each.peer.answer(index, wants=each.wants)
         self._answer_waiting(index)
 
     # ---- answers; the caller holds the bucket's lock
 
-    def _answer_in_turn(self, link: _Worker, index: int) -> None:
+    def _answer_in_turn(self, peer: _Peer, index: int) -> None:
         """Sends a worker the values of a bucket: at once, or when what they have to contain has come."""
         bucket = self._buckets[index]
-        clock = bucket.clocks[link.index]
-        if self._may_read(link, index, clock):
-            link.answer(index, wants=True)
+        clock = bucket.clocks[peer.index]
+        if self._may_read(peer, index, clock):
+            peer.answer(index, wants=True)
         else:
-            bucket.waiting.append((link, clock))
+            bucket.waiting.append((peer, clock))
 
-    def _may_read(self, link: _Worker, index: int, clock: int) -> bool:
+    def _may_read(self, peer: _Peer, index: int, clock: int) -> bool:
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
         if self._bound is not None:
-            return may_read(self._members, bucket.clocks, link.index, clock, self._bound)
-        return not any(other.link is link for other in bucket.here)
+            return may_read(self._members, bucket.clocks, peer.index, clock, self._bound)
+        return not any(other.peer is peer for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
         bucket = self._buckets[index]
         waiting, bucket.waiting = bucket.waiting, []
-        for link, clock in waiting:
-            if self._may_read(link, index, clock):
-                link.answer(index, wants=True)
+        for peer, clock in waiting:
+            if self._may_read(peer, index, clock):
+                peer.answer(index, wants=True)
             else:
-                bucket.waiting.append((link, clock))
+                bucket.waiting.append((peer, clock))
 
-    def _log(self, index: int, links: Sequence[_Worker]) -> None:
-        bucket, count = self._buckets[index], len(links)
-        pushes = [(link.index, bucket.clocks[link.index]) for link in links]
+    def _log(self, index: int, peers: Sequence[_Peer]) -> None:
+        bucket, count = self._buckets[index], len(peers)
+        pushes = [(peer.index, bucket.clocks[peer.index]) for peer in peers]
         fate = "merged" if self._together else "applied"
         self._fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 
-    def _leave(self, link: _Worker) -> None:
+    def _leave(self, peer: _Peer) -> None:
         """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
         with self.at_rest():
-            self._members = self._members.finish(link.index)
-            link.left = True
+            self._members = self._members.finish(peer.index)
+            peer.left = True
             for index in range(len(self._buckets)):
                 self._close_if_due(index)
                 self._answer_waiting(index)
@@ -238,11 +238,11 @@ class KeyServer:
     def close(self) -> None:
         """Frees the store's memory."""
         self._fates.close()
-        for link in self._links:
-            link.close()
+        for peer in self._peers:
+            peer.close()
 
 
-class _Worker:
+class _Peer:
     """What this server shares with one worker."""
 
     def __init__(self, server: KeyServer, index: int) -> None:

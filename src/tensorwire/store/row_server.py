@@ -52,9 +52,9 @@ class RowServer:
         self.rule = make_row_rule(spec, first, self.values)
         self._together = isinstance(spec.mode, Sync)
         self._bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
-        self._links = [_Worker(self, worker) for worker in range(workers)]
-        for link in self._links:
-            link.open()
+        self._peers = [_Peer(self, worker) for worker in range(workers)]
+        for peer in self._peers:
+            peer.open()
         self._lock = threading.Lock()  # guards all that follows, and the values
         self._clocks = dict.fromkeys(range(workers), 0)  # pushes so far
         self._members = Members.first(workers)
@@ -69,35 +69,35 @@ class RowServer:
         with self._lock:
             if len(request.options) != self._option_bytes or request.operation is RequestOperation.PUSHPULL:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
-            self._links[worker].take(request)
+            self._peers[worker].take(request)
             served = True
             while served:
                 served = False
-                for link in self._links:
-                    while link.waiting and self._serve(link, link.waiting[0]):
-                        link.end()
+                for peer in self._peers:
+                    while peer.waiting and self._serve(peer, peer.waiting[0]):
+                        peer.end()
                         served = True
         return request.operation is not RequestOperation.FINISH
 
-    def _serve(self, link: _Worker, request: RowRequest) -> bool:
+    def _serve(self, peer: _Peer, request: RowRequest) -> bool:
         """Does a worker's next request. False: it has to wait. The caller holds the lock."""
         operation = request.operation
         if operation is RequestOperation.FINISH:
-            self._leave(link.index)
+            self._leave(peer.index)
         elif operation in WORKER_0:
-            self._set(link, request)
+            self._set(peer, request)
         elif not self._ready:
             return False
         elif operation is RequestOperation.IDLE:
-            self._rest(link.index)
+            self._rest(peer.index)
         elif operation is RequestOperation.PUSH:
-            return self._push(link, request)
-        elif not self._in_bound(link.index):
+            return self._push(peer, request)
+        elif not self._in_bound(peer.index):
             return False
         elif operation is RequestOperation.PULL:
-            link.answer(request.indices, self.values)
+            peer.answer(request.indices, self.values)
         else:
-            link.answer_changes(self.values)
+            peer.answer_changes(self.values)
         return True
 
     def _in_bound(self, worker: int) -> bool:
@@ -105,10 +105,10 @@ class RowServer:
             return True
         return may_read(self._members, self._clocks, worker, self._clocks[worker], self._bound)
 
-    def _set(self, link: _Worker, request: RowRequest) -> None:
+    def _set(self, peer: _Peer, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
-        if link.index:
-            raise ProtocolError(f"{link.name} sent {request.operation.name}, which is for worker 0")
+        if peer.index:
+            raise ProtocolError(f"{peer.name} sent {request.operation.name}, which is for worker 0")
         if request.operation is RequestOperation.LOAD:
             take_state(self.member, self.name, self.member.index, request.number, self.rule)
         elif request.rows is not None:
@@ -119,23 +119,23 @@ class RowServer:
 
     # ---- pushes
 
-    def _push(self, link: _Worker, request: RowRequest) -> bool:
+    def _push(self, peer: _Peer, request: RowRequest) -> bool:
         """Whether a push, or a part of one, is done."""
-        if link.index in self._here:
+        if peer.index in self._here:
             return False
-        if link.merged:  # the round that it was in has closed
-            link.merged = False
+        if peer.merged:  # the round that it was in has closed
+            peer.merged = False
             return True
-        rows = link.collect(request)
+        rows = peer.collect(request)
         if rows is None:
             return True
-        self._clocks[link.index] += 1
+        self._clocks[peer.index] += 1
         if not self._together:
-            self._apply({link.index: (rows, request.options)})
+            self._apply({peer.index: (rows, request.options)})
             return True
-        self._here[link.index] = rows, request.options
+        self._here[peer.index] = rows, request.options
         self._close_if_due()
-        return self._push(link, request)
+        return self._push(peer, request)
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
@@ -143,7 +143,7 @@ class RowServer:
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
             for worker in here:
-                self._links[worker].merged = True
+                self._peers[worker].merged = True
 
     def _apply(self, here: dict[int, tuple[_Rows, bytes]]) -> None:
         """One update by the sum or the mean of contributions, in the order of workers. The caller holds the lock."""
@@ -163,8 +163,8 @@ class RowServer:
 
     def _mark(self, indices: Array) -> None:
         if self.table.followed:
-            for link in self._links:
-                link.changed[indices] = True
+            for peer in self._peers:
+                peer.changed[indices] = True
 
     def _rest(self, worker: int) -> None:
         """No round waits for a worker until all rest; then rounds wait for all again."""
@@ -186,11 +186,11 @@ class RowServer:
     def close(self) -> None:
         """Frees the table's memory."""
         self._fates.close()
-        for link in self._links:
-            link.close()
+        for peer in self._peers:
+            peer.close()
 
 
-class _Worker:
+class _Peer:
     """What this server shares with one worker, and what that one has asked for."""
 
     def __init__(self, server: RowServer, index: int) -> None:
