@@ -43,14 +43,7 @@ from tensorwire.store.key_state import fetch_arrays, load_arrays
 from tensorwire.store.modes import SSP, Async, Sync, settings_of
 from tensorwire.store.request_client import pack_options
 from tensorwire.store.request_link import RequestOperation
-from tensorwire.store.rule_names import (
-    ASSIGN,
-    MEAN,
-    SUM,
-    WHOLE,
-    check_path,
-    is_foreign,
-)
+from tensorwire.store.rule_names import ASSIGN, MEAN, SUM, WHOLE, check_path, is_foreign
 from tensorwire.store.sharding import BUCKET_BYTES, PARAMETER_DTYPES, ParameterSpec
 from tensorwire.store.state_transfer import VALUE
 from tensorwire.store.store_layout import StoreSpec

@@ -17,21 +17,17 @@ import numpy as np
 
 from tensorwire._native import gather
 from tensorwire.control import Member
-from tensorwire.control.names import member_name
-from tensorwire.device.mapped import unmap
 from tensorwire.edge import Producer
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters
-from tensorwire.store.admission import check_memory, check_versions
+from tensorwire.store.admission import check_memory
 from tensorwire.store.bucket_code import decoders
-from tensorwire.store.endpoints import find, show
-from tensorwire.store.fates import Fates
 from tensorwire.store.key_layout import answer_word, telling, values_at
 from tensorwire.store.key_rules import make_key_rule, outgrows_caches
-from tensorwire.store.modes import SSP, Sync
 from tensorwire.store.pushes import Push
 from tensorwire.store.request_link import WORKER_0, Request, RequestOperation
-from tensorwire.store.rounds import Members, is_due, may_read
+from tensorwire.store.request_store import RequestPeer, RequestStore
+from tensorwire.store.rounds import is_due, may_read
 from tensorwire.store.server_state import take_state
 from tensorwire.store.sharding import PAGE
 from tensorwire.store.store_layout import StoreSpec
@@ -58,36 +54,30 @@ class _Bucket:
     waiting: list[tuple[_Peer, int]] = field(default_factory=list)  # who waits for values, with its clock
 
 
-class KeyServer:
+class KeyServer(RequestStore):
     """Serves its shard of the store of keys ``name`` to all workers until they finish."""
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        self.member, self.name, self.spec, self.index = member, name, spec, member.index
-        check_versions(spec.versions, spec.rule, member.name)
+        super().__init__(member, name, spec, workers)
         self.plan = spec.plan(servers)
         check_memory(self.plan.registered_bytes(self.index, workers), member.name)
-        self._mode = spec.mode
-        self._together, self._telling = isinstance(self._mode, Sync), telling(self._mode)
-        self._bound = self._mode.staleness if isinstance(self._mode, SSP) else None
+        self._telling = telling(spec.mode)
         # Nobody else looks at the values, so that they need no memory file; they begin at a page as elsewhere.
         room = np.zeros(self.plan.shard_bytes[self.index] + PAGE, np.uint8)
         memory = room[-room.ctypes.data % PAGE :][: self.plan.shard_bytes[self.index]].data
         buckets = self.plan.buckets[self.index]
         self.values = [np.frombuffer(memory, np.uint8, b.nbytes, b.shard) for b in buckets]
         self.large = [outgrows_caches(self.plan, b) for b in buckets]
-        self._peers = [_Peer(self, worker) for worker in range(workers)]
-        for peer in self._peers:
+        self.peers: list[_Peer] = [_Peer(self, worker) for worker in range(workers)]
+        for peer in self.peers:
             peer.open()
         self.rule = make_key_rule(spec, self.plan, self.index, memory)
         self._buckets = [_Bucket(threading.Lock(), dict.fromkeys(range(workers), 0)) for _ in buckets]
-        self._option_bytes = 8 * len(spec.numeric)
-        self._members = Members.first(workers)
         self._ready = threading.Event()
-        self._fates = Fates(member.client.welcome, name, self.index)
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`."""
-        peer = self._peers[worker]
+        peer = self.peers[worker]
         if request.operation is RequestOperation.FINISH:
             self._leave(peer)
             return False
@@ -102,7 +92,7 @@ class KeyServer:
             for index in request.numbers:
                 with self._buckets[index].lock:
                     self._answer_in_turn(peer, index)
-        elif self._together:
+        elif self.together:
             self._contribute(peer, request)
         else:
             self._apply(peer, request)
@@ -111,13 +101,12 @@ class KeyServer:
     def _check(self, peer: _Peer, request: Request) -> None:
         """Raises `ProtocolError` for what no worker asks."""
         most, of_rows = len(self._buckets), request.operation in (RequestOperation.CHANGES, RequestOperation.IDLE)
-        if of_rows or len(request.options) != self._option_bytes or max(request.numbers, default=-1) >= most:
+        if of_rows or len(request.options) != self.option_bytes or max(request.numbers, default=-1) >= most:
             raise ProtocolError(f"{peer.name} sent a request that does not fit {self.name} of {most} buckets")
 
     def _set(self, peer: _Peer, request: Request) -> None:
         """What worker 0 alone does, while others wait for it."""
-        if peer.index:
-            raise ProtocolError(f"{peer.name} sent {request.operation.name}, which is for worker 0")
+        self.check_worker_0(peer, request.operation)
         if request.operation is RequestOperation.READY:
             self._ready.set()
         elif request.operation is RequestOperation.LOAD:
@@ -127,7 +116,7 @@ class KeyServer:
             for index in request.numbers:
                 with self._buckets[index].lock:
                     self.rule.assign(index, peer.slots[index], 0)
-                    if self._together:
+                    if self.together:
                         peer.answer(index)
 
     def _wait_until_ready(self) -> None:
@@ -145,7 +134,7 @@ class KeyServer:
                 self.rule.update(index, (peer.pushes[index],), request.options)
                 bucket.version += 1
                 bucket.clocks[peer.index] += 1
-                if self._fates.wanted:
+                if self.fates.wanted:
                     self._log(index, [peer])
                 if wants:
                     self._answer_in_turn(peer, index)
@@ -170,14 +159,14 @@ class KeyServer:
     def _close_if_due(self, index: int) -> None:
         """Merges, applies and answers, if all that have not finished are there. The caller holds the bucket's lock."""
         bucket = self._buckets[index]
-        if not is_due(self._members, {each.peer.index for each in bucket.here}):
+        if not is_due(self.members, {each.peer.index for each in bucket.here}):
             return
         here, bucket.here = sorted(bucket.here, key=lambda each: each.peer.index), []
         peers = [each.peer for each in here]
         self.rule.update(index, [peer.pushes[index] for peer in peers], here[0].options)
         bucket.version += 1
         counters.add(merged=len(peers))
-        if self._fates.wanted:
+        if self.fates.wanted:
             self._log(index, peers)
         for each in here:
             each.peer.answer(index, wants=each.wants)
@@ -197,8 +186,8 @@ class KeyServer:
     def _may_read(self, peer: _Peer, index: int, clock: int) -> bool:
         """Whether a worker may have the values that its ``clock`` pushes led to."""
         bucket = self._buckets[index]
-        if self._bound is not None:
-            return may_read(self._members, bucket.clocks, peer.index, clock, self._bound)
+        if self.bound is not None:
+            return may_read(self.members, bucket.clocks, peer.index, clock, self.bound)
         return not any(other.peer is peer for other in bucket.here)
 
     def _answer_waiting(self, index: int) -> None:
@@ -213,13 +202,13 @@ class KeyServer:
     def _log(self, index: int, peers: Sequence[_Peer]) -> None:
         bucket, count = self._buckets[index], len(peers)
         pushes = [(peer.index, bucket.clocks[peer.index]) for peer in peers]
-        fate = "merged" if self._together else "applied"
-        self._fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
+        fate = "merged" if self.together else "applied"
+        self.fates.log(index, bucket.version, pushes, fate, [1 / count] * count, [0] * count)
 
     def _leave(self, peer: _Peer) -> None:
         """A worker has finished: no round waits for it, and it gets no answers, but what it pushed counts."""
         with self.at_rest():
-            self._members = self._members.finish(peer.index)
+            self.members = self.members.finish(peer.index)
             peer.left = True
             for index in range(len(self._buckets)):
                 self._close_if_due(index)
@@ -235,57 +224,45 @@ class KeyServer:
                 held.enter_context(each.lock)
             yield
 
-    def close(self) -> None:
-        """Frees the store's memory."""
-        self._fates.close()
-        for peer in self._peers:
-            peer.close()
 
-
-class _Peer:
+class _Peer(RequestPeer):
     """What this server shares with one worker."""
 
     def __init__(self, server: KeyServer, index: int) -> None:
-        self._server, self.index = server, index
-        self.left = False  # its memory may be gone
-        self.name = member_name("worker", index)
-        self._channel = server.member.channel(self.name)
-        device = self._channel.device
         plan = server.plan
         buckets = plan.buckets[server.index]
-        self._slots = device.allocate(max(PAGE, plan.shard_bytes[server.index]))
-        memory = memoryview(self._slots)
+        room = max(PAGE, plan.shard_bytes[server.index])
+        super().__init__(server.member, server.name, index, room, room)
+        self._server = server
+        self.left = False  # its memory may be gone
+        memory = memoryview(self.inbox)
         self.slots = [memory[b.shard : b.shard + b.nbytes] for b in buckets]
         self._decoders = decoders(server.spec, buckets)
         decoded = zip(self.slots, self._decoders, strict=True)
         self.pushes = [Push(index, slot if d is None else d.memory, b"\1") for slot, d in decoded]
-        # Where the worker's memory cannot be mapped, values leave from a copy: they may change while they travel.
-        maps = device.capabilities.maps
-        self._source = None if maps else device.allocate(max(PAGE, plan.shard_bytes[server.index]))
         self._answered = [0] * len(buckets)
         self._pulls: list[Producer] = []
         self._words: list[Producer] = []
         self._targets: list[np.ndarray[Any, Any]] = []
-        show(server.member, server.name, self.name, self._slots)
 
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is."""
         server = self._server
         plan = server.plan
-        self._theirs, _ = find(server.member, server.name, self.name)
-        target = self._theirs
+        super().open()
+        target = self.theirs
         for b in plan.buckets[server.index]:
             word = target.view(answer_word(plan, server.index, b.index), 8)
-            source = [] if self._source is None else [self._source.view(b.shard, b.nbytes)]
+            source = [] if self.source is None else [self.source.view(b.shard, b.nbytes)]
             pull = Producer(
-                self._channel,
+                self.channel,
                 word,
                 slots=[target.view(values_at(plan) + b.space, b.nbytes)],
                 source=source,
                 label=f"{self.name}, bucket {b.index}",
             )
             self._pulls.append(pull)
-            self._words.append(Producer(self._channel, word))
+            self._words.append(Producer(self.channel, word))
             self._targets.append(np.frombuffer(pull.memory, np.uint8))
 
     def decode(self, bucket: int) -> None:
@@ -303,15 +280,8 @@ class _Peer:
             self._words[bucket].send(number)
             return
         pull = self._pulls[bucket]
-        if self._source is not None:
+        if self.source is not None:
             pull.slot(number)  # what was sent last has left
         gather(self._targets[bucket], self._server.values[bucket], self._server.large[bucket])
         counters.copied(pull.nbytes)
         pull.send(number)
-
-    def close(self) -> None:
-        """Frees its memory."""
-        self._slots.close()
-        unmap(self._channel, self._theirs)
-        if self._source is not None:
-            self._source.close()

@@ -5,24 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from tensorwire.control import Member
 from tensorwire.errors import PeerLost, WaitTimeout
 from tensorwire.store.request_link import DEPTH, Request, RequestInbox, RequestOperation
+from tensorwire.store.request_store import RequestStore
 
 _PATIENCE = 60.0  # between looks at the job while workers compute
 _CREDIT = DEPTH // 4  # of so many requests, a worker hears of one at least
-
-
-class RequestStore(Protocol):
-    """A store that workers send requests to."""
-
-    def handle(self, worker: int, request: Request) -> bool:
-        """Does what a worker asks, or notes it for when others have come; each worker's requests in their order.
-
-        Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
-        """
 
 
 class RequestServer:

@@ -15,17 +15,13 @@ import numpy as np
 
 from tensorwire._native import take_rows
 from tensorwire.control import Member
-from tensorwire.control.names import member_name
-from tensorwire.device.mapped import unmap
 from tensorwire.edge import Producer
 from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters
-from tensorwire.store.admission import check_memory, check_versions
-from tensorwire.store.endpoints import find, show
-from tensorwire.store.fates import Fates
-from tensorwire.store.modes import SSP, Sync
+from tensorwire.store.admission import check_memory
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
-from tensorwire.store.rounds import Members, divisor, is_due, may_read
+from tensorwire.store.request_store import RequestPeer, RequestStore
+from tensorwire.store.rounds import divisor, is_due, may_read
 from tensorwire.store.row_layout import DEPTH, Array, RowPlaces, RowRequest, divide, merge
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
@@ -34,12 +30,11 @@ from tensorwire.store.store_layout import StoreSpec
 _Rows = tuple[Array, Array]  # numbers and rows
 
 
-class RowServer:
+class RowServer(RequestStore):
     """Serves its part of the table ``name`` to all workers until they finish."""
 
     def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int, servers: int) -> None:
-        self.member, self.name, self.spec = member, name, spec
-        check_versions(spec.versions, spec.rule, member.name)
+        super().__init__(member, name, spec, workers)
         assert spec.table is not None
         self.table = spec.table
         tensor = spec.tensors[0]
@@ -50,30 +45,25 @@ class RowServer:
         self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
         draw(self.table, self.values, first)
         self.rule = make_row_rule(spec, first, self.values)
-        self._together = isinstance(spec.mode, Sync)
-        self._bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
-        self._peers = [_Peer(self, worker) for worker in range(workers)]
-        for peer in self._peers:
+        self.peers: list[_Peer] = [_Peer(self, worker) for worker in range(workers)]
+        for peer in self.peers:
             peer.open()
         self._lock = threading.Lock()  # guards all that follows, and the values
         self._clocks = dict.fromkeys(range(workers), 0)  # pushes so far
-        self._members = Members.first(workers)
         self._here: dict[int, tuple[_Rows, bytes]] = {}  # the open round: by worker, rows and options
         self._version = 0
-        self._fates = Fates(member.client.welcome, name, member.index)
-        self._option_bytes = 8 * len(spec.numeric)
         self._ready = False
 
     def handle(self, worker: int, request: Request) -> bool:
         """As `RequestStore`. A request waits for what other workers do; with it, what has waited for it is done."""
         with self._lock:
-            if len(request.options) != self._option_bytes or request.operation is RequestOperation.PUSHPULL:
+            if len(request.options) != self.option_bytes or request.operation is RequestOperation.PUSHPULL:
                 raise ProtocolError(f"worker {worker} sent a request that does not fit the rows of {self.name}")
-            self._peers[worker].take(request)
+            self.peers[worker].take(request)
             served = True
             while served:
                 served = False
-                for peer in self._peers:
+                for peer in self.peers:
                     while peer.waiting and self._serve(peer, peer.waiting[0]):
                         peer.end()
                         served = True
@@ -101,14 +91,13 @@ class RowServer:
         return True
 
     def _in_bound(self, worker: int) -> bool:
-        if self._bound is None:
+        if self.bound is None:
             return True
-        return may_read(self._members, self._clocks, worker, self._clocks[worker], self._bound)
+        return may_read(self.members, self._clocks, worker, self._clocks[worker], self.bound)
 
     def _set(self, peer: _Peer, request: RowRequest) -> None:
         """What worker 0 alone does, while others wait for it."""
-        if peer.index:
-            raise ProtocolError(f"{peer.name} sent {request.operation.name}, which is for worker 0")
+        self.check_worker_0(peer, request.operation)
         if request.operation is RequestOperation.LOAD:
             take_state(self.member, self.name, self.member.index, request.number, self.rule)
         elif request.rows is not None:
@@ -130,7 +119,7 @@ class RowServer:
         if rows is None:
             return True
         self._clocks[peer.index] += 1
-        if not self._together:
+        if not self.together:
             self._apply({peer.index: (rows, request.options)})
             return True
         self._here[peer.index] = rows, request.options
@@ -139,11 +128,11 @@ class RowServer:
 
     def _close_if_due(self) -> None:
         """Merges and applies, if all are there. The caller holds the lock."""
-        if is_due(self._members, self._here.keys()):
+        if is_due(self.members, self._here.keys()):
             here, self._here = dict(sorted(self._here.items())), {}
             self._apply(here)
             for worker in here:
-                self._peers[worker].merged = True
+                self.peers[worker].merged = True
 
     def _apply(self, here: dict[int, tuple[_Rows, bytes]]) -> None:
         """One update by the sum or the mean of contributions, in the order of workers. The caller holds the lock."""
@@ -151,30 +140,30 @@ class RowServer:
         indices, rows = given[0]
         if len(given) > 1:
             indices, rows = merge(np.concatenate([i for i, _ in given]), np.concatenate([r for _, r in given]))
-        if self._together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
-            by = divisor(self._members, here.keys(), "mean") if self.table.followed else len(given)
+        if self.together and self.spec.reduce == "mean":  # a worker that rests has a gradient of zero
+            by = divisor(self.members, here.keys(), "mean") if self.table.followed else len(given)
             rows = rows if by == 1 else rows / np.array(by, rows.dtype)
         self.rule.update(indices, rows, next(iter(here.values()))[1])  # without rows, too: the rule may count updates
         self._mark(indices)
         self._version += 1
         pushes = [(worker, self._clocks[worker]) for worker in here]
         alike = len(pushes)
-        self._fates.closed(0, self._version, pushes, [1 / alike] * alike, [0] * alike, alone=not self._together)
+        self.fates.closed(0, self._version, pushes, [1 / alike] * alike, [0] * alike, alone=not self.together)
 
     def _mark(self, indices: Array) -> None:
         if self.table.followed:
-            for peer in self._peers:
+            for peer in self.peers:
                 peer.changed[indices] = True
 
     def _rest(self, worker: int) -> None:
         """No round waits for a worker until all rest; then rounds wait for all again."""
-        self._members = self._members.rest(worker)
+        self.members = self.members.rest(worker)
         self._close_if_due()
-        self._members = self._members.resume()
+        self.members = self.members.resume()
 
     def _leave(self, worker: int) -> None:
         """A worker has finished: no round waits for it, and what it pushed counts."""
-        self._members = self._members.finish(worker)
+        self.members = self.members.finish(worker)
         self._close_if_due()
 
     # ---- the rest
@@ -183,25 +172,16 @@ class RowServer:
         """Inside it no round closes."""
         return self._lock
 
-    def close(self) -> None:
-        """Frees the table's memory."""
-        self._fates.close()
-        for peer in self._peers:
-            peer.close()
 
-
-class _Peer:
+class _Peer(RequestPeer):
     """What this server shares with one worker, and what that one has asked for."""
 
     def __init__(self, server: RowServer, index: int) -> None:
-        self._server, self.index, self._places = server, index, server.places
-        self.name = member_name("worker", index)
-        self._channel = server.member.channel(self.name)
-        device, nbytes = self._channel.device, server.places.nbytes
-        self._inbox = device.allocate(DEPTH * nbytes)
-        memory = memoryview(self._inbox)
+        nbytes = server.places.nbytes
+        super().__init__(server.member, server.name, index, DEPTH * nbytes, nbytes)
+        self._server, self._places = server, server.places
+        memory = memoryview(self.inbox)
         self._slots = [memory[n * nbytes : (n + 1) * nbytes] for n in range(DEPTH)]
-        self._staging = None if device.capabilities.maps else device.allocate(nbytes)
         self.waiting: deque[RowRequest] = deque()  # requests that are not done
         self.merged = False  # the first of these is a push, which was in a round that has closed
         self._asked = self._answered = 0
@@ -209,18 +189,16 @@ class _Peer:
         self._parts: list[_Rows] = []  # of a contribution that takes several requests
         rows = len(server.values) if server.table.followed else 0
         self.changed = np.zeros(rows, np.bool_)  # since they were sent to this worker last
-        show(server.member, server.name, self.name, self._inbox)
 
     def open(self) -> None:
         """Makes the way back, once the worker has said where its memory is."""
-        server = self._server
-        self._theirs, _ = find(server.member, server.name, self.name)
-        self._done = Producer(self._channel, self._theirs.view(0, 8))
+        super().open()
+        self._done = Producer(self.channel, self.theirs.view(0, 8))
         self._answers = Producer(
-            self._channel,
-            self._theirs.view(WORD, 8),
-            slots=[self._theirs.view(2 * WORD, self._places.nbytes)],
-            source=[] if self._staging is None else [self._staging.view()],
+            self.channel,
+            self.theirs.view(WORD, 8),
+            slots=[self.theirs.view(2 * WORD, self._places.nbytes)],
+            source=[] if self.source is None else [self.source.view()],
             label=f"{self.name}, rows",
         )
 
@@ -266,10 +244,3 @@ class _Peer:
         some = np.asarray(found[: self._places.most], np.uint32)
         self.changed[some] = False
         self.answer(some, values, more=len(found) > len(some))
-
-    def close(self) -> None:
-        """Frees its memory."""
-        self._inbox.close()
-        unmap(self._channel, self._theirs)
-        if self._staging is not None:
-            self._staging.close()

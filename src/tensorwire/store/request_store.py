@@ -1,0 +1,79 @@
+"""What stores have in common that workers send requests to, those of keys and of rows, on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from tensorwire.control import Member
+from tensorwire.control.names import member_name
+from tensorwire.device import RemoteRegion
+from tensorwire.device.mapped import unmap
+from tensorwire.errors import ProtocolError
+from tensorwire.store.admission import check_versions
+from tensorwire.store.endpoints import find, show
+from tensorwire.store.fates import Fates
+from tensorwire.store.modes import SSP, Sync
+from tensorwire.store.request_link import Request, RequestOperation
+from tensorwire.store.rounds import Members
+from tensorwire.store.store_layout import StoreSpec
+
+
+class RequestPeer:
+    """What a store shares with one worker: memory here that the worker writes to, and memory there."""
+
+    theirs: RemoteRegion
+
+    def __init__(self, member: Member, store: str, worker: int, nbytes: int, source: int) -> None:
+        self.index, self.name = worker, member_name("worker", worker)
+        self.channel = member.channel(self.name)
+        device = self.channel.device
+        self.inbox = device.allocate(nbytes)
+        # Where the worker's memory cannot be mapped, values leave from a copy: they may change while they travel.
+        self.source = None if device.capabilities.maps else device.allocate(source)
+        self._find = partial(find, member, store, self.name)
+        show(member, store, self.name, self.inbox)
+
+    def open(self) -> None:
+        """Waits until the worker has said where its memory is."""
+        self.theirs, _ = self._find()
+
+    def close(self) -> None:
+        """Frees the memory here."""
+        self.inbox.close()
+        unmap(self.channel, self.theirs)
+        if self.source is not None:
+            self.source.close()
+
+
+class RequestStore:
+    """A store ``name`` of ``member``, a server, that workers send requests to. Checks its versions first."""
+
+    peers: Sequence[RequestPeer]
+
+    def __init__(self, member: Member, name: str, spec: StoreSpec, workers: int) -> None:
+        check_versions(spec.versions, spec.rule, member.name)
+        self.member, self.name, self.spec, self.index = member, name, spec, member.index
+        self.together = isinstance(spec.mode, Sync)
+        self.bound = spec.mode.staleness if isinstance(spec.mode, SSP) else None
+        self.members = Members.first(workers)
+        self.option_bytes = 8 * len(spec.numeric)
+        self.fates = Fates(member.client.welcome, name, self.index)
+
+    def handle(self, worker: int, request: Request) -> bool:
+        """Does what a worker asks, or notes it for when others have come; each worker's requests in their order.
+
+        Returns whether the worker waits for an answer alone: then nothing has to tell it that this was looked at.
+        """
+        raise NotImplementedError
+
+    def check_worker_0(self, peer: RequestPeer, operation: RequestOperation) -> None:
+        """Raises `ProtocolError` where another worker asks for what is for worker 0."""
+        if peer.index:
+            raise ProtocolError(f"{peer.name} sent {operation.name}, which is for worker 0")
+
+    def close(self) -> None:
+        """Frees the store's memory."""
+        self.fates.close()
+        for peer in self.peers:
+            peer.close()
