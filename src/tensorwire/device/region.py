@@ -128,7 +128,7 @@ class Region(Memory):
     def wait(  # type: ignore[override]  # raises where Memory's returns a number
         self, offset: int, at_least: int, timeout: float, channel: Channel | None = None
     ) -> None:
-        """Waits until a signal word has reached a value. It looks for 5 to 60 us, as this thread's last waits teach,
+        """Waits until a signal word has reached a value. It looks for 5 to 100 us, as this thread's last waits teach,
         and then sleeps, without the GIL.
 
         Args:

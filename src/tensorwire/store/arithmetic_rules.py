@@ -185,6 +185,10 @@ class PieceValues(Held):
 
     def reduce(self, pushes: Sequence[Push], divisor: float) -> None:
         """Their sum, in their order, each times its weight, over ``divisor``."""
+        if len(pushes) == 1 and divisor == pushes[0].weight == 1:  # the most frequent case takes the short way
+            (push,) = pushes
+            self.found = self.read(self.slot(push)) if push.present[self.number] else None
+            return
         mine = [push for push in pushes if push.present[self.number]]
         values = (self.read(self.slot(push)) for push in mine)
         self.found = reduced(values, [push.weight for push in mine], divisor, self._sum) if mine else None
@@ -219,9 +223,12 @@ class Pieces(Rule):
             for bucket in plan.buckets[server]
         ]
         self._function, self._in_force = function, OptionsInForce(spec)
+        self._optionless, self._foreign = function in NAMED.values(), is_foreign(spec.rule)
         self._options: list[dict[str, Any]] = [{} for _ in self._values]
 
     def set_options(self, values: tuple[float, ...], bucket: int | None = None) -> None:
+        if self._optionless:
+            return
         options = self._in_force.with_numbers(values)
         for number in range(len(self._options)) if bucket is None else [bucket]:
             self._options[number] = options
@@ -249,7 +256,7 @@ class Pieces(Rule):
             if part.found is None:
                 continue
             found = part.found if scale == 1.0 else part.found * part.found.dtype.type(scale)
-            if is_foreign(self.spec.rule):  # the store's own keep the precision of the sum
+            if self._foreign:  # the store's own keep the precision of the sum
                 found = found.astype(part.master.dtype, copy=False)
             if found is not part.master:
                 self._function(part.master, found, part.kept, self._options[bucket])
