@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     parser = argparse.ArgumentParser(
         prog="python -m tests.rdma", usage="%(prog)s [options] [PART... | -- CMD [-- CMD2]]", description=ABOUT
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="harness, guest, two or frameworks")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="harness, guest, two or slow")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEST", help="a test of the PARTs; may be repeated"
     )

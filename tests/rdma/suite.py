@@ -1,6 +1,7 @@
 """What ``make test-rdma`` runs: the tests of the harness, those of one guest, and those of two.
 
-Jobs of MXNet and TensorFlow in two guests take long, and run with ``ARGS=frameworks``.
+What takes long runs with ``ARGS=slow``: more of the harness, conformance where every operation is held back, and jobs
+of MXNet and TensorFlow in two guests.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tensorwire.testing.patience import patient
+from tensorwire.testing.spec import DELAYED
 from tests.rdma import kernel, pair, wire
 from tests.rdma.errors import Hung, say
 from tests.rdma.host import ready
@@ -24,17 +26,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", "--durations-min=5")
 GUEST_SECONDS = patient(900.0)
 SUITE = ("--pyargs", "tensorwire.testing.conformance")
-DEVICES = ("--device=tests.rdma.devices:either", "--device=tests.rdma.devices:either+delays")
+DEVICE = "--device=tests.rdma.devices:either"
 SUMMARY = re.compile(r"\b\d+ (passed|failed|errors?|skipped|deselected)\b.* in [\d.]+s")
 
 
 def run(names: list[str], only: Sequence[str] = ()) -> int:
-    """Runs the parts that are named, or all but ``frameworks``; of each the tests ``only``. The exit status."""
+    """Runs the parts that are named, or all but ``slow``; of each the tests ``only``. The exit status."""
     parts: dict[str, Callable[[Tally, Sequence[str]], int]] = {
         "harness": harness,
         "guest": guest,
         "two": two,
-        "frameworks": frameworks,
+        "slow": slow,
     }
     if unknown := set(names) - set(parts):
         say(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -44,7 +46,7 @@ def run(names: list[str], only: Sequence[str] = ()) -> int:
     say(f"the guests' kernel: {image.kernel}")
     ends: list[str] = []
     failed = 0
-    for name in names or [part for part in parts if part != "frameworks"]:
+    for name in names or [part for part in parts if part != "slow"]:
         tally, start = Tally(), time.monotonic()
         try:
             status = parts[name](tally, only)
@@ -61,7 +63,11 @@ def run(names: list[str], only: Sequence[str] = ()) -> int:
 
 def guest(tally: Tally, only: Sequence[str]) -> int:
     """The conformance suite, and the tests in ``guest``, in one machine with two devices."""
-    command = [*PYTEST, *(only or ("tests/rdma/guest", *SUITE)), *DEVICES]
+    return _in_guest(tally, *(only or ("tests/rdma/guest", *SUITE)), DEVICE)
+
+
+def _in_guest(tally: Tally, *arguments: str) -> int:
+    command = [*PYTEST, *arguments]
     say(f"one guest, rxa and rxb on one cable: {' '.join(command)}")
     with Machine(kernel.image(), Job(command, wire.BOTH, folder=ROOT), tally) as machine:
         return machine.wait(GUEST_SECONDS)
@@ -72,9 +78,16 @@ def two(tally: Tally, only: Sequence[str]) -> int:
     return _in_two(tally, *(only or ("tests/rdma/two",)))
 
 
-def frameworks(tally: Tally, only: Sequence[str]) -> int:
-    """Those of MXNet and TensorFlow, which are slow."""
-    return _in_two(tally, *(only or ("tests/rdma/two",)), "-m", "slow")
+def slow(tally: Tally, only: Sequence[str]) -> int:
+    """What takes long, of all parts. Of the guest's tests, those where every operation is held back."""
+    if only:
+        return _in_two(tally, *only, "-m", "slow")
+    statuses = (
+        _in_harness(tally, "tests/rdma/test_harness.py", "-m", "slow"),
+        _in_guest(tally, "tests/rdma/guest", *SUITE, f"{DEVICE}+delays", "-k", DELAYED),
+        _in_two(tally, "tests/rdma/two", "-m", "slow"),
+    )
+    return max(statuses)
 
 
 def _in_two(tally: Tally, *arguments: str) -> int:
@@ -95,7 +108,11 @@ def _in_two(tally: Tally, *arguments: str) -> int:
 
 def harness(tally: Tally, only: Sequence[str]) -> int:
     """Tests of the harness itself."""
-    command = [*PYTEST, *(only or ("tests/rdma/test_harness.py",))]
+    return _in_harness(tally, *(only or ("tests/rdma/test_harness.py",)))
+
+
+def _in_harness(tally: Tally, *arguments: str) -> int:
+    command = [*PYTEST, *arguments]
     say(f"the harness itself: {' '.join(command)}")
     # setpriv: it ends with us, however we end.
     with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], cwd=ROOT, stdout=subprocess.PIPE) as process:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorwire.testing.patience import VARIABLE, patient
+from tests.levels import mostly_slow
 from tests.rdma import host, kernel
 from tests.rdma.__main__ import main
 from tests.rdma.errors import Impossible
@@ -40,6 +41,7 @@ def test_output_and_status_are_the_commands_and_patience_is_the_users(monkeypatc
     assert "this is err\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_guest_writes_stays_in_it_but_in_the_folder_that_is_named(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir()
@@ -47,6 +49,7 @@ def test_what_a_guest_writes_stays_in_it_but_in_the_folder_that_is_named(tmp_pat
     assert (done.returncode, list(tmp_path.rglob("*"))) == (0, [inside, inside / "file"])
 
 
+@pytest.mark.slow
 def test_a_guest_that_takes_too_long_ends_with_its_console() -> None:
     done = run("--timeout", "5", "--", "bash", "-c", "echo a last word >/dev/console; sleep 1000")
     assert done.returncode == 124
@@ -54,6 +57,7 @@ def test_a_guest_that_takes_too_long_ends_with_its_console() -> None:
     assert "a last word" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_guest_that_breaks_off_ends_with_its_console() -> None:
     done = run("--", "bash", "-c", "echo c >/proc/sysrq-trigger")
     assert done.returncode == 124
@@ -61,6 +65,7 @@ def test_a_guest_that_breaks_off_ends_with_its_console() -> None:
     assert "Kernel Offset" in done.stderr  # the last line of a panic
 
 
+@pytest.mark.slow
 def test_two_guests_reach_each_other_and_both_statuses_count() -> None:
     # perftest's little sister: its client gives up where nobody listens yet.
     ask = "until ibv_rc_pingpong -d rxe0 -g 1 -n 10 10.77.0.1 2>/dev/null; do :; done; exit 3"
@@ -69,7 +74,7 @@ def test_two_guests_reach_each_other_and_both_statuses_count() -> None:
     assert done.returncode == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
 def test_no_guest_outlives_the_harness(number: signal.Signals) -> None:
     with subprocess.Popen(command("--", "bash", "-c", "echo up; sleep 1000"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
