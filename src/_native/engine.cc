@@ -17,9 +17,10 @@
 namespace tw {
 
 namespace {
-constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4;
+constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4, soon_token = 5;
 constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
+constexpr long grace_nanoseconds = 500'000;  // after a short wait, for the next one to begin
 constexpr size_t most_recent = 4;
 constexpr double between_looks = 150e-9;  // each takes the socket's lock, for which the kernel waits when bytes arrive
 constexpr u64 turns_per_epoll = 4;
@@ -37,13 +38,14 @@ Engine::Engine(std::shared_ptr<Liveness> liveness, double heartbeat, double lost
     wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     stop_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0 || timer_ < 0) {
+    soon_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (inner_ < 0 || outer_ < 0 || wake_ < 0 || stop_fd_ < 0 || timer_ < 0 || soon_ < 0) {
         const int error = errno;
-        for (int fd : {inner_, outer_, wake_, stop_fd_, timer_})
+        for (int fd : {inner_, outer_, wake_, stop_fd_, timer_, soon_})
             if (fd >= 0) ::close(fd);
         throw std::system_error(error, std::generic_category(), "epoll");
     }
-    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_}) close_on_fork(fd);
+    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_, soon_}) close_on_fork(fd);
     epoll_event e{};
     e.events = EPOLLIN;
     e.data.u64 = wake_token;
@@ -59,6 +61,8 @@ Engine::Engine(std::shared_ptr<Liveness> liveness, double heartbeat, double lost
     epoll_ctl(outer_, EPOLL_CTL_ADD, inner_, &e);
     e.data.u64 = stop_token;
     epoll_ctl(outer_, EPOLL_CTL_ADD, stop_fd_, &e);
+    e.data.u64 = soon_token;
+    epoll_ctl(outer_, EPOLL_CTL_ADD, soon_, &e);
     enlist(static_cast<Progress*>(this));
     thread_ = start_thread([](void* self) { static_cast<Engine*>(self)->run(); }, this);
 }
@@ -94,9 +98,9 @@ void Engine::end() {
     if (thread_.joinable()) thread_.join();
     std::lock_guard drive(drive_mutex_);  // no waiter drives any more
     dismiss(static_cast<Progress*>(this));
-    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_}) forget_fd(fd);
+    for (int fd : {inner_, outer_, wake_, stop_fd_, timer_, soon_}) forget_fd(fd);
     std::lock_guard kicks(kick_mutex_);
-    for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_, &timer_}) {
+    for (int* fd : {&inner_, &outer_, &wake_, &stop_fd_, &timer_, &soon_}) {
         ::close(*fd);
         *fd = -1;
     }
@@ -184,6 +188,8 @@ size_t Engine::connections() {
 }
 
 void Engine::arm(bool on) {
+    if (armed_ == on) return;
+    armed_ = on;
     epoll_event e{};
     if (on) e.events = EPOLLIN;
     e.data.u64 = inner_token;
@@ -263,7 +269,10 @@ void Engine::run() {
         if (epoll_wait(outer_, events, 4, -1) < 0 && errno != EINTR) return;
         if (stop_) return;
         std::unique_lock g(drive_mutex_, std::try_to_lock);
-        if (!g) continue;
+        u64 expirations;
+        if (read(soon_, &expirations, 8) < 0) { /* something else woke it */ }
+        if (!g) continue;  // who drives has to arm, or to set the timer again, when it leaves
+        arm(true);
         wake_ups_.fetch_add(1, std::memory_order_relaxed);
         double t = now();
         lingering_.waited(t - last);
@@ -282,23 +291,37 @@ Outcome Engine::wait(const Target& target, u64 at_least, double seconds) {
     const double start = now(), end = start + std::min(seconds, slice_seconds);
     std::unique_lock lock(drive_mutex_, std::try_to_lock);
     if (!lock) {
-        wanting_.fetch_add(1, std::memory_order_relaxed);
-        for (double t = start; !lock && t - start < lock_spin_seconds && !target.reached(at_least); t = now()) {
-            relax();
-            (void)lock.try_lock();
-        }
-        wanting_.fetch_sub(1, std::memory_order_relaxed);
-        if (target.reached(at_least)) return Outcome::reached;
-        if (!lock) {
-            sleeps_.fetch_add(1, std::memory_order_relaxed);
-            return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
-        }
+        beside_.fetch_add(1);
+        const auto outcome = wait_beside(lock, target, at_least, start, seconds);
+        beside_.fetch_sub(1);
+        if (outcome) return *outcome;
     }
     if (closed_) return target.reached(at_least) ? Outcome::reached : Outcome::lost;
     arm(false);
     const Outcome outcome = drive(target, at_least, end, seconds <= slice_seconds);
-    arm(true);
+    leave();
     return outcome;
+}
+
+// While another thread drives. Nothing: this one may now.
+std::optional<Outcome> Engine::wait_beside(std::unique_lock<std::mutex>& lock, const Target& target, u64 at_least, double start, double seconds) {
+    wanting_.fetch_add(1, std::memory_order_relaxed);
+    for (double t = start; !lock && t - start < lock_spin_seconds && !target.reached(at_least); t = now()) {
+        relax();
+        (void)lock.try_lock();
+    }
+    wanting_.fetch_sub(1, std::memory_order_relaxed);
+    if (target.reached(at_least)) return Outcome::reached;
+    if (lock) return std::nullopt;
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
+}
+
+// The engine's thread takes over: at once, or where waits are short only if the next one does not begin soon. A message
+// that wakes it in between costs the sender more than the rest of the way.
+void Engine::leave() {
+    const itimerspec once{{0, 0}, {0, grace_nanoseconds}};
+    if (!waiting_.polls() || beside_.load() || timerfd_settime(soon_, 0, &once, nullptr)) arm(true);
 }
 
 Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_slice) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -192,12 +193,14 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     bool midway() const;
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
+    void leave();  // drive_mutex_ held
+    std::optional<Outcome> wait_beside(std::unique_lock<std::mutex>& lock, const Target& target, u64 at_least, double start, double seconds);
     void run();
     void end();
 
     const std::shared_ptr<Liveness> liveness_;
     const double heartbeat_, lost_after_;
-    int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1, timer_ = -1;
+    int inner_ = -1, outer_ = -1, wake_ = -1, stop_fd_ = -1, timer_ = -1, soon_ = -1;
     std::atomic<bool> stop_{false}, closed_{false};
     std::once_flag closing_;
     std::atomic<bool> sleeping_{false};  // the driver may be blocked
@@ -209,9 +212,12 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     u64 next_token_ = 16;
     std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately; asked without epoll
     u64 turns_ = 0;
-    Patience waiting_{15e-6, 60e-6}, lingering_{0, 30e-6};  // with drive_mutex_: of waiters; of the engine's thread
+    // With drive_mutex_: of waiters; of the engine's thread. When a message came is not known: a wake-up is in it.
+    Patience waiting_{15e-6, 150e-6, 200e-6}, lingering_{0, 30e-6, 100e-6};
+    bool armed_ = true;  // with drive_mutex_: messages wake the engine's thread
     std::atomic<u64> sleeps_{0}, wake_ups_{0};
     std::atomic<u32> wanting_{0};  // waiters that would drive if the engine's thread did not
+    std::atomic<u32> beside_{0};   // waiters that do not drive
     std::thread thread_;
     pid_t pid_;
 };

@@ -60,7 +60,7 @@ bool spin(const Target& target, u64 at_least, double seconds) {
 }
 
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
-    thread_local Patience patience{spin_seconds, 100e-6};
+    thread_local Patience patience{spin_seconds, 100e-6, 100e-6};
     const double start = now();
     if (spin(target, at_least, std::min(seconds, patience.seconds()))) return Outcome::reached;
     Futex& futex = *target.futex;

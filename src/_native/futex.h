@@ -137,18 +137,18 @@ void dismiss(Progress* progress);
 // polling would have been cheaper than a sleep it doubles, and after a long one it is the shortest again.
 class Patience {
   public:
-    Patience(double least, double most) : least_(least), most_(most), seconds_(least) {}
+    Patience(double least, double most, double worth_polling) : least_(least), most_(most), worth_polling_(worth_polling), seconds_(least) {}
     double seconds() const { return seconds_; }
+    bool polls() const { return seconds_ > least_; }  // waits have been short lately
     // From the last event to the one that ended a sleep. Where only the time of the wake-up is known, that is in it.
     void waited(double seconds) {
-        if (seconds > worth_polling) seconds_ = least_;
+        if (seconds > worth_polling_) seconds_ = least_;
         else seconds_ = std::min(most_, std::max(2 * seconds_, first_step));
     }
 
   private:
-    static constexpr double worth_polling = 100e-6;
     static constexpr double first_step = 15e-6;
-    const double least_, most_;
+    const double least_, most_, worth_polling_;
     double seconds_;
 };
 

@@ -237,6 +237,7 @@ class _Server(StoreRequests):
         copies = client.copies_on(self.channel.device)
         # How many answers about each bucket there have been.
         self.words = [Word(copies, answer_word(client.plan, index, b.index), self.channel) for b in buckets]
+        self._whole_buckets: dict[int, list[Transfer]] = {}  # of the plan, prepared
 
     def request(
         self, operation: RequestOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, sizes: Sequence[int]
@@ -248,6 +249,14 @@ class _Server(StoreRequests):
 
     def _transfers(self, buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[Transfer]:
         """What travels, from slots that lie side by side at once."""
+        if len(buckets) == 1 and sizes[0] == buckets[0].nbytes:
+            number = buckets[0].number
+            if number not in self._whole_buckets:
+                self._whole_buckets[number] = self._in_runs(buckets, sizes)
+            return self._whole_buckets[number]
+        return self._in_runs(buckets, sizes)
+
+    def _in_runs(self, buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[Transfer]:
         runs: list[tuple[int, int, int]] = []
         for b, size in sorted(zip(buckets, sizes, strict=True), key=lambda each: each[0].space):
             if runs:
