@@ -100,7 +100,6 @@ class DenseKey(_Keyed):
         self._give(outs)
 
     def count_unsent(self) -> None:
-        """As of every key."""
         self._store._count_unsent(self._key, self._asked - self._begun)
         self._begun = self._asked
 
@@ -131,7 +130,6 @@ class KeyParts:
         self._parts = [DenseKey(store, name, requests) for name in names]
 
     def check(self, values: Sequence[Any], outs: Sequence[Any]) -> None:
-        """As of every key."""
         _check(self._key, values, outs, self._shape, self._dtype)
 
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
@@ -152,7 +150,6 @@ class KeyParts:
             part.push_and_pull(mine, into, numbers, priority)
 
     def count_unsent(self) -> None:
-        """As of every key."""
         for part in self._parts:
             part.count_unsent()
 
