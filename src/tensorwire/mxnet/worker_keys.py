@@ -130,6 +130,7 @@ class KeyParts:
         self._parts = [DenseKey(store, name, requests) for name in names]
 
     def check(self, values: Sequence[Any], outs: Sequence[Any]) -> None:
+        """As of every key."""
         _check(self._key, values, outs, self._shape, self._dtype)
 
     def push(self, values: Sequence[Any], numbers: dict[str, float], priority: int) -> None:
@@ -150,6 +151,7 @@ class KeyParts:
             part.push_and_pull(mine, into, numbers, priority)
 
     def count_unsent(self) -> None:
+        """As of every key."""
         for part in self._parts:
             part.count_unsent()
 
