@@ -117,7 +117,7 @@ docs: setup
 
 # The native module's types, kept in the source tree for mypy; a test compares.
 stubs: setup
-	$(BIN)/python -m nanobind.stubgen -q -m tensorwire._native -p src/_native/stub.patterns -o src/tensorwire/_native.pyi
+	$(BIN)/python -m nanobind.stubgen -q -D -m tensorwire._native -p src/_native/stub.patterns -o src/tensorwire/_native.pyi
 	$(BIN)/ruff format src/tensorwire/_native.pyi
 
 clean:

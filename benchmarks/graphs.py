@@ -19,11 +19,11 @@ from benchmarks.report import PARTS, grouped
 from benchmarks.steps import parts, started, step_records, titled
 from benchmarks.training import WARM
 from tensorwire.bench.actors.lines import LEAVE
-from tensorwire.bench.compare import Samples, Settings, Stages, Workload, take_turns
+from tensorwire.bench.compare import Samples, Settings, Stages, Workload, asking, take_turns
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import Answer, Contender, ProgramFailed, Stage, actor, job
+from tensorwire.bench.programs import Answer, Contender, ProgramFailed, actor, job
 from tensorwire.bench.records import COUNTED, Record
-from tensorwire.bench.show import Notes
+from tensorwire.bench.show import Notes, row
 from tensorwire.extras import how_to_install
 from tensorwire.trace.parts import read_trace
 
@@ -87,7 +87,8 @@ def contest(
     alone = Samples.of(answers[ALONE], 0, options.steps).median
 
     def details(name: str, seconds: float) -> dict[str, float]:
-        most = {what: max(counted(told, what) for told in answers[name]) / options.steps for what in COUNTS}
+        sums = {what: [sum(a.get(what, 0.0) for a in round) for round in answers[name]] for what in COUNTS}
+        most = {what: max(counted) / options.steps for what, counted in sums.items()}
         found = {"loss": losses[name][-1], "samples_per_second": size / seconds, **most}
         if name == ALONE:
             return found | {"step": seconds, "compute": seconds} | dict.fromkeys((*PARTS[1:], "hidden"), 0.0)
@@ -112,14 +113,8 @@ def run(
     contenders: Mapping[str, Contender], label: str, options: Options, settings: Settings, notes: Notes
 ) -> tuple[dict[str, list[list[Answer]]], dict[str, Any]]:
     """Starts all of them, has them take turns, and leave; what they answer, and the facts of each."""
-
-    def rehearse(name: str, stage: Stage) -> list[Answer]:
-        return stage.run(REHEARSED, 1, REHEARSAL)
-
-    def steps(name: str, stage: Stage) -> list[Answer]:
-        return stage.run(WARM, options.steps)
-
-    room = dict.fromkeys(options.modes, ROOM)
+    room, rehearse = dict.fromkeys(options.modes, ROOM), asking(REHEARSED, 1, REHEARSAL)
+    steps = asking(WARM, options.steps)
     with Stages(settings.cores) as stages:
         ready = started(stages, contenders, rehearse, room, ALONE, label=label, notes=notes, peers=())
         answers = take_turns(stages, ready, settings.rounds, steps, label=label, notes=notes, peers=())
@@ -127,11 +122,6 @@ def run(
             stages.get(ready[name]).run(0, 0, LEAVE)
         # A worker's line has its facts, as JSON; the last one is that of worker 0.
         return answers, {name: json.loads(stages.get(ready[name]).lines[-1]) for name in answers}
-
-
-def counted(answers: Sequence[Answer], what: str) -> float:
-    """In a round, all workers together."""
-    return sum(answer.get(what, 0.0) for answer in answers)
 
 
 def loss_of(answers: Sequence[Answer]) -> float:
@@ -177,6 +167,5 @@ def crossed_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     for what, record in grouped(records):
         details = record.details or {}
         cells = [f"{details[name]:,.2f}".removesuffix(".00") for name in COUNTS]
-        verdict = "" if record.met is None else ("met" if record.met else "MISSED")
-        rows.append((what, record.peer, *cells, record.target or "", verdict))
+        rows.append((what, record.peer, *cells, *row(record)[7:]))
     return rows

@@ -12,6 +12,7 @@ from tensorwire.bench.programs import OURS, Contender, actor, job
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
 from tensorwire.models import find
+from tensorwire.sizes import counted
 
 BYTES = 4096  # of a small push
 PUSHES = 4 * LIST  # keys that are pushed to in turn: a call does not wait for the one before
@@ -68,6 +69,6 @@ def pushes(device: str) -> list[Workload]:
 def shared(device: str, workers: int, *, quick: bool) -> Workload:
     """Workers that push to the same keys of one server."""
     ours = contender(OURS, f"{SHARED}x{BYTES}", "async", device, workers=workers, word="turns")
-    title = f"{device}, {SHARED} keys of 4 KiB, {workers} worker{'s' * (workers > 1)}, one server"
+    title = f"{device}, {SHARED} keys of 4 KiB, {counted(workers, 'worker')}, one server"
     least = 5 if quick else _FAIR
     return Workload("store", device, title, BYTES, "push-to-answer", (ours,), per=SHARED, least=least)

@@ -22,8 +22,6 @@ from tensorwire.charts.curves import Curve
 
 FOLDERS = {"digits": "digits", "fashion": "/usr/share/datasets/fashion-mnist"}
 DEMO = ROOT / "examples" / "fcn5" / "demo.py"
-
-
 Curves = dict[str, dict[str, Curve]]  # by data and mode
 
 

@@ -17,7 +17,7 @@ from tensorwire.bench.compare import Settings, Workload, compare_all
 from tensorwire.bench.programs import HERE, OURS, Contender, job
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
-from tensorwire.sizes import size_text
+from tensorwire.sizes import counted, size_text
 
 OWN = "mxnet"
 STORES = {OURS: "dist_tensorwire_sync", OWN: "dist_sync"}
@@ -44,11 +44,6 @@ def mxnet_job(
     return job(peer, program, STORES[peer], *arguments, device, workers=workers, places=places, memory=memory)
 
 
-def plural(workers: int) -> str:
-    """For people."""
-    return f"{workers} worker{'s' * (workers > 1)}"
-
-
 def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
     """All sizes, on one machine or over links."""
     python, counts = find_python(), options.counts or (1,)
@@ -71,7 +66,7 @@ def on_one_machine(python: str, workers: int, devices: Sequence[str], sizes: Seq
     made = []
     for nbytes in sizes:
         for device, ours in contenders.items():
-            title = f"{device}, MXNet, {plural(workers)}, a key of {size_text(nbytes)}"
+            title = f"{device}, MXNet, {counted(workers, 'worker')}, a key of {size_text(nbytes)}"
             target = Target(shares={OWN: SHM}) if (device, nbytes) == ("shm", JUDGED) else None
             made.append(_workload(device, title, nbytes, (ours, own), target))
     return made
@@ -83,7 +78,7 @@ def over_link(python: str, workers: int, rate: str, places: Places, sizes: Seque
     here = replace(_contender(python, OURS, "shm", workers, HERE, sizes), name=BESIDE)
     made = []
     for nbytes in sizes:
-        title = f"tcp over a link of {rate}, MXNet, {plural(workers)}, a key of {size_text(nbytes)}"
+        title = f"tcp over a link of {rate}, MXNet, {counted(workers, 'worker')}, a key of {size_text(nbytes)}"
         beside = (here,) if (rate, nbytes) == ("1gbit", JUDGED) else ()
         wire = links.iperf(places, 2 * nbytes, both_ways=False) if nbytes >= _STREAMED else ()
         target = Target(shares=LINK) if (rate, nbytes) == ("10gbit", JUDGED) else None

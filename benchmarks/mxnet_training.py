@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from benchmarks import links
 from benchmarks.links import Places
-from benchmarks.mxnet import OWN, find_python, mxnet_job, plural
+from benchmarks.mxnet import OWN, find_python, mxnet_job
 from benchmarks.options import Options
 from benchmarks.steps import check_losses, mean, step_records
 from tensorwire.bench.compare import Settings, Stages, Workload, take_turns
 from tensorwire.bench.programs import HERE, OURS, Answer, ProgramFailed, Stage
 from tensorwire.bench.records import Record, Target
 from tensorwire.bench.show import Notes
+from tensorwire.sizes import counted
 
 BATCH = 128  # of each worker
 WARM = 2  # steps of a round that nobody times
@@ -71,7 +72,7 @@ def contest(
         for name, device in (*((device, device) for device in devices), (OWN, "tcp"))
     }
     title = network.title + (f" / {options.shrink}" if options.shrink > 1 else "")
-    label = f"{title}, {plural(workers)}{f' over {rate}' if rate else ''}"
+    label = f"{title}, {counted(workers, 'worker')}{f' over {rate}' if rate else ''}"
 
     def steps(name: str, stage: Stage) -> list[Answer]:
         answers = stage.run(WARM, options.steps)

@@ -14,8 +14,8 @@ from benchmarks.options import Options
 from benchmarks.steps import Answers, check_losses, mean, step_records, titled
 from benchmarks.tensorflow import find_python
 from benchmarks.tensorflow_training import SERVERS, SIZES
-from tensorwire.bench.compare import Settings, Stages, Workload, take_turns
-from tensorwire.bench.programs import OURS, Answer, Contender, Stage, job
+from tensorwire.bench.compare import Settings, Stages, Workload, asking, take_turns
+from tensorwire.bench.programs import OURS, Contender, job
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 
@@ -68,10 +68,7 @@ def contest(case: Case, options: Options, settings: Settings, notes: Notes) -> l
     python, label = find_python(), case.title("shm")
     contenders = {device: case.contender(python, OURS, device) for device in options.devices}
     contenders[case.peer] = case.contender(python, case.peer, "tcp")
-
-    def steps(name: str, stage: Stage) -> list[Answer]:
-        return stage.run(WARM, options.steps)
-
+    steps = asking(WARM, options.steps)
     with Stages(settings.cores) as stages:
         told = take_turns(stages, contenders, settings.rounds, steps, label=label, notes=notes, peers=(case.peer,))
     if case.way == "sync":

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from benchmarks.options import Options
 from benchmarks.steps import Answers, step_records, titled
 from benchmarks.tensorflow import OWN, find_python, two_workers
-from tensorwire.bench.compare import Samples, Settings, Stages, Workload, take_turns
-from tensorwire.bench.programs import OURS, Answer, Contender, ProgramFailed, Stage
+from tensorwire.bench.compare import Samples, Settings, Stages, Workload, asking, take_turns
+from tensorwire.bench.programs import OURS, Contender, ProgramFailed
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 
@@ -93,10 +93,7 @@ def contest(
     """The runtimes take turns; each has processes of its own for what is timed, so that memory goes back after it."""
     told: dict[str, Answers] = {}
     for what in (STEP, COMPUTE, TRANSFER):
-
-        def steps(who: str, stage: Stage, what: str = what) -> list[Answer]:
-            return stage.run(WARM, options.steps, case.word(what))
-
+        steps = asking(WARM, options.steps, case.word(what))
         with Stages(settings.cores) as stages:
             label = f"{case.title}: {what}"
             told[what] = take_turns(stages, contenders, settings.rounds, steps, label=label, notes=notes, peers=())

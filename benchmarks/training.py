@@ -17,9 +17,9 @@ from benchmarks.options import Options
 from benchmarks.sleeping_layers import MODELS, SLEEPING
 from benchmarks.steps import Answers, check_losses, mean, parts, started, step_records
 from tensorwire.bench.actors.lines import LEAVE
-from tensorwire.bench.compare import Settings, Stages, Workload, take_turns
+from tensorwire.bench.compare import Settings, Stages, Workload, asking, take_turns
 from tensorwire.bench.machine import MALLOC
-from tensorwire.bench.programs import HERE, OURS, Answer, Contender, Stage, actor, job
+from tensorwire.bench.programs import HERE, OURS, Answer, Contender, actor, job
 from tensorwire.bench.records import Record
 from tensorwire.bench.show import Notes
 from tensorwire.errors import ArgumentError
@@ -44,12 +44,10 @@ def measure(options: Options, settings: Settings, notes: Notes) -> list[Record]:
         raise ArgumentError("--link measures tcp: give --device tcp")
 
     def over(rate: str, places: Places) -> list[Record]:
-        return [r for name in options.workloads for r in contest(name, "tcp", rate, places, options, settings, notes)]
+        pairs = [(name, device) for name in options.workloads for device in options.devices]
+        return [r for pair in pairs for r in contest(*pair, rate, places, options, settings, notes)]
 
-    if options.links:
-        return links.over_each(options.links, notes, over)
-    pairs = [(name, device) for name in options.workloads for device in options.devices]
-    return [r for name, device in pairs for r in contest(name, device, "", HERE, options, settings, notes)]
+    return links.over_each(options.links, notes, over) if options.links else over("", HERE)
 
 
 def contest(
@@ -118,20 +116,13 @@ def run(
     contenders: Mapping[str, Contender], workload: str, label: str, options: Options, settings: Settings, notes: Notes
 ) -> dict[str, list[list[Answer]]]:
     """Starts all of them, has them take turns, and leave."""
-
-    def rehearse(name: str, stage: Stage) -> list[Answer]:
-        return stage.run(2, 1, REHEARSAL)  # now it has all its memory
-
-    def steps(name: str, stage: Stage) -> list[Answer]:
-        return stage.run(WARM, options.steps, word)
-
-    word = ""
+    steps, rehearse = asking(WARM, options.steps), asking(2, 1, REHEARSAL)  # after which it has all its memory
     with Stages(settings.cores) as stages:
         ready = started(stages, contenders, rehearse, ROOM, OURS, label=label, notes=notes, peers=PEERS)
         if workload == SLEEPING:
-            word = REHEARSAL
-            took = take_turns(stages, ready, 1, steps, label=label, notes=notes, peers=PEERS)
-            word = sleep(took, options.steps)
+            awake = asking(WARM, options.steps, REHEARSAL)
+            took = take_turns(stages, ready, 1, awake, label=label, notes=notes, peers=PEERS)
+            steps = asking(WARM, options.steps, sleep(took, options.steps))
         answers = take_turns(stages, ready, settings.rounds, steps, label=label, notes=notes, peers=PEERS)
         for name in answers:
             stages.get(ready[name]).run(0, 0, LEAVE)

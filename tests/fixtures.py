@@ -23,7 +23,7 @@ def allocator_built() -> None:
     """No program of a test has to build it, and to tell people so."""
     from tensorwire.torch.graph.memory import allocator
 
-    allocator._load(allocator._path())
+    allocator._load()
 
 
 @pytest.fixture(scope="module", autouse=True)

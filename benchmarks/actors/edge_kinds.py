@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -95,13 +96,10 @@ def _limit(nbytes: int) -> int:
     return DEPTH * max(SLAB, block_nbytes(nbytes))
 
 
-def _sizes(nbytes: int, maps: bool) -> tuple[int, int]:
-    return PAGE, PAGE  # such an edge has its memory for itself
-
-
+_page_each = functools.partial(Kind, lambda nbytes, maps: (PAGE, PAGE))  # such an edge has its memory for itself
 KINDS = {
-    "bounded": Kind(_sizes, BoundedSender, lambda end, n: VaryingReceiver(_consumer(end, n, n), DEPTH)),
-    "dynamic": Kind(_sizes, DynamicSender, lambda end, n: VaryingReceiver(_consumer(end, n, None), 0)),
+    "bounded": _page_each(BoundedSender, lambda end, n: VaryingReceiver(_consumer(end, n, n), DEPTH)),
+    "dynamic": _page_each(DynamicSender, lambda end, n: VaryingReceiver(_consumer(end, n, None), 0)),
 }
 
 

@@ -12,8 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -23,12 +22,11 @@ from benchmarks.actors import members
 from benchmarks.actors.train import BATCHES, SGD
 from benchmarks.cuts import cut
 from benchmarks.graphs import REHEARSAL
-from tensorwire.bench.actors.lines import LEAVE, Lines, Run
+from tensorwire.bench.actors.lines import Lines, Run
 from tensorwire.control import Coordinator
 from tensorwire.launch import current_worker
 from tensorwire.models import MODELS
 from tensorwire.observe import counters, spans
-from tensorwire.observe.counting import Counters
 from tensorwire.observe.spans import clock
 from tensorwire.torch.graph.execution.job_group import group_of
 
@@ -79,50 +77,28 @@ class Worker:
         spans.add("compute", self._step, start, clock())
         return loss.detach()
 
-    def round(self, run: Run) -> tuple[float, float, Counters, float]:
-        """When the timed steps began and ended by the clock, what they counted, and the last one's loss."""
+    def round(self, run: Run) -> tuple[float, float, dict[str, float]]:
+        """When the timed steps began and ended by the clock, and what is told of them."""
         for _ in range(run.warm):
             self.step()
-        before, start = counters.snapshot(), clock()
-        for _ in range(run.count):
-            loss = self.step()
-        return start, clock(), counters.since(before), loss.item()
+        before = counters.snapshot()
+        start, stop, loss = members.steps(replace(run, warm=0), self.step)
+        return start, stop, {"loss": loss, **asdict(counters.since(before))}
 
 
-def main(
-    role: str,
-    index: str,
-    mode: str,
-    workload: str,
-    shrink: str,
-    device: str,
-    workers: str,
-    _servers: str,
-    _interface: str,
-) -> None:
+def main(role: str, index: str, mode: str, workload: str, shrink: str, device: str, workers: str, *_: str) -> None:
     """Runs as the bench says."""
     lines = Lines()
     if role == "server":
         lines.hello(Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=int(workers), servers=0).address)
-        for _ in lines.runs():
+        for _run in lines.runs():
             lines.answer()
         return
     worker = Worker(mode, workload, int(shrink), int(workers))
-    timed: list[tuple[float, float]] = []
     members.join(lines, int(index), device, int(workers), 0, json.dumps(worker.facts))
     if mode != "alone":
         worker.join(mode)
-    for run in lines.runs():
-        if run.word == LEAVE:
-            facts: dict[str, Any] = spans.facts
-            facts["timed"] = timed  # between rounds a worker waits for the bench
-            worker.leave()
-            lines.answer()
-            continue
-        start, stop, counted, loss = worker.round(run)
-        if run.word != REHEARSAL:
-            timed.append((start, stop))
-        lines.answer(stop - start, loss=loss, **asdict(counted))
+    members.train(lines, worker.round, worker.leave, REHEARSAL)
 
 
 if __name__ == "__main__":

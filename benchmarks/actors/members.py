@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from tensorwire.bench.actors.lines import LEAVE, Lines, Run
 from tensorwire.bench.actors.store_job import join_as_server
 from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.launch.server_process import serve as serve_stores
 from tensorwire.observe import spans
+from tensorwire.observe.spans import clock
 
 
 def serve(lines: Lines, index: int, device: str, workers: int, servers: int, interface: str) -> None:
@@ -36,6 +38,36 @@ def join(lines: Lines, index: int, device: str, workers: int, servers: int, line
         TENSORWIRE_SERVERS=str(servers),
         TENSORWIRE_DEVICE=device,
     )
+
+
+def steps(run: Run, step: Callable[[], Any]) -> tuple[float, float, float]:
+    """Steps of training that warm up, and those that are timed: when these began and ended, and the last one's loss."""
+    for _ in range(run.warm):
+        step()
+    start = clock()
+    for _ in range(run.count):
+        loss = step()
+    return start, clock(), loss.item()
+
+
+def train(
+    lines: Lines,
+    work: Callable[[Run], tuple[float, float, dict[str, float]]],
+    leave: Callable[[], object],
+    untimed: str,
+) -> None:
+    """A worker's rounds of training. A trace says when each began and ended, but for those of the word ``untimed``."""
+    timed: list[tuple[float, float]] = []
+    for run in lines.runs():
+        if run.word == LEAVE:
+            spans.facts["timed"] = timed  # between rounds a worker waits for the bench
+            leave()
+            lines.answer()
+            continue
+        start, stop, told = work(run)
+        if run.word != untimed:
+            timed.append((start, stop))
+        lines.answer(stop - start, **told)
 
 
 def run_member(

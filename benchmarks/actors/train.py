@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from benchmarks.actors import members
 from benchmarks.sleeping_layers import MODELS, SleepingLayers
 from benchmarks.training import REHEARSAL
-from tensorwire.bench.actors.lines import LEAVE, Lines, Run
+from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.bench.actors.transfer import counts, since
 from tensorwire.models import Model
-from tensorwire.observe import counters, spans
-from tensorwire.observe.spans import clock
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "fused": True}
 BATCHES = 4  # of each worker, over and over
@@ -76,54 +75,27 @@ class Worker:
         self.update()
         return loss
 
-    def round(self, run: Run) -> tuple[float, float, float]:
-        """A round's beginning and end by the clock, and the loss of its last step."""
+    def round(self, run: Run) -> tuple[float, float, dict[str, float]]:
+        """A round's beginning and end by the clock, and what else is told of it."""
         if run.word and isinstance(self.model, SleepingLayers):
             self.model.take(float(run.word))
-        for _ in range(run.warm):
-            self.step()
-        start = clock()
-        for _ in range(run.count):
-            loss = self.step()
-        return start, clock(), loss.item()
+        before = counts()
+        start, stop, loss = members.steps(run, self.step)
+        return start, stop, {"loss": loss, "samples": self.size, **since(before)}
 
 
-def main(
-    role: str,
-    index: str,
-    kind: str,
-    workload: str,
-    shrink: str,
-    meeting: str,
-    device: str,
-    workers: str,
-    servers: str,
-    interface: str,
-) -> None:
-    """Runs as the bench says."""
-    lines = Lines()
+def main(role: str, index: str, kind: str, workload: str, shrink: str, meeting: str, device: str, *sizes: str) -> None:
+    """Runs as the bench says. ``sizes``: WORKERS SERVERS HOST."""
+    lines, workers, servers = Lines(), int(sizes[0]), int(sizes[1])
     if role == "server":
-        members.serve(lines, int(index), device, int(workers), int(servers), interface)
+        members.serve(lines, int(index), device, workers, servers, sizes[2])
         return
     if kind in ("store", "overlap"):
-        members.join(lines, int(index), device, int(workers), int(servers))
+        members.join(lines, int(index), device, workers, servers)
     else:
         lines.hello()
-    worker = Worker(kind, MODELS[workload], int(shrink), int(index), int(workers), meeting)
-    timed: list[tuple[float, float]] = []
-    for run in lines.runs():
-        if run.word == LEAVE:
-            spans.facts["timed"] = timed  # between rounds a worker waits for the bench
-            worker.leave()
-            lines.answer()
-            continue
-        before = counters.snapshot()
-        start, stop, loss = worker.round(run)
-        counted = counters.since(before)
-        if run.word != REHEARSAL:
-            timed.append((start, stop))
-        counts = {name: getattr(counted, name) for name in ("copies", "rpcs", "registrations")}
-        lines.answer(stop - start, loss=loss, samples=worker.size, **counts)
+    worker = Worker(kind, MODELS[workload], int(shrink), int(index), workers, meeting)
+    members.train(lines, worker.round, worker.leave, REHEARSAL)
 
 
 if __name__ == "__main__":

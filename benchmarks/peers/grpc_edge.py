@@ -11,12 +11,11 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import grpc
 import torch
-from grpc_store import OPTIONS, SWITCH_SECONDS
+from grpc_store import OPTIONS, SWITCH_SECONDS, start
 
 from tensorwire.bench.actors.edge_work import Summands, Sums
 from tensorwire.bench.actors.lines import Lines, check, pattern, timed
@@ -55,17 +54,14 @@ class Service(grpc.GenericRpcHandler):
 
 def serve(lines: Lines, nbytes: int, *, credits: bool) -> None:
     service = Service(nbytes, credits=credits)
-    server = grpc.server(ThreadPoolExecutor(2), options=OPTIONS)
-    server.add_generic_rpc_handlers((service,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    lines.hello(str(port))
+    server = start(lines, service, 2, "127.0.0.1")
     for run in lines.runs():
         if run.word == "transfer":
             check(service.latest, run.round)
         else:
             service.sums.check(run.round, run.warm + run.count, service.latest)
         lines.answer()
+    server.stop(None)
 
 
 class Stream:
@@ -98,7 +94,7 @@ class Stream:
 
 
 def send(lines: Lines, nbytes: int, *, credits: bool) -> None:
-    channel = grpc.insecure_channel(f"127.0.0.1:{lines.hello()}", options=OPTIONS)
+    channel = grpc.insecure_channel(lines.hello(), options=OPTIONS)
     streams = {word: Stream(channel, f"/edge/{word}") for word in ("transfer", "whole")}
     summands, out = Summands(nbytes // 4), torch.zeros(nbytes // 4)
     step = 0

@@ -66,10 +66,18 @@ def load() -> Any:
     return importlib.import_module("mxnet")
 
 
-def run_program(main: Callable[..., None]) -> None:
-    """Runs a program; after a failure it ends at once, because MXNet's own store would wait for the other workers."""
+def run_program(work: Callable[..., None], own: int = 0) -> None:
+    """Runs a server, or ``work(lines, MXNet, store, *words)``; ``own``: how many words precede the job's.
+
+    After a failure it ends at once, because MXNet's own store would wait for the other workers.
+    """
+    role, index, store, *words = sys.argv[1:]
+    lines, job = Lines(), words[own:]
     try:
-        main(*sys.argv[1:])
+        if role == "server":
+            serve(lines, store, *job)
+        else:
+            work(lines, *join(lines, index, store, *job), *words[:own])
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
-from mxnet_job import join, run_program, serve
+from mxnet_job import run_program
 
 from tensorwire.bench.actors.lines import Lines
 from tensorwire.bench.actors.transfer import counts, since
@@ -59,13 +59,8 @@ class Key:
             raise SystemExit(f"the key of {self._name} bytes is not the sum of what was pushed")
 
 
-def main(role: str, index: str, store: str, *job: str) -> None:
-    """Runs until its input ends."""
-    lines = Lines()
-    if role == "server":
-        serve(lines, store, *job)
-        return
-    mx, kv = join(lines, index, store, *job)
+def work(lines: Lines, mx: Any, kv: Any) -> None:
+    """A worker's rounds."""
     keys: dict[str, Key] = {}
     for run in lines.runs():
         if run.word not in keys:
@@ -79,4 +74,4 @@ def main(role: str, index: str, store: str, *job: str) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(work)

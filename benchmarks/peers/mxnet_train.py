@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from mxnet_job import join, run_program, serve
+from mxnet_job import run_program
 
 from tensorwire.bench.actors.lines import Lines, timed
 from tensorwire.bench.actors.transfer import counts, since
@@ -85,13 +85,8 @@ class Trainer:
         return code
 
 
-def main(role: str, index: str, store: str, data: str, shrink: str, *job: str) -> None:
-    """Runs until its input ends."""
-    lines = Lines()
-    if role == "server":
-        serve(lines, store, *job)
-        return
-    mx, kv = join(lines, index, store, *job)
+def work(lines: Lines, mx: Any, kv: Any, data: str, shrink: str) -> None:
+    """A worker's rounds."""
     trainer = Trainer(mx, kv, data, int(shrink))
     for run in lines.runs():
         before = counts()
@@ -100,4 +95,4 @@ def main(role: str, index: str, store: str, data: str, shrink: str, *job: str) -
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(work, own=2)

@@ -8,20 +8,20 @@ comes out must be the sum of all additions.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import tensorflow as tf
-from tensorflow_runtimes import join, limit_threads, serve
+from tensorflow_runtimes import join, limit_threads, serve, time_calls
 
 from tensorwire.bench.actors.lines import Lines
-from tensorwire.bench.actors.transfer import counts, since
 
 GRPC, ARENA = "grpc", "arena"
 Call = Callable[[], list[float]]
@@ -85,24 +85,15 @@ def main(index: str, runtime: str, device: str) -> None:
         nbytes, crossings, *alone = run.word.split("x")
         if run.word not in calls:
             calls[run.word] = make(int(nbytes), int(crossings), bool(alone))
-        call = calls[run.word]
-        if call is None:
-            lines.answer(0.0)
-            continue
-        for _ in range(run.warm + 1):  # the first call of a part connects its edges
-            check(call(), int(crossings))
-        before, start = counts(), time.perf_counter()
-        for _ in range(run.count):
-            results = call()
-        seconds = time.perf_counter() - start
-        check(results, int(crossings))
-        lines.answer(seconds, **since(before))
+        run = replace(run, warm=run.warm + 1)  # the first call of a part connects its edges
+        time_calls(lines, run, calls[run.word], functools.partial(check, int(crossings)))
 
 
-def check(results: list[float], crossings: int) -> None:
-    """Raises `SystemExit` where a number is not the sum of all additions."""
+def check(crossings: int, results: list[float]) -> dict[str, float]:
+    """Tells nothing. Raises `SystemExit` where a number is not the sum of all additions."""
     if results != [crossings + 1.0] * 2:
         raise SystemExit(f"after {crossings} crossings the numbers are {results}")
+    return {}
 
 
 if __name__ == "__main__":

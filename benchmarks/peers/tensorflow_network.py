@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,9 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import tensorflow as tf
 from tensorflow_models import NETWORKS, Network, batch
-from tensorflow_runtimes import join, limit_threads, serve
+from tensorflow_runtimes import join, limit_threads, serve, time_calls
 
 from tensorwire.bench.actors.lines import Lines
-from tensorwire.bench.actors.transfer import counts, since
 
 GRPC = "grpc"
 RATE = 1e-4
@@ -162,25 +160,14 @@ def main(index: str, runtime: str, device: str) -> None:
     lines = Lines()
     limit_threads()
     runs = Own(lines, int(index)) if runtime == GRPC else Ours(lines, int(index), device)
-    made: tuple[str, Call | None] = "", None
-    settled = [0.0]
+    made, call, settled = "", None, [0.0]
     for run in lines.runs():
-        if made[0] != run.word:
+        if made != run.word:
             name, placement, what, shrink, size = run.word.split(",")
-            made = "", None  # its memory goes first
-            made = run.word, runs.make(name, placement, what, int(shrink), int(size))
-            call = made[1]
+            call = None  # its memory goes first
+            made, call = run.word, runs.make(name, placement, what, int(shrink), int(size))
             settled = [call() for _ in range(SETTLE)] if call is not None else [0.0]
-        call = made[1]
-        if call is None:
-            lines.answer(0.0)
-            continue
-        for _ in range(run.warm):
-            call()
-        before, start = counts(), time.perf_counter()
-        for _ in range(run.count):
-            value = call()
-        lines.answer(time.perf_counter() - start, first=settled[0], loss=value, **since(before))
+        time_calls(lines, run, call, lambda loss, first=settled[0]: {"first": first, "loss": loss})
 
 
 if __name__ == "__main__":

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tensorwire.bench.actors.lines import Lines
+from benchmarks.actors import members
+from tensorwire.bench.actors.lines import Lines, Run
+from tensorwire.bench.actors.transfer import counts, since
 
 INTER, INTRA = 2, 1  # threads of each worker: for operators at a time, and for each of these
 
@@ -37,19 +41,24 @@ def join(lines: Lines, index: int, device: str) -> Any:
     from tensorwire.control import Coordinator
 
     os.environ.setdefault("TENSORWIRE_SECRET", secrets.token_hex(32))
-    address = "-"
+    address = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0).address if index else "-"
+    members.join(lines, index, device, 2, 0, address)
     if index:
-        coordinator = Coordinator(os.environ["TENSORWIRE_SECRET"].encode(), workers=2, servers=0)
-        address = coordinator.address
-    found = lines.hello(address).split()[0]
-    os.environ.update(
-        TENSORWIRE_COORDINATOR=address if index else found,
-        TENSORWIRE_RANK=str(index),
-        TENSORWIRE_WORKERS="2",
-        TENSORWIRE_SERVERS="0",
-        TENSORWIRE_DEVICE=device,
-    )
+        os.environ["TENSORWIRE_COORDINATOR"] = address
     return tw.init()
+
+
+def time_calls(lines: Lines, run: Run, call: Callable[[], Any] | None, tell: Callable[[Any], dict[str, float]]) -> None:
+    """Answers a round of calls with what ``tell`` says of the last one's result. None: this worker has no part."""
+    if call is None:
+        lines.answer()
+        return
+    for _ in range(run.warm):
+        tell(call())
+    before, start = counts(), time.perf_counter()
+    for _ in range(run.count):
+        result = call()
+    lines.answer(time.perf_counter() - start, **tell(result), **since(before))
 
 
 def free_port() -> int:

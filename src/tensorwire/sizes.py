@@ -1,4 +1,4 @@
-"""Numbers of bytes: formatting and rounding up."""
+"""Numbers of bytes and of other things: formatting and rounding up."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def size_text(nbytes: float) -> str:
 def round_up(number: int, multiple: int) -> int:
     """Returns the least multiple of ``multiple`` that is not below ``number``."""
     return -(-number // multiple) * multiple
+
+
+def counted(number: int, what: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

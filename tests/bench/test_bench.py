@@ -29,7 +29,7 @@ def test_device(sandbox: Sandbox) -> None:
     assert all(r["limit"].startswith("C ") for r in records if r["device"] == "shm")
     assert {r["limit"].partition(",")[0] for r in records if r["device"] == "tcp"} == {"C sockets"}
     built = {path.name.split("-")[0] for path in (sandbox.folder / "cache/tensorwire/bench").iterdir()}
-    assert built == {"memory", "sockets"}
+    assert built == {"lock", "memory", "sockets"}
 
 
 @pytest.mark.slow

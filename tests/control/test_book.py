@@ -227,7 +227,7 @@ def test_nobody_gathers_with_a_worker_that_has_left(pair: Pair, monkeypatch: pyt
 
 def test_more_than_one_answer_holds_is_refused(pair: Pair) -> None:
     _, first, _ = pair
-    with pytest.raises(ProtocolError, match="wrong number of members or bytes"):
+    with pytest.raises(ProtocolError, match="sum: 917505 bytes are too many"):
         gather(first, value=bytes(frames.GATHERED_BYTES + 1))()
 
 

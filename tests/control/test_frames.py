@@ -19,7 +19,6 @@ MESSAGES: list[frames.Message] = [
     frames.Welcome("job", 0, 2, 1, 1.0, 10.0),
     frames.Publish(1, "key", b"value", ["worker 1"]),
     frames.Lookup(2, "key", 1.5),
-    frames.Barrier(3, "b", 2, 60),
     frames.Compare(4, "plan", b"d", "text", 2, 60.0),
     frames.Gather(7, "collective 1", "job.barrier()", b"value", 2, 60.0),
     frames.ClockReading(6),
@@ -64,6 +63,9 @@ def test_the_largest_frame_fits_and_one_byte_more_does_not() -> None:
         frames.encode(frames.Publish(1, "k", bytes(room + 1)))
 
 
+GATHER = {"kind": "gather", "id": 1, "name": "b", "call": "c", "value": b"", "parties": 1, "timeout": 1.0}
+assert frames.decode(body(GATHER)) == frames.Gather(1, "b", "c", b"", 1, 1.0)
+
 WRONG: dict[str, bytes] = {
     "nothing": b"",
     "not msgpack": b"\xc1",
@@ -80,8 +82,8 @@ WRONG: dict[str, bytes] = {
     "deep nesting": b"\x81\xa4kind" + b"\x91" * 100_000 + b"\x00",
     "a negative time": body({"kind": "lookup", "id": 1, "key": "k", "timeout": -1.0}),
     "no time at all": body({"kind": "lookup", "id": 1, "key": "k", "timeout": math.nan}),
-    "endless time": body({"kind": "barrier", "id": 1, "name": "b", "parties": 1, "timeout": math.inf}),
-    "no parties": body({"kind": "barrier", "id": 1, "name": "b", "parties": 0, "timeout": 1.0}),
+    "endless time": body(GATHER | {"timeout": math.inf}),
+    "no parties": body(GATHER | {"parties": 0}),
     "an endless key": body({"kind": "lookup", "id": 1, "key": "k" * 1000, "timeout": 1.0}),
     "fewer than no steps": body({"kind": "stats", "steps": -1, "counters": {}, "seconds": {}}),
     "a count that falls below 0": body({"kind": "stats", "steps": 1, "counters": {"bytes": -1}, "seconds": {}}),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUN = "-m nanobind.stubgen -q -m tensorwire._native -p src/_native/stub.patterns -o src/tensorwire/_native.pyi"
+RUN = "-m nanobind.stubgen -q -D -m tensorwire._native -p src/_native/stub.patterns -o src/tensorwire/_native.pyi"
 
 
 def test_the_stub_is_what_the_build_would_generate(tmp_path: Path) -> None:

@@ -141,6 +141,11 @@ def take_turns(
     return found
 
 
+def asking(warm: int, count: int, word: str = "") -> Callable[[str, Stage], list[Answer]]:
+    """Asks everybody for the same round."""
+    return lambda _, stage: stage.run(warm, count, word)
+
+
 def compare_all(workloads: Sequence[Workload], settings: Settings, notes: Notes) -> list[Record]:
     """One workload after the other; those of the same programs share them."""
     made: list[Record] = []
@@ -222,43 +227,31 @@ def records(workload: Workload, samples: Mapping[str, Samples]) -> list[Record]:
             best[group] = name
     medians = {group: samples[name].median for group, name in best.items()}
     limit = next((group for group in workload.limits if group in best), None)
-    return [_record(workload, name, samples[name], limit, best, medians) for name in samples]
-
-
-def _record(
-    workload: Workload,
-    name: str,
-    measured: Samples,
-    limit: str | None,
-    best: Mapping[str, str],
-    medians: Mapping[str, float],
-) -> Record:
-    seconds = measured.median
-    record = Record(
-        bench=workload.bench,
-        device=workload.device,
-        peer=name,
-        mode=workload.mode,
-        workload=workload.name,
-        bytes=workload.nbytes,
-        seconds=seconds,
-        # Where no byte moved there is no rate.
-        bytes_per_second=workload.nbytes / seconds
-        if workload.nbytes and not workload.mode.endswith("mapped")
-        else None,
-        limit=None if limit is None else best[limit],
-        limit_value=None if limit is None else medians[limit],
-        ratio=None if limit is None else medians[limit] / seconds,
-        copies=measured.counts.get("copies"),
-        rpcs=measured.counts.get("rpcs"),
-        registrations=measured.counts.get("registrations"),
-        low=min(measured.seconds),
-        high=max(measured.seconds),
-        rounds=len(measured.seconds),
-        details=measured.details,
-        how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
-    )
-    if workload.target is None or name != OURS:
-        return record
-    judged = record.high if workload.target.worst else seconds
-    return replace(record, target=str(workload.target), met=workload.target.met(judged, medians))
+    made = []
+    for name, measured in samples.items():
+        seconds, counts, mapped = measured.median, measured.counts, workload.mode.endswith("mapped")
+        record = Record(
+            bench=workload.bench,
+            device=workload.device,
+            peer=name,
+            mode=workload.mode,
+            workload=workload.name,
+            bytes=workload.nbytes,
+            seconds=seconds,
+            # Where no byte moved there is no rate.
+            bytes_per_second=workload.nbytes / seconds if workload.nbytes and not mapped else None,
+            limit=None if limit is None else best[limit],
+            limit_value=None if limit is None else medians[limit],
+            ratio=None if limit is None else medians[limit] / seconds,
+            **{what: counts.get(what) for what in _COUNTS},  # type: ignore[arg-type]
+            low=min(measured.seconds),
+            high=max(measured.seconds),
+            rounds=len(measured.seconds),
+            details=measured.details,
+            how=next((c.how for c in workload.contenders if c.name == name and c.how), None),
+        )
+        if workload.target is not None and name == OURS:
+            met = workload.target.met(record.high if workload.target.worst else seconds, medians)
+            record = replace(record, target=str(workload.target), met=met)
+        made.append(record)
+    return made

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from tensorwire.bench.programs import Contender, pair
 from tensorwire.bench.records import size_text
 from tensorwire.bench.show import Notes
-from tensorwire.device.copy_choice import cache_folder
+from tensorwire.builds import build
 from tensorwire.errors import Unsupported
 
-_FLAGS = ("-O2", "-std=gnu11")
 SOURCES = Path(__file__).parent / "c"
 POLLING = "C sockets, polling"
 
@@ -55,40 +50,15 @@ class Limits:
 
     def program(self, source: Path, *libraries: str, needs: str = "") -> tuple[str, ...]:
         """The command of the program of ``source``; empty, with a note that names what it ``needs``, without it."""
+        words = ("-O2", "-std=gnu11", f"-I{SOURCES}", str(source), *libraries)
+
+        @contextmanager
+        def announced() -> Iterator[None]:
+            self._notes.say(f"building {source.name}")
+            yield
+
         try:
-            return (str(build(source, libraries, self._notes)),)
+            return (str(build("bench", source, words, announced, headers=[SOURCES / "lines.h"])),)
         except Unsupported as error:
             self._notes.skip(f"C {source.stem}: {error}{f' ({needs})' if needs else ''}")
             return ()
-
-
-def build(source: Path, libraries: Sequence[str], notes: Notes) -> Path:
-    """The program of ``source``, built if the cache has none of it. Raises `Unsupported`."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise Unsupported("no C compiler: apt install gcc libc6-dev")
-    header = (SOURCES / "lines.h").read_bytes()
-    told = [source.read_bytes(), header, repr((_FLAGS, libraries, platform.machine())).encode()]
-    tag = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
-    program = cache() / f"{source.stem}-{tag}"
-    if program.exists():
-        return program
-    notes.say(f"building {source.name} into {program.parent}")
-    fresh = program.with_suffix(f".{os.getpid()}")
-    command = [compiler, *_FLAGS, f"-I{SOURCES}", "-o", str(fresh), str(source), *libraries]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
-        raise Unsupported(f"cannot be built: {errors[0]}")
-    fresh.replace(program)  # another process that built it at the same time made the same
-    return program
-
-
-def cache() -> Path:
-    """Where built programs are kept."""
-    try:
-        folder = cache_folder() / "tensorwire" / "bench"
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Unsupported(f"cannot make the folder of the cache: {error}; set XDG_CACHE_HOME") from None
-    return folder

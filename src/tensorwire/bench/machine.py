@@ -17,8 +17,10 @@ _IDLE_LOAD = 0.5
 _MEMORY = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def choose_cores(wanted: str | None) -> tuple[int, ...]:
+def choose_cores(wanted: str | None, *, shared: bool = False) -> tuple[int, ...]:
     """Two processors for two processes, on different cores where there are several; ``wanted`` is "A,B".
+
+    ``shared``: those that several processes share, by default all.
 
     Raises `ArgumentError` for processors that this process may not use.
     """
@@ -31,6 +33,8 @@ def choose_cores(wanted: str | None) -> tuple[int, ...]:
         if len(chosen) != 2 or not set(chosen) <= set(allowed):
             raise ArgumentError(f"--cores {wanted}: two of the processors {_ranges(allowed)}")
         return chosen
+    if shared:
+        return tuple(allowed)
     first = allowed[0]
     others = [core for core in allowed if core not in _siblings(first)] or [first]
     return (first, others[0])
@@ -46,11 +50,6 @@ def _siblings(core: int) -> set[int]:
     except (OSError, ValueError):
         pass
     return siblings
-
-
-def all_cores(wanted: str | None) -> tuple[int, ...]:
-    """The processors that several processes share: ``wanted``, or all. Raises `ArgumentError` as ``choose_cores``."""
-    return choose_cores(wanted) if wanted is not None else tuple(sorted(os.sched_getaffinity(0)))
 
 
 def describe(cores: tuple[int, ...], *, shared: bool = False) -> list[str]:

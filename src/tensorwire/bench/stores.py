@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from tensorwire.bench import programs
 from tensorwire.bench.compare import Workload
-from tensorwire.bench.programs import OURS, Contender
-from tensorwire.models import Model, find
+from tensorwire.bench.programs import OURS
+from tensorwire.models import Model
+from tensorwire.sizes import counted
 
 MIB = 2**20
 RULES = {"SGD": "step", "none": "exchange"}  # and the first half of the mode
@@ -28,13 +29,8 @@ class StoreJob:
     @property
     def title(self) -> str:
         """For people."""
-        counts = f"{self.workers} worker{'s' * (self.workers > 1)}, {self.servers} server{'s' * (self.servers > 1)}"
-        return f"{self.model.title} ({self.model.nbytes / MIB:.1f} MiB), {counts}"
-
-
-def jobs(names: Sequence[str], workers: int, servers: int) -> list[StoreJob]:
-    """One a model."""
-    return [StoreJob(find(name), workers, servers) for name in names]
+        counts = counted(self.workers, "worker"), counted(self.servers, "server")
+        return f"{self.model.title} ({self.model.nbytes / MIB:.1f} MiB), {', '.join(counts)}"
 
 
 def workloads(job: StoreJob, devices: Sequence[str]) -> list[Workload]:
@@ -42,14 +38,10 @@ def workloads(job: StoreJob, devices: Sequence[str]) -> list[Workload]:
     made = []
     for device in devices:
         for rule in RULES:
-            ours = _ours(job, rule, device)
+            program, words = programs.actor("store"), (job.model.name, rule, device)
+            ours = programs.job(OURS, program, *words, workers=job.workers, servers=job.servers)
             for word in ("copied", "born"):
                 mode = f"{RULES[rule]}-{'mapped' if (device, word) == ('shm', 'born') else word}"
                 title = f"{device} store, {job.title}" + (", SGD with momentum" if rule == "SGD" else "")
                 made.append(Workload("store", device, title, job.model.nbytes, mode, (replace(ours, word=word),)))
     return made
-
-
-def _ours(job: StoreJob, rule: str, device: str) -> Contender:
-    program, name = programs.actor("store"), job.model.name
-    return programs.job(OURS, program, name, rule, device, workers=job.workers, servers=job.servers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tensorwire.bench import edges, faults, machine, show, writes
@@ -58,7 +59,7 @@ def report_on(
     settings = Settings(
         rounds=options.rounds or rounds[options.quick],
         seconds=seconds[options.quick],
-        cores=(machine.all_cores if shared else machine.choose_cores)(options.cores),
+        cores=machine.choose_cores(options.cores, shared=shared),
     )
     if options.json is not None:
         check_file(options.json, option="--json")
@@ -82,12 +83,12 @@ def report_on(
 
 def device(options: Options) -> None:
     """``tensorwire bench device``."""
-
-    def measure(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
-        made = writes.workloads(options.devices, options.sizes, Limits(notes), quick=options.quick)
-        return compare_all(made, settings, notes)
-
-    report_on(options, measure)
+    report_on(
+        options,
+        lambda asked, settings, notes: compare_all(
+            writes.workloads(asked.devices, asked.sizes, Limits(notes), quick=asked.quick), settings, notes
+        ),
+    )
 
 
 def edge(options: Options) -> None:
@@ -121,11 +122,9 @@ def fault(options: Options) -> None:
 
 def store(options: Options) -> None:
     """``tensorwire bench store``."""
-    from tensorwire.bench import stores  # it imports torch
+    from tensorwire.bench.stores import workloads  # it imports torch
 
-    def measure(options: Options, settings: Settings, notes: show.Notes) -> list[Record]:
-        return update(options, settings, notes, stores.workloads)
-
+    measure = partial(update, workloads=workloads)
     report_on(options, measure, rounds=(5, 2), seconds=(1.0, 0.02), shared=True)
 
 
@@ -136,7 +135,8 @@ def update(
     workloads: Callable[[StoreJob, Sequence[str]], list[Workload]],
 ) -> list[Record]:
     """Measures the ``workloads`` of stores, model by model."""
-    from tensorwire.bench.stores import jobs
+    from tensorwire.bench.stores import StoreJob
+    from tensorwire.models import find
 
-    made = jobs(options.workloads, options.workers, options.servers)
+    made = [StoreJob(find(name), options.workers, options.servers) for name in options.workloads]
     return [record for job in made for record in compare_all(workloads(job, options.devices), settings, notes)]

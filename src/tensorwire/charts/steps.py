@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tensorwire.charts.figure import OUTLINE, PART_NAMES, PART_STYLES, check_picture, save_picture
 from tensorwire.errors import ArgumentError
+from tensorwire.sizes import counted
 from tensorwire.trace.intervals import common
 from tensorwire.trace.parts import PARTS, WARM_UP_STEPS, Parts, ProcessTrace, Step, steps_of_trace, typical
 
@@ -51,7 +52,7 @@ def plot_steps(path: str | Path, trace: Mapping[str, ProcessTrace], *, of: str =
     servers = sorted(name for name in trace if name.startswith("server-"))
     rows = len({s.worker for s in chosen}) + len(servers)
     figure = Figure(figsize=(10, 2.6 + 0.42 * rows + 0.36 * len({s.worker for s in steps})), layout="constrained")
-    counts = [_count(len({s.worker for s in steps}), "worker"), _count(len(servers), "server")]
+    counts = [counted(len({s.worker for s in steps}), "worker"), counted(len(servers), "server")]
     # Dollars would be formulas.
     figure.suptitle(
         " · ".join([*filter(None, [of]), ", ".join(counts)]), ha="left", x=0.01, fontsize=11, parse_math=False
@@ -60,10 +61,6 @@ def plot_steps(path: str | Path, trace: Mapping[str, ProcessTrace], *, of: str =
     _draw_step(above, chosen, {name: trace[name] for name in servers}, number)
     _draw_parts(below, [s.parts() for s in steps])
     save_picture(figure, path, option=_OPTION)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _draw_step(axes: Axes, steps: Sequence[Step], servers: Mapping[str, ProcessTrace], number: int) -> None:

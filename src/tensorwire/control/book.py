@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -73,14 +72,15 @@ class Book:
         if isinstance(message, frames.Publish):
             return await self._publish(member, message)
         with self.waits.told(member, partial(self._awaited, member, message)):
-            if isinstance(message, frames.Lookup):
-                missed = partial("nobody published {!r}".format, message.key)
-                return await _bounded(self._lookup(member, message), message, missed)
-            if isinstance(message, frames.Gather):
-                return await self._gather(member, message)
-            return await self._meet(member, message)
+            if not isinstance(message, frames.Lookup):
+                return await self._meet(member, message)
+            try:
+                return await asyncio.wait_for(self._lookup(member, message), message.timeout)
+            except asyncio.TimeoutError:
+                why = f"nobody published {message.key!r} (waited {message.timeout:g} s)"
+                return Answer(message.id, error=why, type="WaitTimeout")
 
-    def _awaited(self, member: str, message: frames.Lookup | frames.Gather | frames.Barrier | frames.Compare) -> str:
+    def _awaited(self, member: str, message: frames.Lookup | frames.Gather | frames.Compare) -> str:
         """Where ``member`` waits, and for whom."""
         if isinstance(message, frames.Lookup):
             return awaited(message.key)
@@ -137,9 +137,10 @@ class Book:
 
     # ---- meetings
 
-    async def _meet(self, member: str, message: frames.Barrier | frames.Compare) -> Answer:
+    async def _meet(self, member: str, message: frames.Gather | frames.Compare) -> Answer:
+        """Answers when all have come, or when it is clear that they do not do the same."""
         key = _key(member, message)
-        what = f"{'the comparison of' if isinstance(message, frames.Compare) else 'barrier'} {message.name!r}"
+        what = message.call if isinstance(message, frames.Gather) else f"the comparison of {message.name!r}"
         meeting = self._meetings.setdefault(key, _Meeting(what, message.parties))
         if meeting.parties != message.parties:
             why = f"{what} is one of {meeting.parties}, not of {message.parties}, members"
@@ -149,31 +150,15 @@ class Book:
             if mismatch is not None:
                 self._fail(mismatch)
                 return Answer(message.id, error=str(mismatch), type="PlanMismatch")
-        meeting.arrived.add(member)
-        if meeting.complete:
-            del self._meetings[key]  # the next one to come to that name starts another meeting
-            await self._notify()
-            return Answer(message.id)
-        self._check(meeting)
-
-        def missed() -> str:
-            meeting.arrived.discard(member)
-            came = ", ".join(sorted([*meeting.arrived, member]))
-            return f"{what}: only {came} of {meeting.parties} came"
-
-        return await _bounded(self._wait(meeting, message.id), message, missed)
-
-    async def _gather(self, member: str, message: frames.Gather) -> Answer:
-        key = _key(member, message)
-        meeting = self._meetings.setdefault(key, _Meeting(message.call, message.parties))
-        nbytes = len(message.value) + sum(len(m.value) for who, m in meeting.gathers.items() if who != member)
-        if meeting.parties != message.parties or nbytes > frames.GATHERED_BYTES:
-            return Answer(message.id, error=f"{message.call}: wrong number of members or bytes", type="ProtocolError")
-        meeting.gathers[member] = message
+        else:
+            nbytes = len(message.value) + sum(len(m.value) for who, m in meeting.gathers.items() if who != member)
+            if nbytes > frames.GATHERED_BYTES:
+                return Answer(message.id, error=f"{what}: {nbytes} bytes are too many", type="ProtocolError")
+            meeting.gathers[member] = message
         meeting.arrived.add(member)
         meeting.mismatch = meeting.mismatch or _different_calls(meeting)
         if meeting.complete:
-            del self._meetings[key]
+            del self._meetings[key]  # the next one to come to that name starts another meeting
         if meeting.complete or meeting.mismatch:
             await self._notify()
         else:
@@ -187,20 +172,15 @@ class Book:
             except asyncio.TimeoutError:
                 if not met():
                     came = ", ".join(sorted(meeting.arrived))
-                    del meeting.gathers[member]
+                    meeting.gathers.pop(member, None)
                     meeting.arrived.discard(member)
-                    why = f"{message.call}: only {came} of {meeting.parties} came (waited {message.timeout:g} s)"
+                    why = f"{what}: only {came} of {meeting.parties} came (waited {message.timeout:g} s)"
                     return Answer(message.id, error=why, type="WaitTimeout")
         return _gathered(meeting, message.id)
 
     async def _until(self, met: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(met)
-
-    async def _wait(self, meeting: _Meeting, id: int) -> Answer:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._ended or meeting.complete)
-        return Answer(id) if meeting.complete else Answer(id, error="the job ended", type="JobEnded")
 
     def leave(self, member: str) -> None:
         """``member`` has left: nobody needs to wait for it."""
@@ -227,19 +207,8 @@ class Book:
         await self._notify()
 
 
-def _key(member: str, message: frames.Gather | frames.Barrier | frames.Compare) -> str:
+def _key(member: str, message: frames.Gather | frames.Compare) -> str:
     return f"{type(message).__name__}/{member.split()[0]}/{message.name}"
-
-
-async def _bounded(
-    work: Coroutine[Any, Any, Answer],
-    message: frames.Lookup | frames.Barrier | frames.Compare,
-    missed: Callable[[], str],
-) -> Answer:
-    try:
-        return await asyncio.wait_for(work, message.timeout)
-    except asyncio.TimeoutError:
-        return Answer(message.id, error=f"{missed()} (waited {message.timeout:g} s)", type="WaitTimeout")
 
 
 def _tops(key: str) -> list[str]:

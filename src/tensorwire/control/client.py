@@ -132,7 +132,7 @@ class Client:
 
     def barrier(self, name: str, parties: int, timeout: float = 600.0) -> None:
         """Returns when ``parties`` members of this one's role have come here. Raises `WaitTimeout`, naming who came."""
-        self._request(frames.Barrier(next(self._ids), name, parties, _seconds(timeout)), timeout)
+        self.gather(name, f"barrier {name!r}", b"", parties, timeout)
 
     def compare(self, name: str, digest: bytes, text: str, parties: int, timeout: float = 600.0) -> None:
         """Returns when ``parties`` members have shown the same digest; else ends the job with `PlanMismatch`.

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorwire.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 MOST_BYTES = 1 << 20
 HEAD = 4
 # A value above this travels in parts, one frame each.
@@ -84,15 +84,6 @@ class Forget(Message, tag="forget", frozen=True):
     key: Name
 
 
-class Barrier(Message, tag="barrier", frozen=True):
-    """Answered when ``parties`` members of the sender's role have come to the barrier of that name."""
-
-    id: Id
-    name: Name
-    parties: Count
-    timeout: Seconds
-
-
 class Compare(Message, tag="compare", frozen=True):
     """Answered when ``parties`` members have shown the same digest; otherwise ends the job with a diff of the texts."""
 
@@ -105,7 +96,8 @@ class Compare(Message, tag="compare", frozen=True):
 
 
 class Gather(Message, tag="gather", frozen=True):
-    """Answered with the values of all ``parties`` members when all have come; an error if their ``call`` differs."""
+    """Answered with the values of all ``parties`` members of the sender's role when all have come to a meeting of that
+    name; an error if their ``call`` differs."""
 
     id: Id
     name: Name
@@ -226,7 +218,7 @@ class End(Message, tag="end", frozen=True):
     cause: Cause | None = None
 
 
-Question = Publish | Lookup | Barrier | Compare | Gather  # what the book answers, perhaps after a while
+Question = Publish | Lookup | Compare | Gather  # what the book answers, perhaps after a while
 Request = Question | ClockReading
 Any = Join | Welcome | Request | Answer | Forget | Fail | Left | Stopped | Bye | Waiting | Note | Beat | Stats | End
 

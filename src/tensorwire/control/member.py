@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -173,6 +174,14 @@ class Member:
         if isinstance(error, (PeerLost, RemoteAccessError)) and self.client.ended.wait(CAUSE_SECONDS):
             return self.client.error()
         return error
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside it an error of Tensorwire becomes what `explain` makes of it."""
+        try:
+            yield
+        except TensorwireError as error:
+            raise self.explain(error) from None
 
     def fail(self, what: str, traceback: str = "", *, settle: float = 0.0) -> None:
         """Ends the job: this process did ``what``; after ``settle`` seconds, unless somebody has a better account."""

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from tensorwire import _native
+from tensorwire.builds import cache_folder
 from tensorwire.errors import ArgumentError
 from tensorwire.sizes import size_text
 
@@ -157,18 +158,9 @@ def processor() -> str:
     return ", ".join(told[name].strip("\t: ") for name in _IDENTITY if name in told) or os.uname().machine
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again. Raises `OSError` where there is no such place."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(base) if base else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
-
-
 def _file() -> Path:
     """One for each kind of processor: machines may share the folder."""
-    return cache_folder() / "tensorwire" / f"copy-{hashlib.sha256(processor().encode()).hexdigest()[:12]}.json"
+    return cache_folder() / f"copy-{hashlib.sha256(processor().encode()).hexdigest()[:12]}.json"
 
 
 def _read() -> _Kept | None:

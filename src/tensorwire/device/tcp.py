@@ -6,25 +6,22 @@ The kernel copies payload on its way through a socket; Tensorwire itself copies 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
 
-import msgspec
-
-from tensorwire._native import NO_SIGNAL, Connection, Engine, Liveness, Memory, open_socket
+from tensorwire._native import NO_SIGNAL, Connection, Engine, Liveness, Memory
 from tensorwire.addresses import address_text
-from tensorwire.device import handshake
-from tensorwire.device.acceptor import Acceptor, close_socket
+from tensorwire.device.acceptor import Acceptor
 from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word, refused
-from tensorwire.device.contract import Capabilities, Channel, Completion, Device, Signal
+from tensorwire.device.contract import Capabilities, Channel, Completion, Signal
+from tensorwire.device.ip_device import IpAddress, IpDevice
 from tensorwire.device.operands import explain
 from tensorwire.device.peer_monitor import check_heartbeat, milliseconds
 from tensorwire.device.region import Access, Region, RemoteView, View
-from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, WaitTimeout
+from tensorwire.errors import PeerLost, RegionClosed, WaitTimeout
 
 _POST_SECONDS = 60.0  # how long a full channel may take to drain before a new operation gives up
 # On loopback: smaller buffers cost up to twice the processor time where several connections share the cores, larger
@@ -36,21 +33,13 @@ _PURPOSE = b"tcp"
 _TERMS = struct.Struct("<QI")  # after the purpose: the initiator's device, milliseconds between its signs of life
 
 
-class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tcp device listens, the token that admits to it, and milliseconds between its signs of life."""
+class TcpAddress(IpAddress, frozen=True):
+    """``beat``: milliseconds between the device's signs of life."""
 
-    interface: str
-    port: int
-    token: bytes
     beat: int = 1000
 
-    @property
-    def device(self) -> int:
-        """A number that identifies the device and gives no access to it."""
-        return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
 
-
-class TcpDevice(Device):
+class TcpDevice(IpDevice):
     """Transfers over TCP, which a native thread of the target carries out.
 
     Args:
@@ -65,6 +54,7 @@ class TcpDevice(Device):
 
     name = "tcp"
     capabilities = Capabilities(maps=False, shares_registered=True, one_sided=False)
+    _address: TcpAddress
 
     def __init__(
         self, interface: str = "127.0.0.1", port: int = 0, heartbeat: float = 1.0, lost_after: float = 10.0
@@ -76,16 +66,11 @@ class TcpDevice(Device):
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._channels: set[TcpChannel] = set()
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        listener = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
         try:
-            self._tune(listener, local=interface in ("127.0.0.1", "::1"))
-            listener.bind((interface, port))
-            listener.listen(128)
-        except OSError as error:
-            close_socket(listener)
+            listener = self._listen(interface, port)
+        except BaseException:
             self._engine.close()
-            raise ArgumentError(f"tcp: cannot listen on {interface}:{port}: {error.strerror}") from None
+            raise
         self._address = TcpAddress(interface, listener.getsockname()[1], self._token, milliseconds(heartbeat))
         self._acceptor = Acceptor(listener, self._token, self._greet, "tensorwire-tcp")
 
@@ -94,43 +79,12 @@ class TcpDevice(Device):
         return cls(interface, heartbeat=heartbeat, lost_after=lost_after)
 
     @property
-    def address(self) -> bytes:
-        return msgspec.msgpack.encode(self._address)
-
-    @property
     def sleeps(self) -> tuple[int, int]:
         """How often a waiter has slept, and how often the device's own thread was woken; for benchmarks."""
         return self._engine.sleeps, self._engine.wake_ups
 
-    def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
-        self._check_open()
-        try:
-            where = msgspec.msgpack.decode(address, type=TcpAddress)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise ArgumentError("not the address of a tcp device") from None
-        return handshake.persist(lambda left: self._dial(where, left), timeout)
-
-    def _dial(self, where: TcpAddress, timeout: float) -> Channel:
-        family = socket.AF_INET6 if ":" in where.interface else socket.AF_INET
-        sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
-        try:
-            self._tune(sock, local=where.interface in ("127.0.0.1", "::1"))
-            sock.settimeout(timeout)
-            try:
-                sock.connect((where.interface, where.port))
-            except (OverflowError, TypeError, ValueError):  # no socket has such an interface or port
-                raise ArgumentError("not the address of a tcp device") from None
-            terms = _TERMS.pack(self._address.device, self._address.beat)
-            handshake.initiate(sock, where.token, _PURPOSE + terms)
-            return self._open(sock, where)
-        except OSError as error:
-            close_socket(sock)
-            if isinstance(error, PeerLost):
-                raise
-            raise PeerLost(f"tcp: cannot reach {where.interface}:{where.port}: {error}") from None
-        except BaseException:
-            close_socket(sock)
-            raise
+    def _purpose(self) -> bytes:
+        return _PURPOSE + _TERMS.pack(self._address.device, self._address.beat)
 
     def _open(self, sock: socket.socket, peer: TcpAddress) -> Channel:
         liveness = Liveness(self.liveness, address_text(peer.interface, peer.port))
@@ -185,16 +139,15 @@ class TcpDevice(Device):
         self._engine.close()
         self.callbacks.close()
 
-    def _tune(self, sock: socket.socket, *, local: bool) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _socket(self, interface: str) -> socket.socket:
+        sock = super()._socket(interface)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._lost_after * 1000))
-        if local:
+        if interface in ("127.0.0.1", "::1"):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER)
             with contextlib.suppress(OSError):  # a machine whose administrator allows others only
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LOOPBACK_CONTROL)
+        return sock
 
 
 class TcpChannel(Channel):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensorwire.control.reach import Route
-from tensorwire.errors import TensorwireError
 from tensorwire.launch.torchrun import JOIN_SECONDS
 from tensorwire.launch.worker import Worker
 from tensorwire.observe.scalars import scalars
@@ -178,15 +177,13 @@ class Job:
         yield
         self._worker.finish_dropped()
         stores = self._worker.uneven_stores
-        try:
+        with self._worker.member.explained():
             for store in stores:
                 store.check_pausing()
             for store in stores:
                 store.idle()
             for store in stores:
                 store.rejoin()
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
 
     def init_process_group(self, backend: str = "gloo", **options: Any) -> None:
         """Makes the default process group of ``torch.distributed`` for the workers. Call it on all workers.

@@ -42,6 +42,8 @@ from tensorwire.launch.watch import Trace, Watch, job_members
 TERM_SECONDS = 2.0
 # How long the launchers of other nodes wait for that of node 0, and all for the name of its machine.
 JOIN_SECONDS = 300.0
+# A launcher that was interrupted does not wait longer for the reader of its output.
+HURRY_SECONDS = 2.0
 _SIGNALS = {
     signal.SIGINT: Cause("the user", "interrupted the job"),
     signal.SIGTERM: Cause("SIGTERM", "ended the job"),
@@ -134,7 +136,7 @@ class Launcher:
             self._start(address, secret)
             cause = self._watch()
             if cause is not None:
-                self._view.ended()
+                self._view.output.freeze()
                 self._report(cause)
             self._clear(cause)
         except KeyboardInterrupt:  # before there was a job, or for a second time
@@ -144,11 +146,11 @@ class Launcher:
             for s in handlers:
                 signal.signal(s, signal.SIG_IGN)
             status = self._status(cause)
-            self._view.ended()
+            self._view.output.freeze()
             self._end()
             for s, handler in handlers.items():
                 signal.signal(s, handler)
-            self._view.close(hurry=bool(self._signalled))
+            self._view.output.close(HURRY_SECONDS if self._signalled else None)
         return status
 
     # ---- start
@@ -223,7 +225,7 @@ class Launcher:
     @contextlib.contextmanager
     def _streams(self, role: str, index: int) -> Iterator[tuple[int | None, int | None]]:
         """Where a process writes to; once it has been started, it alone holds them."""
-        streams = self._view.open(member_name(role, index))
+        streams = self._view.output.open(member_name(role, index))
         try:
             yield streams
         finally:
@@ -267,9 +269,9 @@ class Launcher:
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: the processes, which a terminal does not reach, stop and go on with us."""
         signal_groups(self._groups, signal.SIGSTOP)
-        self._view.pause()
+        self._view.output.show_cursor(shown=True)
         signal.raise_signal(signal.SIGSTOP)
-        self._view.resume()
+        self._view.output.show_cursor(shown=False)
         signal_groups(self._groups, signal.SIGCONT)
 
     def _watch(self) -> Cause | None:
@@ -287,7 +289,7 @@ class Launcher:
                 return cause
             role, index, status = event
             if role == "guard":
-                self._view.print_line(
+                self._view.output.print_line(
                     f"tensorwire: the guard {describe_exit(status)}: the job goes on, but if this launcher is killed, "
                     "what it has started may live on for a while"
                 )
@@ -347,7 +349,8 @@ class Launcher:
         return (failed[0] if failed[0] > 0 else 128 - failed[0]) if failed else 0
 
     def _report(self, cause: Cause) -> None:
-        self._view.print_line(f"tensorwire: {cause}" + (f"\n{cause.traceback.rstrip()}" if cause.traceback else ""))
+        trace = f"\n{cause.traceback.rstrip()}" if cause.traceback else ""
+        self._view.output.print_line(f"tensorwire: {cause}{trace}")
 
     def _end(self) -> None:
         """Nothing of this job is left on this machine."""

@@ -11,9 +11,6 @@ from tensorwire.control.names import describe_exit
 from tensorwire.launch.output import ProcessOutput
 from tensorwire.launch.table import STATS_SECONDS, JobTable
 
-# A launcher that was interrupted does not wait longer for the reader of its output.
-HURRY_SECONDS = 2.0
-
 
 class Trace(Protocol):
     """Gathers what the processes record of their time: `tensorwire.trace.collect.TraceFile`, which is above us."""
@@ -27,6 +24,8 @@ class Trace(Protocol):
 
 class Watch:
     """One launcher's view. ``members``: all of the job, by name, with the node each runs on; ``node``: ours.
+
+    ``output``: of the processes, and of the launcher itself.
 
     Raises `ArgumentError` for a port that cannot be had.
     """
@@ -45,14 +44,14 @@ class Watch:
         self._table = JobTable(list(members), self._stats)
         here = [name for name, where in members.items() if where == node]
         # Only node 0 hears of all processes.
-        self._output = ProcessOutput(here, prefix=prefix, picture=self._table if node == 0 else None)
+        self.output = ProcessOutput(here, prefix=prefix, picture=self._table if node == 0 else None)
         if self._metrics is not None:
-            self.print_line(f"tensorwire: metrics are at {self._metrics.address}")
+            self.output.print_line(f"tensorwire: metrics are at {self._metrics.address}")
 
     @property
     def stats_every(self) -> float:
         """Seconds between the members' reports of themselves; 0: nobody would look at them."""
-        return STATS_SECONDS if self._metrics is not None or self._output.watched else 0.0
+        return STATS_SECONDS if self._metrics is not None or self.output.watched else 0.0
 
     def attend(self, coordinator: Coordinator) -> None:
         """The members report to ``coordinator``."""
@@ -70,41 +69,17 @@ class Watch:
         added = {} if self._trace is None else {"TENSORWIRE_TRACE": self._trace.folder(base)}
         return {**base, **added}
 
-    def open(self, name: str) -> tuple[int, int] | tuple[None, None]:
-        """Standard output and error for a process; ours to close once it has been started. None: it keeps ours."""
-        return self._output.open(name)
-
-    def print_line(self, text: str) -> None:
-        """The launcher's own words."""
-        self._output.print_line(text)
-
-    def pause(self) -> None:
-        """The launcher is about to stop: the terminal is the shell's."""
-        self._output.show_cursor(shown=True)
-
-    def resume(self) -> None:
-        """The launcher goes on."""
-        self._output.show_cursor(shown=False)
-
     def left(self, name: str, status: int) -> None:
         """How a process ended."""
         if status:
             self._table.leave(name, describe_exit(status))
-
-    def ended(self) -> None:
-        """The job is over: the table stays as it is. Idempotent."""
-        self._output.freeze()
 
     def settle(self) -> None:
         """All processes have ended: what they recorded is written."""
         if self._metrics is not None:
             self._metrics.close()
         if self._trace is not None:
-            self.print_line(f"tensorwire: {self._trace.finish()}")
-
-    def close(self, *, hurry: bool) -> None:
-        """What the processes printed is shown, however slow the reader is; ``hurry``: not slower than seconds."""
-        self._output.close(HURRY_SECONDS if hurry else None)
+            self.output.print_line(f"tensorwire: {self._trace.finish()}")
 
 
 def job_members(workers: int, servers: int, nodes: int) -> dict[str, int]:

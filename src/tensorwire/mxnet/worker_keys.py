@@ -100,7 +100,6 @@ class DenseKey(_Keyed):
         self._give(outs)
 
     def count_unsent(self) -> None:
-        """As of every key."""
         self._store._count_unsent(self._key, self._asked - self._begun)
         self._begun = self._asked
 

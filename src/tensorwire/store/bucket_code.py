@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorwire.edge.tensor import DTYPES
-from tensorwire.store.compression import FLOATS, Array, compression_of, to_bfloat16, to_float16
-from tensorwire.store.half_precision import from_bfloat16
+from tensorwire.store.compression import FLOATS, Array, compression_of, saturated
+from tensorwire.store.half_precision import half_to_single
 from tensorwire.store.modes import EASGD, LocalSGD, Mode
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.store_layout import StoreSpec
@@ -79,16 +79,14 @@ class CodedBucket:
         row = np.empty(self._count, np.float32)
         for span in self._spans:
             values = _values(memory, span)
-            row[span.row] = from_bfloat16(values) if span.dtype == "bfloat16" else values
+            row[span.row] = half_to_single(values) if span.dtype == "bfloat16" else values
         return row
 
     def _put(self, row: Array) -> None:
         """Rounds values to the dtypes of their pieces in ``memory``."""
         for span in self._spans:
             values = row[span.row]
-            if span.dtype != "float32":
-                values = to_bfloat16(values) if span.dtype == "bfloat16" else to_float16(values)
-            _values(self.memory, span)[:] = values
+            _values(self.memory, span)[:] = values if span.dtype == "float32" else saturated(values, span.dtype)
 
     def _copy_plain(self, source: memoryview, target: memoryview, *, packs: bool) -> None:
         """Copies what is not coded from where it lies behind the code, or (``packs``) to there."""

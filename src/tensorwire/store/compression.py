@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 
 from tensorwire.errors import ArgumentError, ProtocolError, Unsupported
-from tensorwire.store.half_precision import from_bfloat16, round_to_bfloat16
+from tensorwire.store.half_precision import half_to_single, single_to_half
 from tensorwire.store.sharding import ParameterSpec
 
 Array = np.ndarray[Any, Any]
 FLOATS = ("float32", "float16", "bfloat16")  # what is coded; whole numbers travel as they are
 BLOCK = 256
 _LEAST, _MOST = 1e-37, 3e38  # a threshold is to be a float32
-_LARGEST_FLOAT16 = np.float32(65504)
-_LARGEST_BFLOAT16 = np.uint16(0x7F7F)
 
 
 class Compression(ABC):
@@ -47,43 +45,22 @@ class Compression(ABC):
 
 
 @dataclass(frozen=True)
-class Float16(Compression):
-    """float16: 2 bytes a value. What is too large becomes its largest number, 65,504."""
+class Half(Compression):
+    """float16 or bfloat16, 2 bytes a value. What is too large becomes the largest number: 65,504 in float16."""
+
+    dtype: str
 
     def nbytes(self, count: int) -> int:
-        """As `Compression`."""
         return 2 * count
 
     def encode(self, values: Array, out: Array) -> None:
-        """As `Compression`."""
-        out.view(np.float16)[:] = to_float16(values)
+        out.view(np.uint16)[:] = saturated(values, self.dtype).view(np.uint16)
 
     def decode(self, code: Array, values: Array) -> None:
-        """As `Compression`."""
-        values[:] = code.view(np.float16)
+        values[:] = half_to_single(code.view(np.float16 if self.dtype == "float16" else np.uint16))
 
     def __str__(self) -> str:
-        return "fp16"
-
-
-@dataclass(frozen=True)
-class BFloat16(Compression):
-    """bfloat16, the upper half of a float32, rounded to the nearest, ties to even: 2 bytes a value."""
-
-    def nbytes(self, count: int) -> int:
-        """As `Compression`."""
-        return 2 * count
-
-    def encode(self, values: Array, out: Array) -> None:
-        """As `Compression`."""
-        out.view(np.uint16)[:] = to_bfloat16(values)
-
-    def decode(self, code: Array, values: Array) -> None:
-        """As `Compression`."""
-        values[:] = from_bfloat16(code.view(np.uint16))
-
-    def __str__(self) -> str:
-        return "bf16"
+        return "fp16" if self.dtype == "float16" else "bf16"
 
 
 @dataclass(frozen=True)
@@ -97,11 +74,9 @@ class TwoBits(Compression):
     threshold: float
 
     def nbytes(self, count: int) -> int:
-        """As `Compression`."""
         return (count + 15) // 16 * 4
 
     def encode(self, values: Array, out: Array) -> None:
-        """As `Compression`."""
         limit = np.float32(self.threshold)
         patterns = np.zeros(4 * len(out), np.uint8)
         mine = patterns[: len(values)]
@@ -112,7 +87,6 @@ class TwoBits(Compression):
         out[:] = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
 
     def decode(self, code: Array, values: Array) -> None:
-        """As `Compression`."""
         values[:] = _four_values(self.threshold)[code].reshape(-1)[: len(values)]
 
     def __str__(self) -> str:
@@ -144,11 +118,9 @@ class TopK(Compression):
         return math.ceil(self.fraction * count)
 
     def nbytes(self, count: int) -> int:
-        """As `Compression`."""
         return 8 * self._chosen(count)
 
     def encode(self, values: Array, out: Array) -> None:
-        """As `Compression`."""
         if not len(out):
             return
         count = self._chosen(len(values))
@@ -161,7 +133,6 @@ class TopK(Compression):
         out[4 * count :].view(np.float32)[:] = values[indices]
 
     def decode(self, code: Array, values: Array) -> None:
-        """As `Compression`."""
         values[:] = 0
         if not len(code):
             return
@@ -194,11 +165,9 @@ class Blocks(Compression):
         return -(-count // self.block)
 
     def nbytes(self, count: int) -> int:
-        """As `Compression`."""
         return 4 * self._scales(count) + count
 
     def encode(self, values: Array, out: Array) -> None:
-        """As `Compression`."""
         scales = out[: 4 * self._scales(len(values))].view(np.float32)
         bytes_ = out[scales.nbytes :].view(np.int8)
         for blocks, start, stop in self._runs(len(values)):
@@ -212,7 +181,6 @@ class Blocks(Compression):
             bytes_[start:stop] = np.clip(np.rint(multiples), -127, 127).reshape(-1)
 
     def decode(self, code: Array, values: Array) -> None:
-        """As `Compression`."""
         scales = code[: 4 * self._scales(len(values))].view(np.float32)
         bytes_ = code[scales.nbytes :].view(np.int8)
         for blocks, start, stop in self._runs(len(values)):
@@ -229,26 +197,14 @@ class Blocks(Compression):
         return f"int8({self.block})"
 
 
-# ---- 16-bit floats, in numpy
-
-
-def to_float16(values: Array) -> Array:
-    """float32 values as float16: finite ones stay finite."""
-    found = values.astype(np.float16)
-    beyond = np.isinf(found)
+def saturated(values: Array, dtype: str) -> Array:
+    """float32 values as ``"float16"``, or as the bits of ``"bfloat16"``: finite ones stay finite."""
+    found = single_to_half(values, dtype)
+    bits = found.view(np.uint16)
+    beyond = bits & np.uint16(0x7FFF) == np.uint16(0x7C00 if dtype == "float16" else 0x7F80)
+    beyond &= np.isfinite(values)
     if beyond.any():
-        beyond &= np.isfinite(values)
-        found[beyond] = np.copysign(_LARGEST_FLOAT16, values[beyond])
-    return found
-
-
-def to_bfloat16(values: Array) -> Array:
-    """float32 values as the bits of bfloat16: finite ones stay finite."""
-    found = round_to_bfloat16(values)
-    over = (found & np.uint16(0x7FFF)) == np.uint16(0x7F80)
-    over &= np.isfinite(values)
-    if over.any():
-        found[over] = (found[over] & np.uint16(0x8000)) | _LARGEST_BFLOAT16
+        bits[beyond] -= np.uint16(1)  # the largest number is next to infinity
     return found
 
 
@@ -269,7 +225,7 @@ def parse_compression(text: object) -> Compression | None:
     if name in ("fp16", "bf16"):
         if setting is not None:
             raise ArgumentError(f"compression={name!r} has no setting, and there is {setting!r:.100}")
-        return Float16() if name == "fp16" else BFloat16()
+        return Half("float16" if name == "fp16" else "bfloat16")
     if name == "int8":
         return Blocks(_block(setting))
     number = _number(setting)

@@ -42,17 +42,14 @@ class AdaptiveGrace(Grace):
         self._took: dict[int, float] = {}
 
     def contributed(self, bucket: int, worker: int) -> None:
-        """As `Grace`."""
         place, now = (bucket, worker), self._now()
         self._needed[place] = now + self._steps * (now - self._sent.get(place, now))
         self._sent[place] = now
 
     def updated(self, bucket: int, seconds: float) -> None:
-        """As `Grace`."""
         self._took[bucket] = seconds
 
     def deadline(self, bucket: int, workers: Sequence[int]) -> float:
-        """As `Grace`."""
         return min(self._needed[bucket, worker] for worker in workers) - self._took.get(bucket, 0.0)
 
 

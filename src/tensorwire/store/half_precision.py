@@ -11,19 +11,20 @@ Array = np.ndarray[Any, Any]
 
 def half_to_single(values: Array) -> Array:
     """float16 values, or the bits of bfloat16 ones, as float32."""
-    return from_bfloat16(values) if values.dtype == np.uint16 else values.astype(np.float32)
+    if values.dtype != np.uint16:
+        return values.astype(np.float32)
+    found: Array = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return found
 
 
 def single_to_half(values: Array, dtype: str) -> Array:
-    """float32 values rounded to ``"float16"``, or to the bits of ``"bfloat16"``: to the nearest, ties to even."""
-    if dtype == "bfloat16":
-        return round_to_bfloat16(values)
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16)
+    """float32 values rounded to ``"float16"``, or to the bits of ``"bfloat16"``: to the nearest, ties to even.
 
-
-def round_to_bfloat16(values: Array) -> Array:
-    """The bits of float32 values in bfloat16, the upper half of a float32. What is too large becomes infinite."""
+    What is too large becomes infinite. bfloat16 is the upper half of a float32.
+    """
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
     bits = values.view(np.uint32)
     found = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     nan = np.isnan(values)  # whose bits may have wrapped around
@@ -31,9 +32,3 @@ def round_to_bfloat16(values: Array) -> Array:
         found[nan] = bits[nan] >> np.uint32(16) | np.uint32(0x40)
     rounded: Array = found.astype(np.uint16)
     return rounded
-
-
-def from_bfloat16(bits: Array) -> Array:
-    """The float32 values that such bits stand for."""
-    found: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return found

@@ -17,7 +17,7 @@ import msgspec
 
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, Unsupported
-from tensorwire.sizes import round_up, size_text
+from tensorwire.sizes import counted, round_up, size_text
 
 PAGE = 4096
 ALIGNMENT = 64  # enough for every framework to alias a tensor
@@ -162,11 +162,6 @@ class StorePlan:
     def registered_bytes(self, server: int, workers: int, buffers: int = 1) -> int:
         """What server ``server`` registers: its parameters, ``buffers`` times, and one gradient slot a worker."""
         return sum(self.shard_bytes[server :: self.servers]) * (buffers + workers)
-
-
-def counted(number: int, what: str) -> str:
-    """``1 bucket``, ``2 buckets``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 class _Builder:

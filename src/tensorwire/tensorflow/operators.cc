@@ -11,8 +11,8 @@
 
 #include "incoming.h"
 #include "keyed_ends.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/shape_inference.h"
 
 namespace {
 
@@ -69,20 +69,6 @@ class SendKernel : public KeyedKernel {
     };
 };
 
-absl::Status given_shape(shape_inference::InferenceContext* c) {
-    PartialTensorShape shape;
-    TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
-    shape_inference::ShapeHandle handle;
-    TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &handle));
-    c->set_output(0, handle);
-    return absl::OkStatus();
-}
-
-absl::Status scalar(shape_inference::InferenceContext* c) {
-    c->set_output(0, c->Scalar());
-    return absl::OkStatus();
-}
-
 REGISTER_OP("TensorwireSend")
     .Input("tensor: T")
     .Input("step: int64")
@@ -91,7 +77,7 @@ REGISTER_OP("TensorwireSend")
     .Attr("shape: shape")  // what the receive takes, for the gradient
     .Attr("key: string")
     .SetIsStateful()
-    .SetShapeFn(scalar);
+    .SetShapeFn(shape_inference::ScalarShape);
 REGISTER_OP("TensorwireReceive")
     .Input("anchor: float")
     .Input("step: int64")
@@ -101,7 +87,7 @@ REGISTER_OP("TensorwireReceive")
     .Attr("key: string")
     .Attr("copy: bool = false")
     .SetIsStateful()
-    .SetShapeFn(given_shape);
+    .SetShapeFn(shape_inference::ExplicitShape);
 REGISTER_KERNEL_BUILDER(Name("TensorwireSend").Device(DEVICE_CPU), SendKernel);
 REGISTER_KERNEL_BUILDER(Name("TensorwireReceive").Device(DEVICE_CPU), ReceiveKernel);
 

@@ -100,7 +100,6 @@ class ServerRounds(Rounds):
             return np.fromfile(path, np.uint8)
 
     def restore(self, saved: Bytes) -> None:
-        """As `Rounds`."""
         self._saved = np.array(saved, np.uint8)
 
     def _load(self, saved: Bytes) -> None:

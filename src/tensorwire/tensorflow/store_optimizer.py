@@ -256,10 +256,8 @@ class _Share:
         if isinstance(optimizer._mode, Sync):
             self._worker.uneven_stores.append(self)
         self.spread(variables)
-        try:
+        with self._worker.member.explained():
             make_equal(self._worker, variables)
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
 
     # ---- a step
 
@@ -340,10 +338,8 @@ class _Share:
         return [places[id(v)] for v in variables]
 
     def _handle(self, values: Values) -> None:
-        try:
+        with self._worker.member.explained():
             self.rounds.exchange(values)
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
 
     # ---- worker 0's variables
 
@@ -351,14 +347,12 @@ class _Share:
         """Worker 0's variables and state become everybody's; or some trained ``variables``, and no state."""
         every = list(variables) or [*self._variables, *self._optimizer.inner_optimizer.variables]
         mine = [_bytes(_value(v).numpy()) for v in every] if self._worker.rank == 0 else None
-        try:
+        with self._worker.member.explained():
             theirs = self._worker.collectives.broadcast(mine, 0, step_timeout())
             if self._worker.rank:
                 for variable, found in zip(every, theirs, strict=True):
                     _put(variable, found)
             self.rounds.assign([np.asarray(each) for each in theirs[: len(self._variables)]])
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
         self.loaded.assign(False)
 
     # ---- uneven numbers of steps

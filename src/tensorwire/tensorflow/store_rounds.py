@@ -121,7 +121,6 @@ class _BucketRounds(Rounds):
         self._window = np.frombuffer(memoryview(self.client.windows[0]), np.uint8)
 
     def finish(self) -> None:
-        """As `Rounds`."""
         self.client.finish()
 
     # ---- for those below
@@ -176,7 +175,6 @@ class GradientRounds(_BucketRounds):
     takes_gradients = True
 
     def exchange(self, values: Values) -> None:
-        """As `Rounds`."""
         client = self.client
         here = [*values.arrays[len(client.plan.tensors) - 1].view(np.float64), 1.0]
         with self._step():
@@ -198,7 +196,6 @@ class _ParameterRounds(_BucketRounds):
     """Rounds in which parameters are on the servers, too."""
 
     def assign(self, values: Sequence[Bytes]) -> None:
-        """As `Rounds`."""
         client = self.client
         with self._step():
             client.begin(StepOperation.ASSIGN, [0.0] * len(client.spec.numeric))
@@ -230,7 +227,6 @@ class ChangeRounds(_ParameterRounds):
     """The change of every parameter is pushed, and its value comes back."""
 
     def exchange(self, values: Values) -> None:
-        """As `Rounds`."""
         self._check(values)
         client = self.client
         with self._step():
@@ -260,17 +256,14 @@ class LocalRounds(_ParameterRounds):
         self._exchanges.count(tokens)
 
     def exchange(self, values: Values) -> None:
-        """As `Rounds`."""
         self._check(values)
         self._during(values, self._exchanges.step)
 
     def assign(self, values: Sequence[Bytes]) -> None:
-        """As `Rounds`."""
         self._exchanges.drop()
         super().assign(values)
 
     def complete(self, values: Values) -> None:
-        """As `Rounds`."""
         self._during(values, self._exchanges.complete)
 
     def _during(self, values: Values, call: Callable[[], None]) -> None:

@@ -6,16 +6,14 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "keyed_ends.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/framework/tensor.h"
 
 namespace {
 
@@ -40,22 +38,12 @@ struct Queue {
     bool closed = false;
 };
 
-struct Queues {
-    std::mutex mutex;
-    std::map<std::string, std::shared_ptr<Queue>> queues;
-
-    std::shared_ptr<Queue> find(const std::string& key) {
-        std::lock_guard<std::mutex> g(mutex);
-        std::shared_ptr<Queue>& queue = queues[key];
-        if (!queue) queue = std::make_shared<Queue>();
-        return queue;
-    }
-};
-
-Queues& queues() {
-    static Queues* q = new Queues;  // threads may use it while the process ends
-    return *q;
+tensorwire::Keyed<Queue>& queues() {
+    static auto* all = new tensorwire::Keyed<Queue>;
+    return *all;
 }
+
+absl::Status closed() { return errors::Aborted("tensorwire: this optimizer was closed, or its worker has left the job"); }
 
 void finish(Exchange* exchange, const absl::Status& status) {
     OpKernelContext* context = exchange->context;
@@ -87,7 +75,7 @@ class ExchangeKernel : public AsyncOpKernel {
                 exchange = nullptr;
             }
         }
-        if (exchange) return finish(exchange, errors::Aborted("tensorwire: this optimizer was closed, or its worker has left the job"));
+        if (exchange) return finish(exchange, closed());
         queue_->changed.notify_one();
     }
 
@@ -133,11 +121,6 @@ absl::Status same_shapes(shape_inference::InferenceContext* c) {
     return absl::OkStatus();
 }
 
-absl::Status a_scalar(shape_inference::InferenceContext* c) {
-    c->set_output(0, c->Scalar());
-    return absl::OkStatus();
-}
-
 REGISTER_OP("TensorwireExchange")
     .Input("fingerprint: double")
     .Input("values: T")
@@ -147,7 +130,7 @@ REGISTER_OP("TensorwireExchange")
     .Attr("numbers: list(int)")
     .SetIsStateful()
     .SetShapeFn(same_shapes);
-REGISTER_OP("TensorwireFingerprint").Input("values: T").Output("fingerprint: double").Attr("T: list(type) >= 0").SetShapeFn(a_scalar);
+REGISTER_OP("TensorwireFingerprint").Input("values: T").Output("fingerprint: double").Attr("T: list(type) >= 0").SetShapeFn(shape_inference::ScalarShape);
 REGISTER_KERNEL_BUILDER(Name("TensorwireExchange").Device(DEVICE_CPU), ExchangeKernel);
 REGISTER_KERNEL_BUILDER(Name("TensorwireFingerprint").Device(DEVICE_CPU), FingerprintKernel);
 
@@ -212,5 +195,5 @@ extern "C" void tensorwire_exchange_close(const char* key) {
         left.swap(queue->waiting);
     }
     queue->changed.notify_all();
-    for (Exchange* exchange : left) finish(exchange, errors::Aborted("tensorwire: this optimizer was closed, or its worker has left the job"));
+    for (Exchange* exchange : left) finish(exchange, closed());
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,34 @@ def noise(nbytes: int) -> Bytes:
 def array(memory: Any) -> Bytes:
     """The bytes of a region or of mapped memory, writable if it is."""
     return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def filled(device: Device, nbytes: int) -> Region:
+    """A region whose bytes are all 3."""
+    region = device.allocate(nbytes)
+    array(region)[:] = 3
+    return region
+
+
+def every_use(
+    channel: Channel, mine: Region, remote: RemoteRegion, at: int, *, reads: bool = True
+) -> list[Callable[[], object]]:
+    """Each operation on the 8 bytes at ``at`` of ``remote``."""
+    view = remote.view(at, 8)
+    uses: list[Callable[[], object]] = [
+        lambda: channel.write(mine.view(0, 8), view).wait(SECONDS),
+        lambda: channel.signal(view, 77).wait(SECONDS),
+    ]
+    if channel.device.capabilities.atomics:
+        uses += [lambda: channel.fetch_add(view, 77), lambda: channel.compare_swap(view, 0, 77)]
+    if reads:
+        uses.append(lambda: channel.read(mine.view(8, 8), view).wait(SECONDS))
+    return uses
+
+
+async def until_done(completion: Completion) -> None:
+    """Awaits it, as a coroutine that can be a task."""
+    await completion
 
 
 def resident() -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from tensorwire.control.names import member_name
 from tensorwire.control.reach import Route
-from tensorwire.sizes import size_text
-from tensorwire.store.sharding import StorePlan, counted
+from tensorwire.sizes import counted, size_text
+from tensorwire.store.sharding import StorePlan
 
 
 def describe(

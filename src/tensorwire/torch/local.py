@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import TensorwireError
 from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import counters, spans
@@ -80,7 +79,7 @@ class LocalTraining:
 
         ``began``: when the script began to compute for it; the optimizer's own step is part of that.
         """
-        try:
+        with self._worker.member.explained():
             if self._loaded is not None:
                 self._give(self._loaded)
             if self.written:
@@ -90,8 +89,6 @@ class LocalTraining:
                 self._inner()
             spans.add("compute", self.client.step, began, clock())
             self._exchanges.step()
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
 
     def _fill(self, bucket: Bucket) -> None:
         """What this worker contributes: the way that it went since the last version, or where it is."""
@@ -140,14 +137,12 @@ class LocalTraining:
     @torch.no_grad()
     def assign(self) -> None:
         """Worker 0's present values become the store's, and everybody's."""
-        try:
-            with self.client.course.unit(f"setting the parameters of {self.client.name}"):
-                self._set(self.params)
-                self.written = False
-                for bucket in self.client.order:
-                    self._take(bucket, torch.Tensor.copy_)
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
+        what = f"setting the parameters of {self.client.name}"
+        with self._worker.member.explained(), self.client.course.unit(what):
+            self._set(self.params)
+            self.written = False
+            for bucket in self.client.order:
+                self._take(bucket, torch.Tensor.copy_)
 
     def _set(self, values: Sequence[torch.Tensor]) -> None:
         """Worker 0's ``values``, by parameter, become the store's."""

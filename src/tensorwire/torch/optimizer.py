@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.errors import ArgumentError
 from tensorwire.launch import current_worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
@@ -204,7 +204,7 @@ class StoreOptimizer(OptimizerState):
                 self._local.step(self._left, skip)
                 self._left = clock()
                 return loss
-            try:
+            with self._worker.member.explained():
                 with ranges.named(ranges.PUSH):
                     self._steps.push(skip, self.error_if_nonfinite, self.state, hasattr(self, "found_inf"))
                 step = self._parts[0].client.step if self._parts else 0
@@ -212,8 +212,6 @@ class StoreOptimizer(OptimizerState):
                 spans.add("push", step, start, clock())
                 left_out = self._steps.pull()
                 self.grad_norm = self._steps.grad_norm
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
             self._left = clock()
             if left_out:
                 raise nonfinite.error(self._worker, self._parts, self.grad_norm or 0.0)

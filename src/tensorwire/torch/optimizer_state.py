@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.errors import ArgumentError
 from tensorwire.store.modes import Sync
 from tensorwire.torch.local_state import KEY as STORE
 from tensorwire.torch.local_state import fetch_values
@@ -36,18 +38,14 @@ class OptimizerState(OptimizerParts):
             WaitTimeout: The servers did not answer in time.
             JobEnded: The job ended; the message says why.
         """
-        with self._alone.calling("state_dict()"):
-            self._check_between_steps()
-            try:
-                if self._local is not None:
-                    return {**super().state_dict(), STORE: self._local.state()}
-                self.wait()
-                with self._saved.shown([part.share for part in self._parts]):
-                    if not self._saved.pending:
-                        self.state.update((rows.param, kept) for rows in self._rows if (kept := rows.state()))
-                    return self._saved.complete(super().state_dict())
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
+        with self._between_steps("state_dict()"):
+            if self._local is not None:
+                return {**super().state_dict(), STORE: self._local.state()}
+            self.wait()
+            with self._saved.shown([part.share for part in self._parts]):
+                if not self._saved.pending:
+                    self.state.update((rows.param, kept) for rows in self._rows if (kept := rows.state()))
+                return self._saved.complete(super().state_dict())
 
     def shared_state(self) -> dict[str, torch.Tensor]:
         """Returns the parameters that all workers share, by name. One worker may call it alone, between two steps.
@@ -63,20 +61,16 @@ class OptimizerState(OptimizerParts):
             WaitTimeout: The servers did not answer in time.
             JobEnded: The job ended; the message says why.
         """
-        with self._alone.calling("shared_state()"):
-            self._check_between_steps()
-            try:
-                if self._local is not None:
-                    return self._local.shared()
-                self.wait()
-                found = {name: p.detach().clone() for name, p in named_parameters(self)}
-                if not isinstance(self._settings.mode, Sync):  # this worker has its own copy, of its last step
-                    for part in self._parts:
-                        found.update(fetch_values(part.client))
-                    found.update((rows.name, rows.values()) for rows in self._rows)
-                return found
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
+        with self._between_steps("shared_state()"):
+            if self._local is not None:
+                return self._local.shared()
+            self.wait()
+            found = {name: p.detach().clone() for name, p in named_parameters(self)}
+            if not isinstance(self._settings.mode, Sync):  # this worker has its own copy, of its last step
+                for part in self._parts:
+                    found.update(fetch_values(part.client))
+                found.update((rows.name, rows.values()) for rows in self._rows)
+            return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over options and state. Call it on every worker, between two steps; worker 0's state counts.
@@ -91,8 +85,7 @@ class OptimizerState(OptimizerParts):
             ArgumentError: The state has other parameters, sizes, types or keys; or gradients are being pushed. Nothing
                 was changed.
         """
-        with self._alone.calling("load_state_dict()"):
-            self._check_between_steps()
+        with self._between_steps("load_state_dict()"):
             if self._local is not None:
                 stored = state_dict.get(STORE)
                 if stored is not None:
@@ -110,8 +103,12 @@ class OptimizerState(OptimizerParts):
         """A copy or a pickle is a stock optimizer of the class, with copies of the groups and the state."""
         return self._saved.copied(super().state_dict() if self._local is not None else self.state_dict())
 
-    def _check_between_steps(self) -> None:
-        if os.getpid() != self._pid:
-            raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
-        if any(part.is_open for part in self._parts):
-            raise ArgumentError("save and load state between two steps: gradients are in flight")
+    @contextlib.contextmanager
+    def _between_steps(self, call: str) -> Iterator[None]:
+        """Around a call that saves or loads state, which does not go together with others."""
+        with self._alone.calling(call), self._worker.member.explained():
+            if os.getpid() != self._pid:
+                raise ArgumentError("this optimizer belongs to the parent process: a forked child cannot use it")
+            if any(part.is_open for part in self._parts):
+                raise ArgumentError("save and load state between two steps: gradients are in flight")
+            yield

@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tensorwire.control.settings import step_timeout
-from tensorwire.errors import ArgumentError, GradientModified, TensorwireError
+from tensorwire.errors import ArgumentError, GradientModified
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
 from tensorwire.store.sharding import Bucket
@@ -141,11 +141,8 @@ class _Watched:
     @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loop, backward runs this
     def _ready(self, i: int, p: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient."""
-        with self._overlap.alone.hook():
-            try:
-                self._take(i, p)
-            except TensorwireError as error:
-                raise self.part.client.member.explain(error) from None
+        with self._overlap.alone.hook(), self.part.client.member.explained():
+            self._take(i, p)
 
     def _take(self, i: int, p: torch.Tensor) -> None:
         part = self.part

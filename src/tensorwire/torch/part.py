@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tensorwire._native import Window
-from tensorwire.errors import ArgumentError, ParameterModified, TensorwireError, Unsupported
+from tensorwire.errors import ArgumentError, ParameterModified, Unsupported
 from tensorwire.launch import Worker
 from tensorwire.launch.join_store import join_store
 from tensorwire.observe import ranges, spans
@@ -287,12 +287,9 @@ class Part:
         if not late:
             return
         start = clock()
-        try:
-            with ranges.named(ranges.WAIT):
-                for bucket in (bucket for i in late for bucket in self.buckets[i]):
-                    self.client.wait_for(bucket, self._latest)
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
+        with self._worker.member.explained(), ranges.named(ranges.WAIT):
+            for bucket in (bucket for i in late for bucket in self.buckets[i]):
+                self.client.wait_for(bucket, self._latest)
         self.show(late)
         spans.add("wait", self._latest, start, clock())
 
@@ -310,7 +307,7 @@ class Part:
     def assign(self) -> None:
         """A round in which worker 0's present values become the store's, and everybody's."""
         client = self.client
-        try:
+        with self._worker.member.explained():
             client.ready()
             with client.course.unit(f"setting the parameters of {client.name}"):
                 client.begin(StepOperation.ASSIGN, self.options())
@@ -325,8 +322,6 @@ class Part:
                         window.refresh(0, window.nbytes)
                 self.written = set()
                 self.show(range(len(self.params)))
-        except TensorwireError as error:
-            raise self._worker.member.explain(error) from None
 
     def note_written(self, params: Iterable[torch.nn.Parameter]) -> None:
         """The user changed these; the next step begins with an ``assign``."""

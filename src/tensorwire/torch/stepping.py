@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tensorwire.errors import ArgumentError, TensorwireError, Unsupported
+from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.launch import Worker
 from tensorwire.observe import ranges, spans
 from tensorwire.observe.spans import clock
@@ -151,8 +151,5 @@ class Stepping:
     def complete(self) -> None:
         """Waits for what a step has pushed that was interrupted since. Raises as ``pull``, or `JobEnded`."""
         if self._waiting:
-            try:
-                with ranges.named(ranges.WAIT):
-                    self.pull()
-            except TensorwireError as error:
-                raise self._worker.member.explain(error) from None
+            with self._worker.member.explained(), ranges.named(ranges.WAIT):
+                self.pull()

@@ -148,12 +148,8 @@ class StaticReceiver(Receiver):
         self._consumer.release(step)
 
 
-def _static_sizes(nbytes: int, maps: bool) -> tuple[int, int]:
-    whole = _slots(nbytes)[-1]
-    return whole, PAGE if maps else whole  # a slot that is mapped needs none here
-
-
-STATIC = Kind(_static_sizes, StaticSender, StaticReceiver)
+# A slot that is mapped needs no memory of the producer's.
+STATIC = Kind(lambda n, maps: (_slots(n)[-1], PAGE if maps else _slots(n)[-1]), StaticSender, StaticReceiver)
 
 
 def initiate(lines: Lines, device: Device, kind: Kind, nbytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import operator
 import secrets
 import socket
@@ -13,14 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
-import msgspec
-
-from tensorwire._native import Liveness, Memory, Monitor, open_socket
+from tensorwire._native import Liveness, Memory, Monitor
 from tensorwire.addresses import address_text
-from tensorwire.device import handshake
 from tensorwire.device.acceptor import Acceptor, close_socket
 from tensorwire.device.checks import check_fillable, check_signal, check_sizes, check_value, check_word
-from tensorwire.device.contract import Capabilities, Channel, Completion, Device, Failed, Signal
+from tensorwire.device.contract import Capabilities, Channel, Completion, Failed, Signal
+from tensorwire.device.ip_device import IpAddress, IpDevice
 from tensorwire.device.operands import explain
 from tensorwire.device.region import Access, Region, RemoteRegion, RemoteView, View
 from tensorwire.device.verbs import cuda
@@ -29,7 +26,7 @@ from tensorwire.device.verbs.nic import Nic
 from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import scan_ports
 from tensorwire.device.verbs.queue_pair import QueuePair, Signals
-from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError
+from tensorwire.errors import ArgumentError, RegionClosed, RemoteAccessError
 
 _PURPOSE = b"verbs"
 _TERMS = struct.Struct("<Q")  # after the purpose: the initiator's device
@@ -38,21 +35,13 @@ _END, _LARGEST_KEY = 2**64, 2**32 - 1
 NEVER_REPORTS = 7  # retries: some NICs take this for "forever"
 
 
-class VerbsAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a verbs device is set up from, and the token that admits to it."""
+class VerbsAddress(IpAddress, frozen=True):
+    """Says that it is one of verbs."""
 
-    interface: str
-    port: int
-    token: bytes
     kind: Literal["verbs"]
 
-    @property
-    def device(self) -> int:
-        """A number that identifies the device and gives no access to it."""
-        return int.from_bytes(hashlib.sha256(self.token).digest()[:8], "little")
 
-
-class VerbsDevice(Device):
+class VerbsDevice(IpDevice):
     """Transfers over InfiniBand or RoCE, through the PyPI package ``ibverbs``. docs/verbs.md explains the settings.
 
     Args:
@@ -124,44 +113,8 @@ class VerbsDevice(Device):
     def check_available(cls) -> None:
         select_port(scan_ports())
 
-    def _listen(self, interface: str) -> socket.socket:
-        listener = _socket(interface)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((interface, 0))
-            listener.listen(128)
-        except OSError as error:
-            close_socket(listener)
-            raise ArgumentError(f"verbs: cannot listen on {interface}: {error.strerror}") from None
-        return listener
-
-    @property
-    def address(self) -> bytes:
-        return msgspec.msgpack.encode(self._address)
-
-    def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
-        self._check_open()
-        try:
-            where = msgspec.msgpack.decode(address, type=VerbsAddress)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise ArgumentError("not the address of a verbs device") from None
-        return handshake.persist(lambda left: self._dial(where, left), timeout)
-
-    def _dial(self, where: VerbsAddress, timeout: float) -> Channel:
-        sock = _socket(where.interface)
-        try:
-            sock.settimeout(timeout)
-            try:
-                sock.connect((where.interface, where.port))
-            except (OverflowError, TypeError, ValueError):  # no socket has such an interface or port
-                raise ArgumentError("not the address of a verbs device") from None
-            handshake.initiate(sock, where.token, _PURPOSE + _TERMS.pack(self._address.device))
-            return self._open(sock, where)
-        except BaseException as error:
-            close_socket(sock)
-            if isinstance(error, OSError) and not isinstance(error, PeerLost):
-                raise PeerLost(f"verbs: cannot reach {where.interface}:{where.port}: {error}") from None
-            raise
+    def _purpose(self) -> bytes:
+        return _PURPOSE + _TERMS.pack(self._address.device)
 
     def _open(self, sock: socket.socket, where: VerbsAddress) -> Channel:
         liveness = Liveness(self.liveness, address_text(where.interface, where.port))
@@ -479,11 +432,3 @@ def _check_settings(
             "verbs: with 7 retries some NICs, and Soft-RoCE, never report a peer that is gone: use 6 or fewer",
             stacklevel=3,
         )
-
-
-def _socket(interface: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-    sock = socket.socket(fileno=open_socket(family, socket.SOCK_STREAM))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return sock

@@ -15,7 +15,7 @@ import pytest
 from tensorwire.device import Channel, Completion, Region, RemoteRegion
 from tensorwire.errors import AuthenticationError, DeviceError, PeerLost, RegionClosed, RemoteAccessError
 from tensorwire.testing.fixtures import FarPair, InThread, Pair
-from tensorwire.testing.patterns import SECONDS, array
+from tensorwire.testing.patterns import SECONDS, array, until_done
 from tensorwire.testing.spec import DeviceSpec
 
 NBYTES = 200_000
@@ -154,7 +154,7 @@ def test_two_close_at_once_while_a_write_is_awaited(spec: DeviceSpec, in_thread:
                     written = [channel.write(source.view(), remote.view()) for _ in range(3)]
                     if number == 3:
                         ready.wait(SECONDS)
-                    await asyncio.gather(*map(_until_done, written))
+                    await asyncio.gather(*map(until_done, written))
 
             def write(write_on=write_on, ended=ended) -> None:  # type: ignore[no-untyped-def]
                 with pytest.raises(ENDS):
@@ -169,10 +169,6 @@ def test_two_close_at_once_while_a_write_is_awaited(spec: DeviceSpec, in_thread:
             for thread in [in_thread(write), in_thread(close), in_thread(close)]:
                 thread.join(SECONDS)
             assert ended
-
-
-async def _until_done(completion: Completion) -> None:
-    await completion
 
 
 def test_a_closed_channel_lets_go_of_its_memory_at_once(far: FarPair) -> None:

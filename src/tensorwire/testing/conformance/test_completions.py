@@ -10,18 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tensorwire.device import Completion, Region
+from tensorwire.device import Completion
 from tensorwire.errors import PeerLost, RemoteAccessError
-from tensorwire.testing.fixtures import FarPair, Pair
-from tensorwire.testing.patterns import SECONDS, array, noise
+from tensorwire.testing.fixtures import FarPair, Pair, need_an_active_peer
+from tensorwire.testing.patterns import SECONDS, array, filled, noise, until_done
 
 NBYTES = 8192
-
-
-def filled(pair: Pair) -> Region:
-    region = pair.target.allocate(NBYTES)
-    array(region)[:] = 3
-    return region
 
 
 def test_awaited_completions(pair: Pair) -> None:
@@ -43,7 +37,7 @@ def test_awaited_completions(pair: Pair) -> None:
 
 
 def test_an_await_raises_what_a_wait_raises(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
 
     async def main() -> None:
         await pair.channel.signal(replace(region.remote(), key=1).view(0, 8), 1)
@@ -53,12 +47,11 @@ def test_an_await_raises_what_a_wait_raises(pair: Pair) -> None:
 
 
 def test_an_await_does_not_block_the_loop(far: FarPair) -> None:
-    if far.device.capabilities.one_sided:
-        pytest.skip("its writes are over whatever the peer does")
+    need_an_active_peer(far)
     remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
     far.peer.stop()
 
-    async def until_done() -> list[str]:
+    async def both() -> list[str]:
         order = []
 
         async def transfer() -> None:
@@ -72,19 +65,18 @@ def test_an_await_does_not_block_the_loop(far: FarPair) -> None:
         await asyncio.gather(transfer(), resume())
         return order
 
-    assert asyncio.run(until_done()) == ["resumed", "written"]
+    assert asyncio.run(both()) == ["resumed", "written"]
 
 
 def test_a_cancelled_await_leaves_the_transfer_alone(far: FarPair) -> None:
-    if far.device.capabilities.one_sided:
-        pytest.skip("its writes are over whatever the peer does")
+    need_an_active_peer(far)
     remote, source = far.peer.allocate(NBYTES), far.device.allocate(NBYTES)
     array(source)[:] = 8
     far.peer.stop()
     completion = far.channel.write(source.view(), remote.view())
 
     async def give_up() -> None:
-        waiting = asyncio.ensure_future(completion_of(completion))
+        waiting = asyncio.ensure_future(until_done(completion))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -96,21 +88,13 @@ def test_a_cancelled_await_leaves_the_transfer_alone(far: FarPair) -> None:
     assert far.peer.call("content", remote.key, 0, NBYTES) == bytes([8]) * NBYTES
 
 
-async def completion_of(completion: Completion) -> None:
-    await completion
-
-
 def test_many_are_awaited_at_once(pair: Pair) -> None:
     remote, source = pair.target.allocate(1 << 20).remote(), pair.initiator.allocate(1 << 20)
 
     async def all_of_them() -> None:
         threads = threading.active_count()
         writes = [pair.channel.write(source.view(0, 4096), remote.view(4096 * i, 4096)) for i in range(200)]
-
-        async def one(completion: Completion) -> None:
-            await completion
-
-        await asyncio.gather(*map(one, writes))
+        await asyncio.gather(*map(until_done, writes))
         assert threading.active_count() <= threads + 8  # not one for each
 
     asyncio.run(all_of_them())
@@ -159,7 +143,7 @@ def test_what_is_done_is_called_back_at_once(pair: Pair) -> None:
 
 
 def test_a_callback_of_what_was_refused_finds_its_error(pair: Pair) -> None:
-    region, calls = filled(pair), Calls()
+    region, calls = filled(pair.target, NBYTES), Calls()
     completion = pair.channel.signal(replace(region.remote(), key=1).view(0, 8), 1)
     completion.on_done(calls)
     calls.until(1)
@@ -169,8 +153,7 @@ def test_a_callback_of_what_was_refused_finds_its_error(pair: Pair) -> None:
 
 
 def test_callbacks_come_when_the_peer_dies(far: FarPair) -> None:
-    if far.device.capabilities.one_sided:
-        pytest.skip("its writes are over whatever the peer does")
+    need_an_active_peer(far)
     remote, source, calls = far.peer.allocate(32 << 20), far.device.allocate(32 << 20), Calls()
     far.channel.signal(remote.view(0, 8), 0).wait(SECONDS)
     far.peer.stop()

@@ -8,13 +8,12 @@ import queue
 import select
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from tensorwire.errors import PeerLost
 from tensorwire.testing.fixtures import FarPair, InThread
-from tensorwire.testing.patterns import GONE, SECONDS, array, until_asleep
+from tensorwire.testing.patterns import GONE, SECONDS, array, every_use, until_asleep
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import DeviceSpec
 
@@ -66,15 +65,7 @@ def test_death_wakes_a_wait_on_a_completion(far: FarPair, in_thread: InThread) -
         assert completion.done
     until_lost(far)
     array(source)[:] = 1  # the memory is this process's alone again
-    uses: list[Callable[[], object]] = [
-        lambda: far.channel.write(source.view(), remote.view()).wait(SECONDS),
-        lambda: far.channel.read(source.view(), remote.view()).wait(SECONDS),
-        lambda: far.channel.signal(remote.view(0, 8), 1).wait(SECONDS),
-    ]
-    if far.device.capabilities.atomics:
-        uses.append(lambda: far.channel.fetch_add(remote.view(0, 8), 1))
-        uses.append(lambda: far.channel.compare_swap(remote.view(0, 8), 0, 1))
-    for use in uses:
+    for use in every_use(far.channel, source, remote, 0):
         with pytest.raises(PeerLost):
             use()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,25 +10,9 @@ import pytest
 from tensorwire.device import Region, RemoteRegion
 from tensorwire.errors import RegionClosed, RemoteAccessError
 from tensorwire.testing.fixtures import FarPair, Pair
-from tensorwire.testing.patterns import SECONDS, array
+from tensorwire.testing.patterns import SECONDS, array, every_use, filled
 
 NBYTES = 8192
-
-
-def every_use(
-    pair: Pair | FarPair, mine: Region, remote: RemoteRegion, at: int, *, reads: bool
-) -> list[Callable[[], object]]:
-    """Each operation on 8 bytes of ``remote``, and each signal there of an otherwise honest write."""
-    channel, view = pair.channel, remote.view(at, 8)
-    uses: list[Callable[[], object]] = [
-        lambda: channel.write(mine.view(0, 8), view).wait(SECONDS),
-        lambda: channel.signal(view, 77).wait(SECONDS),
-    ]
-    if channel.device.capabilities.atomics:
-        uses += [lambda: channel.fetch_add(view, 77), lambda: channel.compare_swap(view, 0, 77)]
-    if reads:
-        uses.append(lambda: channel.read(mine.view(8, 8), view).wait(SECONDS))
-    return uses
 
 
 def check_refused(pair: Pair, region: Region, remote: RemoteRegion, at: int = 0, *, reads: bool = True) -> None:
@@ -37,7 +20,7 @@ def check_refused(pair: Pair, region: Region, remote: RemoteRegion, at: int = 0,
     mine = pair.initiator.allocate(NBYTES)
     array(mine)[:] = 5
     before = bytes(region.view().buffer)
-    for use in every_use(pair, mine, remote, at, reads=reads):
+    for use in every_use(pair.channel, mine, remote, at, reads=reads):
         with pytest.raises(RemoteAccessError):
             use()
     assert bytes(region.view().buffer) == before
@@ -56,32 +39,26 @@ def check_refused(pair: Pair, region: Region, remote: RemoteRegion, at: int = 0,
     assert bytes(region.view().buffer) == before
 
 
-def filled(pair: Pair) -> Region:
-    region = pair.target.allocate(NBYTES)
-    array(region)[:] = 3
-    return region
-
-
 def test_a_wrong_key(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     remote = region.remote()
     check_refused(pair, region, replace(remote, key=remote.key ^ 1))
 
 
 def test_a_key_of_another_device(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     with pair.spec.make() as other:
         check_refused(pair, region, other.allocate(NBYTES).remote())
 
 
 def test_beyond_the_end(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     for at in (NBYTES, NBYTES - 8 + 4096 * 8, 2**40, 2**63, 2**64 - 8):
         check_refused(pair, region, replace(region.remote(), length=2**64), at)
 
 
 def test_across_the_end(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     mine, forged = pair.initiator.allocate(NBYTES + 1), replace(region.remote(), length=NBYTES + 1)
     for use in (pair.channel.write(mine.view(), forged.view()), pair.channel.read(mine.view(), forged.view())):
         with pytest.raises(RemoteAccessError):
@@ -90,7 +67,7 @@ def test_across_the_end(pair: Pair) -> None:
 
 
 def test_writing_through_a_read_capability(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     honest = region.remote("read")
     check_refused(pair, region, honest, reads=False)
     check_refused(pair, region, replace(honest, access="write"), reads=False)
@@ -100,7 +77,7 @@ def test_writing_through_a_read_capability(pair: Pair) -> None:
 
 
 def test_a_closed_region(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     remote, mine = region.remote(), pair.initiator.allocate(8)
     pair.channel.write(mine.view(), remote.view(0, 8)).wait(SECONDS)  # known, and mapped where that is possible
     region.close()
@@ -112,7 +89,7 @@ def test_a_closed_region(pair: Pair) -> None:
 
 
 def test_a_payload_for_nobody_is_thrown_away(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     mine = pair.initiator.allocate(20 << 20)
     forged = replace(region.remote(), length=20 << 20)
     completions = [pair.channel.write(mine.view(), forged.view()) for _ in range(3)]
@@ -130,7 +107,7 @@ def test_a_misaligned_word(pair: Pair) -> None:
         pytest.skip("this device shows peers page-aligned memory only")
     memory = np.zeros(NBYTES + 8, np.uint8)
     region = pair.target.register(memory[4 - memory.ctypes.data % 4 + 1 :])
-    uses = every_use(pair, pair.initiator.allocate(16), region.remote(), 8, reads=False)[1:]
+    uses = every_use(pair.channel, pair.initiator.allocate(16), region.remote(), 8, reads=False)[1:]
     for use in uses:
         with pytest.raises(RemoteAccessError):
             use()
@@ -156,7 +133,7 @@ def test_refusals_of_another_process(far: FarPair) -> None:
         (replace(readable, access="write"), 0),
         (closed, 0),
     ):
-        for use in every_use(far, mine, remote, at, reads=remote.key != readable.key):
+        for use in every_use(far.channel, mine, remote, at, reads=remote.key != readable.key):
             with pytest.raises(RemoteAccessError):
                 use()
     for key in (writable.key, readable.key, closed.key):
@@ -166,7 +143,7 @@ def test_refusals_of_another_process(far: FarPair) -> None:
 
 
 def test_a_closed_local_region(pair: Pair) -> None:
-    region = filled(pair)
+    region = filled(pair.target, NBYTES)
     mine = pair.initiator.allocate(8)
     mine.close()
     for use in (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tensorwire.errors import PeerLost, RegionClosed, WaitTimeout
-from tensorwire.testing.fixtures import FarPair, InThread, Pair
+from tensorwire.testing.fixtures import FarPair, InThread, Pair, need_an_active_peer
 from tensorwire.testing.patterns import SECONDS, array, until_asleep
 from tensorwire.testing.peer import Peer
 from tensorwire.testing.spec import DeviceSpec
@@ -32,18 +32,14 @@ def test_a_wait_for_nothing_times_out(pair: Pair, seconds: float) -> None:
 def test_polling_brings_what_it_polls_for(pair: Pair) -> None:
     region = pair.target.allocate(8)
     completion = pair.channel.signal(region.remote().view(), 5)
-    while True:
-        try:
-            region.wait(0, 5, 0.0)
-            break
-        except WaitTimeout:
-            pass
-    while True:
-        try:
-            completion.wait(0.0)
-            break
-        except WaitTimeout:
-            pass
+    polls: list[Callable[[], object]] = [lambda: region.wait(0, 5, 0.0), lambda: completion.wait(0.0)]
+    for poll in polls:
+        while True:
+            try:
+                poll()
+                break
+            except WaitTimeout:
+                pass
     assert completion.done
 
 
@@ -75,7 +71,6 @@ def test_many_threads_wait_on_one_device(pair: Pair, in_thread: InThread) -> Non
 def test_a_store_of_ones_own_wakes_a_waiter(pair: Pair, in_thread: InThread) -> None:
     region = pair.target.allocate(8)
     thread = in_thread(lambda: region.wait(0, 1, SECONDS))
-    assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     region.store(0, 1)
     thread.join()
@@ -89,7 +84,6 @@ def check_raises(error: type[Exception] | tuple[type[Exception], ...], work: Cal
 def test_closing_a_region_ends_a_wait_on_it(pair: Pair, in_thread: InThread) -> None:
     region = pair.target.allocate(8)
     thread = in_thread(check_raises, RegionClosed, region.wait, 0, 1, SECONDS)
-    assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     region.close()
     thread.join()
@@ -99,7 +93,6 @@ def test_closing_a_device_ends_every_wait(pair: Pair, in_thread: InThread) -> No
     regions = [pair.target.allocate(8) for _ in range(4)]
     threads = [in_thread(check_raises, (RegionClosed, PeerLost), r.wait, 0, 1, SECONDS) for r in regions]
     for thread in threads:
-        assert thread.native_id
         until_asleep(os.getpid(), thread.native_id)
     pair.target.close()
     for thread in threads:
@@ -112,7 +105,6 @@ def test_closing_a_channel_ends_a_wait_for_it_and_no_other(pair: Pair, in_thread
     region = pair.initiator.allocate(8)
     other = pair.initiator.connect(pair.target.address)
     thread = in_thread(check_raises, PeerLost, region.wait, 0, 1, SECONDS, other)
-    assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     other.close()
     thread.join()
@@ -128,7 +120,6 @@ def test_closing_a_channel_ends_a_wait_for_it_and_no_other(pair: Pair, in_thread
 def test_abort_ends_waits_and_operations(pair: Pair, in_thread: InThread) -> None:
     region = pair.initiator.allocate(8)
     thread = in_thread(check_raises, PeerLost, region.wait, 0, 1, SECONDS, pair.channel)
-    assert thread.native_id
     until_asleep(os.getpid(), thread.native_id)
     pair.initiator.abort("the job ended")
     thread.join()
@@ -139,8 +130,7 @@ def test_abort_ends_waits_and_operations(pair: Pair, in_thread: InThread) -> Non
 
 
 def test_a_timed_out_write_goes_on(far: FarPair) -> None:
-    if far.device.capabilities.one_sided:
-        pytest.skip("its writes are over whatever the peer does")
+    need_an_active_peer(far)
     remote, source = far.peer.allocate(32 << 20), far.device.allocate(32 << 20)
     array(source)[:] = 4
     far.peer.stop()

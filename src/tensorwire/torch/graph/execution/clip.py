@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from tensorwire.errors import ArgumentError, TensorwireError
+from tensorwire.errors import ArgumentError
 from tensorwire.launch import Worker, current_worker
 from tensorwire.torch.graph.execution.exchange import Exchange
 from tensorwire.torch.graph.execution.job_group import group_of
@@ -58,10 +58,8 @@ def clip_grad_norm_(
     for at, norm in enumerate(norms):
         mine[2 * at] = norm is not None
         mine[2 * at + 1] = 0.0 if norm is None else norm.item()
-    try:
+    with worker.member.explained():
         gathered = exchange.all(mine)
-    except TensorwireError as error:
-        raise worker.member.explain(error) from None
     total = _total(given, gathered, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients of all workers is {total.item()}")

@@ -90,11 +90,9 @@ class CompiledGraph:
         return replica(self.module)
 
     def _run_replica(self, run: Boxed, args: list[Any]) -> Any:
-        try:
+        with self.worker.member.explained():
             self.enter(args)
             return run(args)
-        except TensorwireError as error:
-            raise self.worker.member.explain(error) from None
 
     def _prepare(self, args: list[Any]) -> Boxed:
         graph = self._import(args)
