@@ -19,9 +19,7 @@ from tensorwire.testing.patience import patient
 JOIN_SECONDS = patient(200.0)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tensorflow", "tests.harness.jobs"]
-)
+context.set_forkserver_preload(["tests.harness.warm_imports"])
 
 
 @dataclass

@@ -66,14 +66,7 @@ class Roles:
         return found
 
 
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "sklearn.datasets",
-    "tensorwire.torch",
-    "tensorwire.store.server",
-    "tests.harness.jobs",
-]
+PRELOAD = ["sklearn.datasets", "tests.harness.warm_imports"]
 
 
 def warm() -> None:
