@@ -158,17 +158,6 @@ def test_python_reports_an_exception_of_a_worker_alone(sandbox: Sandbox) -> None
     sandbox.nothing_left()
 
 
-def test_other_hooks_for_exceptions_still_run(sandbox: Sandbox) -> None:
-    body = """
-        import tensorwire as tw
-        sys.excepthook = lambda kind, error, trace: print("hook of the user:", error)
-        tw.init()
-        raise ValueError("x")
-    """
-    result = sandbox.python(sandbox.script(body, init=False)).finish()
-    assert (result.status, result.err, result.out.strip()) == (1, "", "hook of the user: x")
-
-
 def test_an_exception_ends_the_other_rank_in_one_line(sandbox: Sandbox) -> None:
     good, bad = finish(by_hand(sandbox, RAISES))
     assert bad.status == good.status == 1
