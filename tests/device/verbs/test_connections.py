@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -95,11 +96,13 @@ def raw(device: VerbsDevice) -> socket.socket:
 @pytest.mark.parametrize(
     ("data", "answers"),
     [
+        (b"GET / HTTP/1.1\r\n\r\n", 0),
         (frame(magic=b"TWV0", ends=END), 0),
         (frame(AGAIN, ends=END), 0),
         (frame(kind=3, ends=END), 0),
         (frame(count=0), 0),
         (frame(count=65, ends=65 * END), 0),
+        (frame(count=2**16 - 1, ends=END), 0),
         (frame(receives=0, ends=END), 0),
         (frame(receives=1 << 16, ends=END), 0),
         (frame(ends=END[:-1] + b"\x09"), 0),
@@ -158,6 +161,10 @@ def test_addresses_that_lead_nowhere(fabric: Fabric) -> None:
         where = msgspec.msgpack.decode(other.address, type=VerbsAddress)
         with pytest.raises((AuthenticationError, PeerLost)):
             device.connect(msgspec.msgpack.encode(msgspec.structs.replace(where, token=bytes(32))), SECONDS)
+        with socket.create_connection((where.interface, where.port), SECONDS) as sock:
+            sock.sendall(bytes(100))
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(4096) == b""
         for wrong in (b"", b"no address", msgspec.msgpack.encode(msgspec.structs.replace(where, kind="tcp"))):
             with pytest.raises(ArgumentError, match="not the address of a verbs device"):
                 device.connect(wrong, SECONDS)
