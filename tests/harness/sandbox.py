@@ -154,8 +154,7 @@ class Sandbox:
 
     def run(self, script: str, *options: str, workers: int = 2, **environment: str) -> Program:
         """``tensorwire run --workers N options -- python script``."""
-        count = ("--workers", str(workers))
-        return self.launch("run", *count, *options, "--", sys.executable, script, **environment)
+        return self.start(*run_command(script, *options, workers=workers), **environment)
 
     def processes(self) -> dict[int, str]:
         """Every living process that a program of this test started, however indirectly: pid -> command line."""
@@ -193,6 +192,12 @@ class Sandbox:
                 wait_for_end(pid, left[pid])
         for program in self._programs:
             program.process.communicate()
+
+
+def run_command(script: str, *options: str, workers: int = 2) -> list[str]:
+    """The words of ``tensorwire run --workers N options -- python script``."""
+    run = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", str(workers), *options]
+    return [*run, "--", sys.executable, script]
 
 
 def wait_for_end(pid: int, what: str = "") -> None:

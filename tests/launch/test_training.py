@@ -23,17 +23,7 @@ def steps(number):
 """
 
 
-@pytest.mark.slow
-def test_a_worker_that_finishes_early_is_named_with_its_step(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script(TRAINS + "steps(3 if job.rank else 5)")).finish()
-    assert result.one_line() == (
-        "tensorwire: worker 1 finished after step 3, worker 0 goes on with step 4: give every worker the same number "
-        "of steps, or put the loop into `with job.uneven():`"
-    )
-    assert result.status == 1
-    sandbox.nothing_left()
-
-
+@pytest.mark.long  # a killed server, and one that trains: test_run.py, and tests/store/test_failpoints.py
 def test_a_server_killed_in_the_middle_of_training(sandbox: Sandbox) -> None:
     program = sandbox.run(sandbox.script(TRAINS + "steps(2)\nprint('trains', job.rank)\nsteps(10**9)"))
     program.expect("trains 0", "trains 1")

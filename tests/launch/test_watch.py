@@ -114,22 +114,6 @@ def test_an_address_of_metrics() -> None:
         server.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--metrics", "here"), "--metrics takes PORT or HOST:PORT, not 'here'"),
-        (("--metrics", "99999"), "--metrics takes PORT or HOST:PORT, not '127.0.0.1:99999'"),
-        (("--metrics", "1", "--nodes", "2", "--node", "1", "--rendezvous", "h:1"), "--metrics belongs to node 0"),
-        (("--trace", "/no/such/place/t.json"), "--trace /no/such/place/t.json: there is no folder /no/such/place"),
-        (("--trace", "/"), "--trace /: it is a folder"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_starts(sandbox: Sandbox, options: tuple[str, ...], why: str) -> None:
-    result = sandbox.run(sandbox.script("print('started')"), *options).finish()
-    assert (result.status, result.out) == (2, "")
-    assert why in result.one_line()
-
-
 @pytest.mark.slow
 def test_a_training_leaves_a_trace_whose_parts_add_up(sandbox: Sandbox) -> None:
     """Two stores take turns, one of them with overlap and clipping."""

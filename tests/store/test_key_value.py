@@ -20,6 +20,7 @@ from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import for_each, run_job
+from tests.levels import mostly_long
 
 Array = np.ndarray[Any, Any]
 BUCKET = 4096
@@ -227,8 +228,10 @@ def check(waiting: list[tuple[Any, list[float], list[str]]]) -> None:
     waiting.clear()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("seed", range(4))
+PROGRAMS = [(device, seed) for device in ("shm", "tcp") for seed in range(4)]
+
+
+@pytest.mark.parametrize(("device", "seed"), mostly_long(PROGRAMS, [("shm", 0), ("shm", 1), ("tcp", 3)]))
 def test_any_program_reads_what_was_pushed_before(device: str, seed: int) -> None:
     run_job(any_program, seed, 40, workers=2 + seed % 2, servers=1 + seed % 2, device=device).ok()
 

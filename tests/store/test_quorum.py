@@ -17,6 +17,7 @@ from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
+from tests.levels import mostly_long
 
 LATE = {0: 2, 1: 0}  # by server: the worker that comes when the round of the others has closed
 ROUNDS = 3
@@ -85,7 +86,7 @@ def exchange_at_once(job: tw.Job, fragments: int) -> float:
     return float(params[0].detach().sum())
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("fragments", mostly_long([1, 3], [3]))
 def test_workers_whose_pushes_reach_servers_in_another_order_do_not_wait_for_each_other(fragments: int) -> None:
     """If a push could join any open round, three workers would wait for each other within a hundred exchanges."""
     assert all(total < 0 for total in run_job(exchange_at_once, fragments, workers=3, servers=3).ok())
@@ -110,9 +111,8 @@ def meet_after_exchanges(job: tw.Job) -> tuple[float, float]:
     return first, float(p.detach()[0])
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(servers: int, tmp_path: Path) -> None:
-    for first, last in run_job(meet_after_exchanges, workers=3, servers=servers, fates=tmp_path).ok():
+def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(tmp_path: Path) -> None:
+    for first, last in run_job(meet_after_exchanges, workers=3, servers=3, fates=tmp_path).ok():
         assert first == 100.0
         assert last == 98.0  # what came late before is not added to what was set
     assert problems(read_fates([tmp_path])) == []
@@ -137,11 +137,8 @@ def fall_behind(job: tw.Job) -> list[float]:
     return [*seen, float(p.detach()[-1])]
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(
-    servers: int, tmp_path: Path
-) -> None:
-    *others, behind = run_job(fall_behind, workers=3, servers=servers, fates=tmp_path).ok()
+def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(tmp_path: Path) -> None:
+    *others, behind = run_job(fall_behind, workers=3, servers=3, fates=tmp_path).ok()
     assert others == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -12.0]] * 2
     assert behind == [-6.0, -7.0, -8.0, -9.0, -10.0, -11.0, -12.0]  # an update later
     assert problems(read_fates([tmp_path])) == []
