@@ -18,7 +18,6 @@ from tensorwire.trace.chrome import read_chrome
 from tensorwire.trace.parts import parts_of_trace
 from tests.harness.sandbox import HANG_SECONDS, Program, Sandbox, free_port, nothing_kept
 from tests.launch.test_nodes import secret_file
-from tests.launch.test_training import TRAINS
 
 SPANS = """
 from tensorwire.observe import spans
@@ -27,6 +26,18 @@ for step in (2, 3, 4):
     spans.add("wait", step, 4.0 * step + 3, 4.0 * step + 3.5)
 job.barrier()
 print("ready", job.rank)
+"""
+TRAINS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+
+def steps(number):
+    for _ in range(number):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), 1.0 + job.rank)).sum().backward()
+        optimizer.step()
 """
 BOTH = """
 other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
