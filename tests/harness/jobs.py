@@ -18,6 +18,7 @@ from tensorwire.control import Cause, Coordinator
 from tensorwire.testing.patience import patient
 
 JOIN_SECONDS = patient(200.0)
+LOST_AFTER = patient(10.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.harness.warm_imports"])
@@ -49,6 +50,7 @@ def environment(address: str, secret: str, device: str, workers: int, servers: i
         "TENSORWIRE_WORKERS": str(workers),
         "TENSORWIRE_SERVERS": str(servers),
         "TENSORWIRE_GRACE": str(patient(20.0)),
+        "TENSORWIRE_LOST_AFTER": str(LOST_AFTER),
         "TENSORWIRE_FATES": fates,
     }
 
@@ -102,7 +104,7 @@ def run_job(
     ``prepare()`` is called in every server before it begins. ``fates``: a folder for the fates of all pushes.
     """
     secret = secrets.token_hex(32)
-    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers)
+    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER)
     common = environment(coordinator.address, secret, device, workers, servers, str(fates or ""))
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [context.Process(target=serve, args=(common, i, prepare)) for i in range(servers)]
