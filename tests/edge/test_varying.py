@@ -295,7 +295,7 @@ def test_release_gives_back_at_once_and_only_once(pair: Pair, kind: str) -> None
 
 def test_memory_that_other_threads_and_the_collector_drop(pair: Pair, kind: str) -> None:
     producer, consumer = make(kind, pair, 8, BOUND)
-    steps = 1000
+    steps = 300
     handed: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def drop() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tensorwire.store import EASGD, SGD, Async, DiLoCo, LocalSGD
+from tensorwire.store import EASGD, SGD, DiLoCo, LocalSGD
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Local
 from tensorwire.store.sharding import StorePlan
@@ -458,50 +458,6 @@ def test_a_scheduler_counts_for_the_workers_own_optimizer() -> None:
 
 
 # ---- what is refused
-
-
-def refused(job: tw.Job) -> list[str]:
-    found = []
-
-    def attempt(**options: Any) -> None:
-        try:
-            store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, **options)
-            store.count(1)
-        except errors.TensorwireError as error:
-            found.append(f"{type(error).__name__}: {error}")
-
-    params = named(first_values())
-    attempt(mode=DiLoCo(quorum=2))
-    attempt(mode=DiLoCo(fragments=9))
-    attempt(mode=LocalSGD(), overlap=True)
-    attempt(mode=LocalSGD(), max_grad_norm=1.0)
-    attempt(mode=Async())
-    counting = tw.torch.StoreOptimizer(
-        [("p", torch.nn.Parameter(torch.zeros(1)))], torch.optim.SGD, lr=1.0, mode=DiLoCo(weight="tokens")
-    )
-    for number in (0, -1, 1e308, 1e-320, 10**400, float("nan"), True, "1", None):
-        with pytest.raises(errors.ArgumentError, match="tokens must be a number from 1e-06 to 1e"):
-            counting.count(number)
-    return found
-
-
-def test_what_a_mode_does_not_go_with_is_refused() -> None:
-    quorum, fragments, overlap, norm, count = run_job(refused, workers=1).ok()[0]
-    assert quorum == "ArgumentError: quorum=2 needs as many workers, and this job has 1"
-    assert fragments.startswith("ArgumentError: 9 fragments need as many buckets, and there are 1")
-    assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
-    assert "LocalSGD(every=10) does not take" in norm
-    assert count == 'ArgumentError: count() is for mode=DiLoCo(weight="tokens")'
-
-
-def uncounted(job: tw.Job) -> None:
-    p = torch.nn.Parameter(torch.zeros(1))
-    tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=DiLoCo(every=1, weight="tokens")).step()
-
-
-def test_tokens_that_nobody_counted_are_asked_for() -> None:
-    ended = run_job(uncounted, workers=1)
-    assert 'weight="tokens" needs optimizer.count(tokens) before step(), in every exchange' in ended.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -349,27 +349,56 @@ def test_others_go_on_while_a_worker_is_stopped(mode: Mode, tmp_path: Path) -> N
 
 
 def refused(job: tw.Job) -> list[str]:
-    found = []
-    params = named(0).items()
-    for options in (
-        {"mode": "async"},
-        {"mode": Async(), "overlap": True},
-        {"mode": Async(), "max_grad_norm": 1.0},
-        {"mode": SSP(), "error_if_nonfinite": True},
-    ):
-        try:
-            tw.torch.StoreOptimizer(params, torch.optim.SGD, lr=0.1, **options)
-        except errors.TensorwireError as error:
-            found.append(f"{type(error).__name__}: {error}")
+    found, params = [], named(0)
+
+    def attempt(**options: Any) -> None:
+        with pytest.raises(errors.TensorwireError) as raised:
+            tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, **options).count(1)
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+
+    attempt(mode="async")
+    for mode in (Async(), LocalSGD()):
+        attempt(mode=mode, overlap=True)
+        attempt(mode=mode, max_grad_norm=1.0)
+    attempt(mode=SSP(), error_if_nonfinite=True)
+    attempt(mode=DiLoCo(quorum=2))
+    attempt(mode=DiLoCo(fragments=9))
+    attempt(mode=Async())
+    counting = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=1.0, mode=DiLoCo(every=1, weight="tokens"))
+    for number in (0, -1, 1e308, 1e-320, 10**400, float("nan"), True, "1", None):
+        with pytest.raises(errors.ArgumentError, match="tokens must be a number from 1e-06 to 1e"):
+            counting.count(number)
     return found
 
 
 def test_what_a_mode_does_not_go_with_is_refused() -> None:
-    kind, overlap, norm, nonfinite = run_job(refused, workers=1).ok()[0]
-    assert kind == "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'"
-    assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
-    assert "Async(damping=0.0, max_staleness=None) does not take" in norm
-    assert "SSP(staleness=3, damping=0.0) does not take" in nonfinite
+    said = run_job(refused, workers=1).ok()[0]
+    for text, wanted in zip(
+        said,
+        (
+            "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'",
+            "Unsupported: overlap=True works with mode=Sync() alone so far",
+            "Async(damping=0.0, max_staleness=None) does not take",
+            "Unsupported: overlap=True works with mode=Sync() alone so far",
+            "LocalSGD(every=10) does not take",
+            "SSP(staleness=3, damping=0.0) does not take",
+            "ArgumentError: quorum=2 needs as many workers, and this job has 1",
+            "ArgumentError: 9 fragments need as many buckets, and there are 1",
+            'ArgumentError: count() is for mode=DiLoCo(weight="tokens")',
+        ),
+        strict=True,
+    ):
+        assert wanted in text
+
+
+def uncounted(job: tw.Job) -> None:
+    p = torch.nn.Parameter(torch.zeros(1))
+    tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=DiLoCo(every=1, weight="tokens")).step()
+
+
+def test_tokens_that_nobody_counted_are_asked_for() -> None:
+    (said,) = run_job(uncounted, workers=1).errors
+    assert 'weight="tokens" needs optimizer.count(tokens) before step(), in every exchange' in said
 
 
 @pytest.mark.parametrize(
