@@ -192,25 +192,6 @@ def test_closing_with_operations_on_their_way(fabric: Fabric, what: str) -> None
         assert c.word == 0
 
 
-@pytest.mark.parametrize("what", ["channel", "device"])
-def test_closing_wakes_who_waits(fabric: Fabric, in_thread: Callable[..., Any], what: str) -> None:
-    with cable(fabric) as c:
-        with fabric.held():
-            posted = c.write(0, 64)
-            lost: list[BaseException] = []
-
-            def wait() -> None:
-                try:
-                    posted.wait(SECONDS)
-                except PeerLost as error:
-                    lost.append(error)
-
-            waiter = in_thread(wait)
-            (c.channel if what == "channel" else c.device).close()
-            waiter.join(SECONDS)
-        assert [type(error) for error in lost] == [PeerLost]
-
-
 def test_close_is_idempotent_and_safe_from_any_thread(fabric: Fabric, in_thread: Callable[..., Any]) -> None:
     with cable(fabric) as c:
         c.works()
@@ -282,17 +263,6 @@ def test_settle_cuts_off_what_a_lost_peer_has_posted(fabric: Fabric) -> None:
         assert not array(mine).any(), "the lost peer has written after settle() had returned"
         with pytest.raises(PeerLost):
             late.wait(SECONDS)
-
-
-def test_abort_fails_what_is_outstanding_with_its_reason(fabric: Fabric) -> None:
-    with cable(fabric) as c:
-        with fabric.held():
-            posted = c.write(0, 64)
-            c.device.abort("the job ended")
-            with pytest.raises(PeerLost, match="the job ended"):
-                posted.wait(SECONDS)
-        with pytest.raises(PeerLost, match="the job ended"):
-            c.device.allocate(8)
 
 
 def test_a_connection_that_fails_halfway_leaves_nothing(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
