@@ -13,6 +13,7 @@ from tensorwire.bench.limits import Limits
 from tensorwire.bench.programs import Contender, Stage
 from tensorwire.bench.show import Notes
 from tests.harness.sandbox import nothing_kept
+from tests.levels import long
 
 QUIET = Notes(lambda text: None, lambda text: None)
 
@@ -27,10 +28,10 @@ def contenders(name: str, device: str, nbytes: int) -> list[Contender]:
 @pytest.mark.parametrize(
     ("name", "device", "nbytes"),
     [
-        ("tensorwire", "tcp", 300 * KIB),
-        ("tensorwire, bounded", "shm", 64),
+        long(("tensorwire", "tcp", 300 * KIB)),
+        long(("tensorwire, bounded", "shm", 64)),
         ("tensorwire, dynamic", "tcp", 64),
-        ("tensorwire, dynamic", "shm", 300 * KIB),
+        long(("tensorwire, dynamic", "shm", 300 * KIB)),
         *((other.name, "tcp", 68 * KIB) for other in OTHERS),
     ],
 )

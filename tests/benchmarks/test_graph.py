@@ -35,20 +35,19 @@ def check_parts(details: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
+def test_steps_beside_one_process_and_calls(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     chart = sandbox.folder / "steps.png"
-    options = ("--workload", "fcn5", "--steps", "2", "--report", str(chart))
+    options = ("--workload", "fcn5", "--steps", "2", "--modes", "zerocopy,rpc", "--report", str(chart))
     result, records = bench(sandbox, *BESIDE, "graph", *options)
     calls = ["rpc"] if find_spec("grpc") else []
-    assert peers(records) == ["one process", "zerocopy", "copy", *calls]
-    alone, zerocopy, copy, *rpc = records
+    assert peers(records) == ["one process", "zerocopy", *calls]
+    alone, zerocopy, *rpc = records
     assert (alone["details"]["compute"], alone["details"]["step"]) == (alone["seconds"], alone["seconds"])
     assert zerocopy["met"] is True
     assert costs(records, peer="zerocopy") == {(0, 0, 0)}
     crossed = 2 * 4 * 64 * 4096 // TINY + 4  # an activation, its gradient, and the loss
-    assert [r["details"]["mapped_bytes"] for r in (zerocopy, copy)] == [crossed, crossed]
-    assert (copy["copies"], copy["details"]["copied_bytes"]) == (2, crossed - 4)
+    assert zerocopy["details"]["mapped_bytes"] == crossed
     for record in rpc:
         assert record["rpcs"] == 3
         assert (record["details"]["mapped_bytes"], record["details"]["bytes"]) == (0, 0)
@@ -63,9 +62,10 @@ def test_steps_in_all_modes_beside_one_process(sandbox: Sandbox) -> None:
 
 @pytest.mark.long
 def test_over_tcp_and_as_markdown(sandbox: Sandbox) -> None:
-    options = ("--workload", "gru", "--device", "tcp", "--modes", "zerocopy", "--steps", "2", "--markdown")
+    options = ("--workload", "gru", "--device", "tcp", "--modes", "zerocopy,copy", "--steps", "2", "--markdown")
     result, records = bench(sandbox, *BESIDE, "graph", *options)
     assert records[1]["met"] is True
+    assert records[2]["copies"] > 0
     assert records[1]["details"]["bytes"] > 0
     assert "|  | zerocopy | 0 | 0 | 0 |" in result.out
 

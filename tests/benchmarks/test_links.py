@@ -8,6 +8,7 @@ import pytest
 
 from tests.bench.running import BESIDE, bench, peers
 from tests.harness.sandbox import Sandbox
+from tests.levels import long
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ from tests.harness.sandbox import Sandbox
 @pytest.mark.parametrize(
     ("command", "modes"),
     [
-        (("device",), ["one-way", "both-ways"]),
+        long((("device",), ["one-way", "both-ways"])),
         (("store", "--workload", "tiny"), ["push", "pull", "push-and-pull"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -29,20 +30,31 @@ def secret_file(folder: Path, content: bytes) -> str:
     return str(path)
 
 
-@pytest.fixture
-def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where another process, for another machine, listens; its secret is ours."""
-    monkeypatch.setenv("TENSORWIRE_SECRET_FILE", secret_file(tmp_path, SECRET))
+@pytest.fixture(scope="module")
+def another_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Where one listens, for another machine, and the file of its secret."""
+    secret = secret_file(tmp_path_factory.mktemp("listening"), SECRET)
     command = [sys.executable, "-m", "benchmarks", "device", "--device", "verbs", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    environment = {**os.environ, "TENSORWIRE_SECRET_FILE": secret}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             where = line.partition("listening on ")[2].partition(";")[0]
             assert f"--device verbs --connect {where}" in process.stdout.readline()
-            yield where
+            yield where, secret
         finally:
             process.terminate()
+
+
+@pytest.fixture
+def listening(another_process: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its address; its secret is ours."""
+    where, secret = another_process
+    monkeypatch.setenv("TENSORWIRE_SECRET_FILE", secret)
+    return where
 
 
 def ended(sock: socket.socket) -> bool:

@@ -62,14 +62,12 @@ def test_rows_are_the_same_on_grpc() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_rows_that_are_pushed_arrive_once(device: str) -> None:
-    (contender,) = rows.workload(device, 20_000).contenders
+def test_rows_that_are_pushed_arrive_once() -> None:
+    (contender,) = rows.workload("tcp", 20_000).contenders
     with nothing_kept(), Stage(contender, CORES) as stage:
         *_, worker = stage.run(1, 3)  # values are checked in there
         assert worker["seconds"] > 0
-        if device == "tcp":
-            assert 0.8 < worker["bytes_over_rows"] <= 1.1  # rows that are named twice travel once
+        assert 0.8 < worker["bytes_over_rows"] <= 1.1  # rows that are named twice travel once
 
 
 @pytest.mark.slow

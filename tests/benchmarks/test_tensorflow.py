@@ -27,7 +27,7 @@ def python() -> str:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_runtimes_compute_the_sum_of_all_additions(sandbox: Sandbox, python: str) -> None:
     options = ("--device", "shm", "--sizes", "4KiB")
     _, made = bench(sandbox, *BESIDE, "tensorflow", *options, TENSORWIRE_TENSORFLOW_PYTHON=python)

@@ -75,7 +75,7 @@ def test_a_step_with_a_store_without_one_and_under_ddp(sandbox: Sandbox) -> None
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("only_link")
 def test_layers_that_sleep_over_a_link(sandbox: Sandbox) -> None:
     options = ("--workload", SLEEPING, "--device", "tcp", "--link", "10gbit", "--workers", "1", "--overlap")

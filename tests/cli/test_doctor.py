@@ -161,19 +161,3 @@ def test_a_peer(sandbox: Sandbox) -> None:
     result = doctor(sandbox, "--peer", f"127.0.0.1:{free_port()}")
     assert result.status == 1
     assert "Connection refused" in result.one_line()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--between", "1"), "requires 2 arguments"),
-        (("--between", "7", "7"), "needs two processes"),
-        (("--between", "1", "99999999"), "process"),
-        (("--between", "0", "1"), "not in the range"),
-        (("--peer", "here"), "an address must be HOST:PORT, not 'here'"),
-    ],
-)
-def test_a_mistake_is_one_line(sandbox: Sandbox, arguments: tuple[str, ...], why: str) -> None:
-    result = doctor(sandbox, *arguments)
-    assert result.status == 2
-    assert why in result.one_line()

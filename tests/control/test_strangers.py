@@ -110,27 +110,6 @@ def test_who_has_the_secret_and_never_joins_times_out(jobs: Jobs, monkeypatch: p
         assert wire.ends(sock)
 
 
-def test_a_flood_of_strangers_does_not_keep_members_out(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More silent connections than are greeted at a time: the oldest have to go, members come in."""
-    monkeypatch.setattr(authentication, "MOST_STRANGERS", 20)
-    coordinator = jobs.coordinator(workers=1)
-    host, _, port = coordinator.address.rpartition(":")
-    flood = [socket.create_connection((host, int(port))) for _ in range(authentication.MOST_STRANGERS * 3)]
-    try:
-        for number, sock in enumerate(flood):
-            if number % 2:
-                try:
-                    sock.sendall(os.urandom(200))
-                except OSError:
-                    pass  # it was shown the door already
-        member = jobs.client(coordinator)
-        member.barrier("b", 1)
-    finally:
-        for sock in flood:
-            sock.close()
-    assert coordinator.members == ["worker 0"]
-
-
 def test_strangers_end_with_the_coordinator(jobs: Jobs) -> None:
     coordinator = jobs.coordinator()
     with wire.connection(coordinator) as sock:

@@ -13,7 +13,7 @@ from pathlib import Path
 from wire import DEVICES
 
 InThread = Callable[[Callable[[], object]], threading.Thread]
-FORKS = 60
+FORKS = 30
 
 
 def sockets() -> set[str]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import (
     ACK,
-    COMPARE_SWAP,
     DATA,
-    FETCH_ADD,
     FRAME,
     NONE,
-    OLD_VALUE,
     READ,
     REFUSE,
     WRITE,
@@ -27,8 +22,6 @@ from wire import (
     check_works,
     frame,
     played,
-    send_and_end,
-    until_end,
 )
 
 from tensorwire.device import Channel, Region, TcpDevice, handshake
@@ -54,101 +47,6 @@ def exposed(pair: Pair) -> Region:
     region = pair.target.allocate(4096)
     array(region)[:] = pattern(9, 4096)
     return region
-
-
-def check_ends(pair: Pair, data: bytes) -> None:
-    """The engine ends a connection that sends ``data``, by itself."""
-    with authenticated(target(pair)) as sock:
-        sock.sendall(data)
-        until_end(sock)
-
-
-def test_malformed_frames_end_their_connection_only(pair: Pair) -> None:
-    region = exposed(pair)
-    key = region.remote().key
-    honest = {"key": key, "length": 8}
-    wrong = [
-        frame(WRITE, 1, magic=b"TWF2", **honest) + bytes(8),
-        frame(WRITE, 2, **honest) + bytes(8),  # out of order
-        frame(WRITE, 0, **honest) + bytes(8),
-        frame(READ, 1, **honest) + frame(READ, 1, **honest),
-        frame(READ, 1, **honest) + frame(READ, 3, **honest),
-        frame(0, 1, **honest),
-        frame(5, 1, **honest),
-        frame(2**32 - 1, 1, **honest),
-        *(frame(op, 1, **honest) for op in (ACK, REFUSE, DATA, OLD_VALUE)),
-        frame(FETCH_ADD, 1, key=key, length=16),
-        frame(COMPARE_SWAP, 1, key=key, length=0),
-    ]
-    for data in wrong:
-        check_ends(pair, data)
-        assert np.array_equal(array(region), pattern(9, 4096))
-    check_works(pair)
-    assert not pair.channel.lost
-
-
-def test_an_oversized_write_is_refused_and_the_rest_thrown_away(pair: Pair) -> None:
-    region = exposed(pair)
-    key = region.remote().key
-    for length in (4097, 2**40, 2**63, 2**64 - 1):
-        with authenticated(target(pair)) as sock:
-            send_and_end(sock, frame(WRITE, 1, key=key, length=length) + b"\xee" * 300_000)
-    assert np.array_equal(array(region), pattern(9, 4096))
-    check_works(pair)
-
-
-def test_an_oversized_read_is_refused(pair: Pair) -> None:
-    key = exposed(pair).remote("read").key
-    with authenticated(target(pair)) as sock:
-        for number, (offset, length) in enumerate(((0, 4097), (4096, 1), (2**64 - 8, 16), (8, 2**64 - 1)), 1):
-            sock.sendall(frame(READ, number, key=key, offset=offset, length=length))
-            assert handshake.receive_exactly(sock, 64) == frame(REFUSE, number, key=2)
-        sock.sendall(frame(READ, 5, key=key, offset=4088, length=8))
-        want = frame(DATA, 5, length=8) + pattern(9, 4096)[4088:].tobytes()
-        assert handshake.receive_exactly(sock, 72) == want
-
-
-def test_a_connection_that_ends_within_a_payload_signals_nothing(pair: Pair) -> None:
-    region = pair.target.allocate(4096)
-    key = region.remote().key
-    with authenticated(target(pair)) as sock:
-        send_and_end(sock, frame(WRITE, 1, key=key, offset=8, length=4088, signal=(key, 0, 1)) + b"\x01" * 4087)
-    assert region.load(0) == 0
-    check_works(pair)
-
-
-def numbers(*likely: int) -> st.SearchStrategy[int]:
-    return st.one_of(st.sampled_from(likely), st.integers(0, 2**64 - 1))
-
-
-def test_no_frame_without_a_key_changes_memory(pair: Pair) -> None:
-    region = exposed(pair)
-    key = region.remote("read").key
-    fields = st.builds(
-        FRAME.pack,
-        st.sampled_from([b"TWF1", b"TWF1", b"TWF1", b"\0\0\0\0"]),
-        st.one_of(st.sampled_from([WRITE, READ, FETCH_ADD, COMPARE_SWAP]), st.integers(0, 2**32 - 1)),
-        numbers(1, 2, 3),
-        numbers(key),
-        numbers(0, 8, 4088, 4096, NONE),
-        numbers(0, 8, 64, 4096),
-        numbers(key),
-        numbers(0, 8, NONE),
-        numbers(1),
-    )
-
-    @settings(SEEDED, max_examples=200)
-    @given(
-        st.lists(st.one_of(fields, st.binary(min_size=64, max_size=64)), min_size=1, max_size=5),
-        st.binary(max_size=100),
-    )
-    def check(frames: list[bytes], tail: bytes) -> None:
-        with authenticated(target(pair)) as sock:
-            send_and_end(sock, b"".join(frames) + tail)
-        assert np.array_equal(array(region), pattern(9, 4096))
-
-    check()
-    check_works(pair)
 
 
 def test_frames_may_arrive_in_any_pieces(pair: Pair) -> None:
@@ -190,46 +88,6 @@ def hostile() -> Iterator[tuple[TcpDevice, Channel, socket.socket]]:
         address = msgspec.msgpack.encode(TcpAddress("127.0.0.1", listener.getsockname()[1], b"t"))
         with played(device, listener, address, b"t") as (channel, sock):
             yield device, channel, sock
-
-
-REPLIES = {
-    "another magic": frame(ACK, 1, magic=b"TWF0"),
-    "an unknown frame": frame(99, 1),
-    "a request": frame(WRITE, 1, length=8) + bytes(8),
-    "an operation nobody posted": frame(ACK, 4),
-    "operation zero": frame(ACK, 0),
-    "a question left out": frame(ACK, 2),
-    "a question left out by a refusal": frame(REFUSE, 3, key=1),
-    "an answer to a write": frame(DATA, 1, length=8) + bytes(8),
-    "an old value for a write": frame(OLD_VALUE, 1, key=8),
-    "too long an answer": frame(ACK, 1) + frame(DATA, 2, length=9) + bytes(9),
-    "too short an answer": frame(ACK, 1) + frame(DATA, 2, length=7) + bytes(7),
-    "an old value for a read": frame(ACK, 1) + frame(OLD_VALUE, 2, key=7),
-    "an acknowledgement for a read": frame(ACK, 1) + frame(ACK, 2),
-    "twice the same": frame(ACK, 1) + frame(ACK, 1),
-    "half an answer": frame(ACK, 1) + frame(DATA, 2, length=8) + bytes(7),
-}
-
-
-@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-def test_a_target_that_breaks_the_protocol_is_lost(
-    hostile: tuple[TcpDevice, Channel, socket.socket], reply: bytes
-) -> None:
-    device, channel, sock = hostile
-    mine = device.allocate(24)
-    array(mine)[:] = 5
-    there = mine.remote()
-    write = channel.write(mine.view(0, 8), there.view(0, 8))
-    read = channel.read(mine.view(8, 8), there.view(8, 8))
-    channel.signal(there.view(0, 8), 1)
-    sock.sendall(reply)
-    with contextlib.suppress(OSError):  # it may have hung up already
-        sock.shutdown(socket.SHUT_WR)
-    with pytest.raises(PeerLost):
-        read.wait(SECONDS)
-    assert write.done
-    assert channel.lost
-    assert bytes(mine.view(0, 8).buffer) == bytes(mine.view(16, 8).buffer) == b"\x05" * 8
 
 
 def test_an_honest_target_played_by_hand(hostile: tuple[TcpDevice, Channel, socket.socket]) -> None:

@@ -12,19 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorwire.edge import BoundedProducer, Received, Spec
 from tensorwire.edge.header import HEADER, pack_number
-from tensorwire.edge.tensor import DTYPES
 from tensorwire.edge.words import PeerMemory
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, RegionClosed, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
 from tensorwire.observe.counting import pickles_counted
 from tests.edge.edges import Pair
-from tests.edge.test_tensors import NUMPY, PROPERTY, bits, loopback, views
+from tests.edge.test_tensors import NUMPY, PROPERTY, loopback, views
 from tests.edge.varying import (
     EDGES,
     SECONDS,
@@ -102,17 +100,6 @@ def test_large_and_small_in_turn(pair: Pair, kind: str) -> None:
         content = random.Random(step).randbytes(nbytes)
         born(producer, step, content, Spec((nbytes,), "uint8"))
         assert bytes(consumer.receive(step, SECONDS).memory) == content
-
-
-def test_every_dtype(pair: Pair, kind: str) -> None:
-    producer, consumer = make(kind, pair, 2, BOUND)
-    for step, dtype in enumerate(DTYPES, 1):
-        raw = torch.arange(24 * DTYPES[dtype], dtype=torch.uint8)
-        tensor = (raw % 2 if dtype == "bool" else raw).view(getattr(torch, dtype)).reshape(2, 3, 4)
-        copied(producer, step, tensor.permute(2, 0, 1)[:, ::2])
-        received = consumer.receive(step, SECONDS)
-        assert received.spec == Spec((4, 1, 3), dtype)
-        assert bytes(received.memory) == bits(tensor.permute(2, 0, 1)[:, ::2])
 
 
 @PROPERTY
@@ -308,7 +295,7 @@ def test_release_gives_back_at_once_and_only_once(pair: Pair, kind: str) -> None
 
 def test_memory_that_other_threads_and_the_collector_drop(pair: Pair, kind: str) -> None:
     producer, consumer = make(kind, pair, 8, BOUND)
-    steps = 1000
+    steps = 300
     handed: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def drop() -> None:

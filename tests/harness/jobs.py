@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tensorwire.control import Cause, Coordinator
 from tensorwire.testing.patience import patient
 
 JOIN_SECONDS = patient(200.0)
+LOST_AFTER = patient(10.0)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tensorflow", "tests.harness.jobs"]
-)
+context.set_forkserver_preload(["tests.harness.warm_imports"])
 
 
 @dataclass
@@ -41,54 +41,41 @@ class Ended:
         return self.results
 
 
-def _environment(address: str, secret: str, device: str, workers: int, servers: int) -> None:
-    os.environ.update(
-        TENSORWIRE_COORDINATOR=address,
-        TENSORWIRE_SECRET=secret,
-        TENSORWIRE_DEVICE=device,
-        TENSORWIRE_WORKERS=str(workers),
-        TENSORWIRE_SERVERS=str(servers),
-        TENSORWIRE_GRACE=str(patient(20.0)),
-    )
+def environment(address: str, secret: str, device: str, workers: int, servers: int, fates: str = "") -> dict[str, str]:
+    """What every process of a job finds in its environment."""
+    return {
+        "TENSORWIRE_COORDINATOR": address,
+        "TENSORWIRE_SECRET": secret,
+        "TENSORWIRE_DEVICE": device,
+        "TENSORWIRE_WORKERS": str(workers),
+        "TENSORWIRE_SERVERS": str(servers),
+        "TENSORWIRE_GRACE": str(patient(20.0)),
+        "TENSORWIRE_LOST_AFTER": str(LOST_AFTER),
+        "TENSORWIRE_FATES": fates,
+    }
 
 
-def _server(
-    address: str,
-    secret: str,
-    device: str,
-    workers: int,
-    servers: int,
-    index: int,
-    prepare: Callable[[], None] | None = None,
-) -> None:
+def serve(environment: dict[str, str], index: int, prepare: Callable[[], None] | None = None) -> None:
+    """A server of a job."""
     from tensorwire.launch import server_process
 
     if prepare is not None:
         prepare()
-    _environment(address, secret, device, workers, servers)
-    os.environ["TENSORWIRE_INDEX"] = str(index)
+    os.environ.update(environment, TENSORWIRE_INDEX=str(index))
     raise SystemExit(server_process.main())
 
 
-def _worker(
-    address: str,
-    secret: str,
-    device: str,
-    workers: int,
-    servers: int,
-    rank: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    pipe: Connection,
+def work(
+    environment: dict[str, str], rank: int, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
 ) -> None:
+    """A worker of a job, whose error and result the pipe brings."""
     import tensorwire as tw
 
     if find_spec("torch"):
         import torch
 
         torch.set_num_threads(1)
-    _environment(address, secret, device, workers, servers)
-    os.environ["TENSORWIRE_RANK"] = str(rank)
+    os.environ.update(environment, TENSORWIRE_RANK=str(rank))
     try:
         with tw.init() as job:
             result = function(job, *args)
@@ -110,19 +97,18 @@ def run_job(
     servers: int = 1,
     device: str = "auto",
     prepare: Callable[[], None] | None = None,
+    fates: Path | None = None,
 ) -> Ended:
     """Runs ``function(job, *args)`` in every worker of a real job, and waits until all its processes are gone.
 
-    ``prepare()`` is called in every server before it begins.
+    ``prepare()`` is called in every server before it begins. ``fates``: a folder for the fates of all pushes.
     """
     secret = secrets.token_hex(32)
-    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers)
-    common = (coordinator.address, secret, device, workers, servers)
+    coordinator = Coordinator(secret.encode(), workers=workers, servers=servers, lost_after=LOST_AFTER)
+    common = environment(coordinator.address, secret, device, workers, servers, str(fates or ""))
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    processes = [context.Process(target=_server, args=(*common, i, prepare)) for i in range(servers)]
-    processes += [
-        context.Process(target=_worker, args=(*common, r, function, args, pipes[r][1])) for r in range(workers)
-    ]
+    processes = [context.Process(target=serve, args=(common, i, prepare)) for i in range(servers)]
+    processes += [context.Process(target=work, args=(common, r, function, args, pipes[r][1])) for r in range(workers)]
     try:
         for process in processes:
             process.start()

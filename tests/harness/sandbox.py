@@ -122,6 +122,7 @@ class Sandbox:
             "XDG_RUNTIME_DIR": str(self.runtime),
             "PET_LOG_DIR": str(folder / "torchrun"),  # else torchrun leaves folders in /tmp
             "TENSORWIRE_GRACE": str(patient(0.7)),
+            "TENSORWIRE_LOST_AFTER": str(patient(10.0)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         self._programs: list[Program] = []
@@ -154,8 +155,7 @@ class Sandbox:
 
     def run(self, script: str, *options: str, workers: int = 2, **environment: str) -> Program:
         """``tensorwire run --workers N options -- python script``."""
-        count = ("--workers", str(workers))
-        return self.launch("run", *count, *options, "--", sys.executable, script, **environment)
+        return self.start(*run_command(script, *options, workers=workers), **environment)
 
     def processes(self) -> dict[int, str]:
         """Every living process that a program of this test started, however indirectly: pid -> command line."""
@@ -193,6 +193,12 @@ class Sandbox:
                 wait_for_end(pid, left[pid])
         for program in self._programs:
             program.process.communicate()
+
+
+def run_command(script: str, *options: str, workers: int = 2) -> list[str]:
+    """The words of ``tensorwire run --workers N options -- python script``."""
+    run = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", str(workers), *options]
+    return [*run, "--", sys.executable, script]
 
 
 def wait_for_end(pid: int, what: str = "") -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.sandbox import WAITS, Program, Result, Sandbox, free_port
+from tests.harness.sandbox import WAITS, Program, Sandbox, free_port
+from tests.launch.test_starters import finish
 
 
-def secret_file(sandbox: Sandbox, text: str = "0123456789abcdef", mode: int = 0o600) -> str:
-    path = Path(sandbox.folder) / f"secret-{text[:4]}-{mode}"
+def secret_file(sandbox: Sandbox, text: str = "0123456789abcdef") -> str:
+    path = Path(sandbox.folder) / f"secret-{text[:4]}"
     path.write_text(text)
-    path.chmod(mode)
+    path.chmod(0o600)
     return str(path)
 
 
@@ -29,10 +30,6 @@ def both(sandbox: Sandbox, body: str, *, first: int = 0, init: bool = True) -> l
     script, port, secret = sandbox.script(body, init=init), free_port(), secret_file(sandbox)
     started = {n: node(sandbox, n, port, script, TENSORWIRE_SECRET_FILE=secret) for n in (first, 1 - first)}
     return [started[0], started[1]]
-
-
-def finish(programs: list[Program]) -> list[Result]:
-    return [program.finish() for program in programs]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -108,51 +105,24 @@ def test_a_killed_worker_of_node_1_is_named_on_both(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-def test_without_a_secret_file_the_refusal_says_how_to_make_one(sandbox: Sandbox) -> None:
-    result = node(sandbox, 0, free_port(), "x.py").finish()
-    assert result.status == 2
-    assert "/dev/urandom" in result.message()
-
-
-def test_a_secret_file_that_others_read_is_refused(sandbox: Sandbox) -> None:
-    secret = secret_file(sandbox, mode=0o644)
-    result = node(sandbox, 0, free_port(), "x.py", TENSORWIRE_SECRET_FILE=secret).finish()
-    assert (result.status, "chmod 600" in result.one_line()) == (2, True)
-
-
-def test_nodes_with_different_secrets_do_not_meet(sandbox: Sandbox) -> None:
-    port, script = free_port(), sandbox.script("job.barrier()")
-    zero = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret_file(sandbox))
+def test_who_does_not_fit_is_refused_and_node_0_waits_on(sandbox: Sandbox) -> None:
+    """Another secret, another size, and another node 0."""
+    port, script, secret = free_port(), sandbox.script("job.barrier()"), secret_file(sandbox)
+    zero = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret)
+    zero.number("pid-0")  # it listens
     other = secret_file(sandbox, "another secret of this test")
     result = node(sandbox, 1, port, script, TENSORWIRE_SECRET_FILE=other).finish()
     assert result.one_line() == "tensorwire: the other side does not hold this job's secret"
     assert result.status == 1
-    zero.signal(signal.SIGTERM)
-    assert zero.finish().one_line() == "tensorwire: SIGTERM ended the job"
-    sandbox.nothing_left()
-
-
-def test_nodes_of_different_sizes_do_not_meet(sandbox: Sandbox) -> None:
-    port, script, secret = free_port(), sandbox.script("job.barrier()"), secret_file(sandbox)
-    zero = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret)
     result = node(sandbox, 1, port, script, "--workers", "2", TENSORWIRE_SECRET_FILE=secret).finish()
     assert result.one_line() == (
         "tensorwire: node 0 runs a job of 2 workers and 2 servers, node 1 one of 4 and 2: "
         "give every node the same --nodes, --workers and --servers"
     )
     assert result.status == 2
-    zero.signal(signal.SIGTERM)
-    zero.finish()
-    sandbox.nothing_left()
-
-
-def test_one_node_twice(sandbox: Sandbox) -> None:
-    port, script, secret = free_port(), sandbox.script("job.barrier()"), secret_file(sandbox)
-    zero = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret)
-    zero.number("pid-0")  # it listens
     result = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret).finish()
     assert result.one_line() == f"tensorwire: the coordinator cannot listen on 127.0.0.1:{port}: Address already in use"
     assert result.status == 2
     zero.signal(signal.SIGTERM)
-    zero.finish()
+    assert zero.finish().one_line() == "tensorwire: SIGTERM ended the job"
     sandbox.nothing_left()

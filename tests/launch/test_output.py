@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import pytest
 
 from tensorwire.launch import output
 from tensorwire.launch.output_lines import OutputLines
-from tests.harness.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept
+from tests.harness.sandbox import HANG_SECONDS, NAMES, WAITS, Sandbox, nothing_kept, run_command
 
 
 def stream() -> OutputLines:
@@ -67,19 +67,14 @@ def test_a_progress_bar_becomes_a_line_now_and_then_and_none_twice() -> None:
     assert (one.progress(1e9), one.flush()) == (b"", b"w | a prompt: \n")
 
 
-def test_both_streams_keep_their_place_and_names_line_up(sandbox: Sandbox) -> None:
-    program = sandbox.run(
-        sandbox.script("job.barrier()\nos.write(2, f'wrong {job.rank}\\n'.encode()); os.write(1, b'no end')"),
-        "--servers",
-        "11",
-    )
+def test_both_streams_keep_their_place(sandbox: Sandbox) -> None:
+    body = "job.barrier()\nos.write(2, f'wrong {job.rank}\\n'.encode()); os.write(1, b'no end')"
+    program = sandbox.run(sandbox.script(body), "--servers", "0")
     result = program.finish()
     assert result.status == 0
-    assert sorted(line for line in result.raw.splitlines() if "pid" not in line) == [
-        "worker 0  | no end",
-        "worker 1  | no end",
-    ]
-    assert sorted(program._errors.read_text().splitlines()) == ["worker 0  | wrong 0", "worker 1  | wrong 1"]
+    said = sorted(line for line in result.raw.splitlines() if "pid" not in line)
+    assert said == ["worker 0 | no end", "worker 1 | no end"]
+    assert sorted(program._errors.read_text().splitlines()) == ["worker 0 | wrong 0", "worker 1 | wrong 1"]
 
 
 def test_lines_of_several_processes_do_not_mix(sandbox: Sandbox) -> None:
@@ -90,7 +85,7 @@ def test_lines_of_several_processes_do_not_mix(sandbox: Sandbox) -> None:
             for piece in ("begin ", str(job.rank), f" line {i} ", "end", "\\n"):
                 os.write(1, piece.encode())
     """
-    result = sandbox.run(sandbox.script(body)).finish()
+    result = sandbox.run(sandbox.script(body), "--servers", "0").finish()
     assert result.status == 0
     lines = [line for line in result.raw.splitlines() if "pid-" not in line]
     for rank in (0, 1):
@@ -114,7 +109,9 @@ def test_what_a_killed_worker_had_printed_is_kept(sandbox: Sandbox) -> None:
 
 
 def test_without_names_processes_keep_our_streams(sandbox: Sandbox) -> None:
-    program = sandbox.run(sandbox.script("print('hello', os.readlink('/proc/self/fd/2'))"), "--no-prefix", workers=1)
+    program = sandbox.run(
+        sandbox.script("print('hello', os.readlink('/proc/self/fd/2'))"), "--no-prefix", "--servers", "0", workers=1
+    )
     result = program.finish()
     assert result.raw.splitlines()[-1] == f"hello {program._errors}"
 
@@ -122,7 +119,7 @@ def test_without_names_processes_keep_our_streams(sandbox: Sandbox) -> None:
 def test_a_reader_that_has_gone_is_gone_for_the_workers(sandbox: Sandbox) -> None:
     """``tensorwire run ... | head``: as without us, whoever prints on is told."""
     body = "job.barrier()\nwhile True: os.write(1, b'more\\n')"
-    run = f"{sys.executable} -m tensorwire.cli run --workers 2 -- {sys.executable} {sandbox.script(body)}"
+    run = shlex.join(run_command(sandbox.script(body), "--servers", "0"))
     result = sandbox.start("bash", "-c", f"set -o pipefail; {run} | head -1").finish()
     assert result.status == 1
     assert "raised BrokenPipeError" in result.err.splitlines()[0]
@@ -131,7 +128,7 @@ def test_a_reader_that_has_gone_is_gone_for_the_workers(sandbox: Sandbox) -> Non
 
 def test_closed_streams_are_no_sockets(sandbox: Sandbox) -> None:
     script = sandbox.script("job.barrier(); print('nobody reads this'); os.write(2, b'nor this')")
-    run = f"{sys.executable} -m tensorwire.cli run --workers 2 -- {sys.executable} {script}"
+    run = shlex.join(run_command(script, "--servers", "0"))
     result = sandbox.start("bash", "-c", f"{run} >&- 2>&-").finish()
     assert (result.status, result.raw, result.err) == (0, "", "")
 
@@ -188,11 +185,6 @@ def on_a_terminal(
         process.wait()
 
 
-def run_command(script: str, *options: str) -> list[str]:
-    run = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2"]
-    return [*run, *options, "--", sys.executable, script]
-
-
 def test_a_terminal_shows_lines_above_a_table_and_the_table_stays(sandbox: Sandbox) -> None:
     flag = sandbox.folder / "flag"
     body = f"""
@@ -244,9 +236,9 @@ def test_a_dumb_terminal_has_lines_only(sandbox: Sandbox) -> None:
     assert shown.count("worker 0 | hello") == 1
 
 
-def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_names_line_up_and_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with nothing_kept():
-        made = output.ProcessOutput(["worker 0"])
+        made = output.ProcessOutput(["worker 0", "server 10"])
         out, err = made.open("worker 0")
         assert out is not None
         assert err is not None
@@ -258,8 +250,8 @@ def test_an_output_leaves_nothing_behind(capfd: pytest.CaptureFixture[str], tmp_
         made.close()
         made.close()
     captured = capfd.readouterr()
-    assert captured.out == "worker 0 | one\nworker 0 | tw\n"
-    assert captured.err == "worker 0 | wrong\nsaid\n"
+    assert captured.out == "worker 0  | one\nworker 0  | tw\n"
+    assert captured.err == "worker 0  | wrong\nsaid\n"
     assert NAMES.sub("", captured.out) == "one\ntw\n"
 
 

@@ -7,10 +7,14 @@ import signal
 import sys
 
 import pytest
+import torch
 
+import tensorwire as tw
 from tensorwire.device.verbs.ports import has_active_port
 from tensorwire.testing.patience import patient
+from tests.harness.jobs import run_job
 from tests.harness.sandbox import WAITS, Sandbox, wait_for_end
+from tests.levels import long
 
 RAISES = """
     def work():
@@ -41,27 +45,18 @@ def test_an_exception_ends_everybody_with_its_traceback(sandbox: Sandbox) -> Non
     sandbox.nothing_left()
 
 
-def test_a_job_without_servers(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script("job.barrier(); print('servers', job.num_servers)"), "--servers", "0").finish()
-    assert (result.status, result.err) == (0, "")
-    assert "servers 0" in result.out
-    sandbox.nothing_left()
+def begin_an_optimizer(job: tw.Job) -> None:
+    tw.torch.StoreOptimizer(torch.nn.Linear(2, 2).named_parameters(), torch.optim.SGD, lr=0.1)
 
 
-def test_an_optimizer_needs_servers(sandbox: Sandbox) -> None:
-    body = """
-        import torch
-        tw.torch.StoreOptimizer(torch.nn.Linear(2, 2).named_parameters(), torch.optim.SGD, lr=0.1)
-    """
-    result = sandbox.run(sandbox.script(body), "--servers", "0").finish()
-    assert result.status == 1
-    assert "this job has no servers to keep the parameters: start it with --servers 1 or more" in result.message()
-    sandbox.nothing_left()
+def test_an_optimizer_needs_servers() -> None:
+    (said,) = run_job(begin_an_optimizer, workers=1, servers=0).errors
+    assert "this job has no servers to keep the parameters: start it with --servers 1 or more" in said
 
 
-@pytest.mark.parametrize("how", ["raise SystemError('\\n\\nodd\\udcff')", "assert job.rank == 5"])
-def test_every_worker_may_fail_at_once(sandbox: Sandbox, how: str) -> None:
-    result = sandbox.run(sandbox.script(f"job.barrier()\n{how}"), workers=3).finish()
+def test_every_worker_may_fail_at_once(sandbox: Sandbox) -> None:
+    script = sandbox.script("job.barrier()\nraise SystemError('\\n\\nodd\\udcff')")
+    result = sandbox.run(script, "--servers", "0", workers=3).finish()
     assert result.status == 1
     assert result.message().count("Traceback") == 1
     sandbox.nothing_left()
@@ -87,21 +82,21 @@ def test_a_with_statement_ends_the_same_way(sandbox: Sandbox) -> None:
     [
         ("sys.exit(3)", 3, "worker 1 exited with status 3"),
         ("os._exit(0)", 1, "worker 1 exited with status 0 in the middle of the job"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "worker 1 was killed by SIGSEGV"),
-        ("os.kill(os.getpid(), signal.SIGINT)", 130, "worker 1 was interrupted"),
+        long(("os.kill(os.getpid(), signal.SIGSEGV)", 139, "worker 1 was killed by SIGSEGV")),
+        long(("os.kill(os.getpid(), signal.SIGINT)", 130, "worker 1 was interrupted")),
         ("raise JobEnded('by hand')", 1, "worker 1 exited with status 1"),
     ],
 )
 def test_a_worker_that_ends_early(sandbox: Sandbox, ending: str, status: int, message: str) -> None:
     body = f"from tensorwire.errors import JobEnded\njob.barrier()\nif job.rank == 1: {ending}\njob.barrier()"
-    result = sandbox.run(sandbox.script(body)).finish()
+    result = sandbox.run(sandbox.script(body), "--servers", "0").finish()
     assert result.one_line() == f"tensorwire: {message}"
     assert result.status == status
     sandbox.nothing_left()
 
 
 def test_a_worker_that_finishes_while_another_waits_for_it(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script("if job.rank == 0: job.barrier()")).finish()
+    result = sandbox.run(sandbox.script("if job.rank == 0: job.barrier()"), "--servers", "0").finish()
     assert result.one_line() == "tensorwire: worker 1 left the job while worker 0 waits for it in job.barrier()"
     assert result.status == 1
 
@@ -129,13 +124,15 @@ def test_an_exit_status_after_the_job_was_done(sandbox: Sandbox) -> None:
 def test_a_script_may_go_on_after_the_job(sandbox: Sandbox) -> None:
     """Longer than any grace: saving what was trained is no part of the job, but it must not be cut off."""
     body = "job.close()\nprint(sys.stdin.read())\nprint('left')\ntime.sleep(1.8)\nprint('saved')"
-    result = sandbox.run(sandbox.script(body), TENSORWIRE_GRACE="0.2").finish()
+    result = sandbox.run(sandbox.script(body), "--servers", "0", TENSORWIRE_GRACE="0.2").finish()
     assert (result.status, result.err) == (0, "")
     assert result.out.count("saved") == 2
 
 
 def test_python_reports_an_exception_after_the_job(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script("job.close()\nif job.rank: raise ValueError('late')")).finish()
+    result = sandbox.run(
+        sandbox.script("job.close()\nif job.rank: raise ValueError('late')"), "--servers", "0"
+    ).finish()
     assert result.status == 1
     assert result.err.count("ValueError: late") == 1
     assert result.err.splitlines()[-1] == "tensorwire: worker 1 exited with status 1 after it had left the job"
@@ -157,7 +154,7 @@ def test_a_missing_interface_is_reported_once_before_anything_starts(sandbox: Sa
 
 
 def test_a_script_that_never_joins(sandbox: Sandbox) -> None:
-    result = sandbox.run(sandbox.script("print('hello')", init=False)).finish()
+    result = sandbox.run(sandbox.script("print('hello')", init=False), "--servers", "0").finish()
     assert result.status == 1
     assert "exited without joining the job: its script has to call tensorwire.init()" in result.one_line()
     sandbox.nothing_left()
@@ -171,7 +168,7 @@ def test_a_worker_that_fails_before_everybody_joined(sandbox: Sandbox) -> None:
         import tensorwire as tw
         tw.init().barrier()
     """
-    result = sandbox.run(sandbox.script(body, init=False)).finish()
+    result = sandbox.run(sandbox.script(body, init=False), "--servers", "0").finish()
     lines = result.err.splitlines()
     assert lines[-1] == "tensorwire: worker 1 exited with status 1"
     assert lines[-2] == "ModuleNotFoundError: No module named 'no_such_module'"
@@ -270,7 +267,8 @@ def test_two_jobs_at_once_do_not_meet(sandbox: Sandbox) -> None:
         print("sees", job._worker.member.client.lookup(f"mine/{1 - job.rank}").decode())
     """)
     first, second = (
-        sandbox.launch("run", "--workers", "2", "--", sys.executable, script, name) for name in ("first", "second")
+        sandbox.launch("run", "--workers", "2", "--servers", "0", "--", sys.executable, script, name)
+        for name in ("first", "second")
     )
     for program, name in ((first, "first"), (second, "second")):
         result = program.finish()

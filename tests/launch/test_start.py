@@ -25,6 +25,14 @@ model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 print("trained")
 """
+ADDS = """
+from tensorwire.store import KeyValue
+import numpy
+kv = KeyValue(rule="sum")
+kv.init("a", numpy.zeros(3, "f4"))
+kv.push("a", numpy.ones(3, "f4")).wait()
+print("trained")
+"""
 
 
 def trap(sandbox: Sandbox, *names: str) -> Path:
@@ -37,13 +45,18 @@ def trap(sandbox: Sandbox, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "safe_path"),
-    [("run", ""), pytest.param("run", "1", marks=pytest.mark.slow), pytest.param("alone", "", marks=pytest.mark.slow)],
+    ("launcher", "safe_path", "body"),
+    [
+        ("run", "", ADDS),
+        *(pytest.param(*case, TRAINS, marks=pytest.mark.slow) for case in (("run", "1"), ("alone", ""))),
+    ],
     ids=["run", "run with PYTHONSAFEPATH", "alone"],
 )
-def test_no_process_of_a_job_imports_from_the_current_folder(sandbox: Sandbox, launcher: str, safe_path: str) -> None:
+def test_no_process_of_a_job_imports_from_the_current_folder(
+    sandbox: Sandbox, launcher: str, safe_path: str, body: str
+) -> None:
     folder = trap(sandbox, "msgspec", "numbers", "queue", "torch", "tensorwire")
-    script = sandbox.script(TRAINS)
+    script = sandbox.script(body)
     command = f"{sys.executable} {script}"
     if launcher == "run":
         command = f"{Path(sys.executable).parent}/tensorwire run --workers 2 -- {command}"

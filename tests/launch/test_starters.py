@@ -41,8 +41,19 @@ def works(results: list[Result], servers: int = 2) -> None:
         assert f"worker {rank} of 2 with {servers}" in result.out
 
 
-def test_ranks_by_hand(sandbox: Sandbox) -> None:
-    works(finish(by_hand(sandbox, WORKS)))
+COLLECTIVES = """
+import numpy
+assert job.broadcast({"rank": job.rank, "a": numpy.arange(3)})["rank"] == 0
+assert job.all_reduce(numpy.ones(300000)).sum() == 300000 * job.num_workers
+assert "torch" not in sys.modules
+print("met", job.all_reduce(job.rank == 1, op="max"))
+"""
+
+
+def test_ranks_by_hand_and_collectives_without_torch(sandbox: Sandbox) -> None:
+    results = finish(by_hand(sandbox, WORKS + COLLECTIVES))
+    works(results)
+    assert ["met True" in result.out for result in results] == [True, True]
     sandbox.nothing_left()
 
 
@@ -129,9 +140,10 @@ def test_alone_and_again(sandbox: Sandbox) -> None:
             tw.init()
         except ArgumentError as error:
             print("refused:", error)
-        print(job.rank, job.num_workers, job.num_servers)
+        print(repr(job))
         job.close()
         job.close()
+        print(repr(job))
         again = tw.init(servers=2)
         again.barrier()
         print(again.num_servers)
@@ -139,7 +151,9 @@ def test_alone_and_again(sandbox: Sandbox) -> None:
     result = sandbox.python(sandbox.script(body)).finish()
     assert (result.status, result.err) == (0, "")
     assert "refused: init() was already called in this process; close() that job first" in result.out
-    assert result.out.split()[-4:] == ["0", "1", "1", "2"]
+    for state in ("running", "left"):
+        assert f"<tensorwire.Job: worker 0 of 1, 1 server, started alone, {state}>" in result.out
+    assert result.out.split()[-1] == "2"
     sandbox.nothing_left()
 
 
@@ -156,17 +170,6 @@ def test_python_reports_an_exception_of_a_worker_alone(sandbox: Sandbox) -> None
     assert (result.status, result.err.count("Traceback"), result.err.splitlines()[-1]) == (1, 1, "ValueError: x")
     assert "tensorwire:" not in result.err
     sandbox.nothing_left()
-
-
-def test_other_hooks_for_exceptions_still_run(sandbox: Sandbox) -> None:
-    body = """
-        import tensorwire as tw
-        sys.excepthook = lambda kind, error, trace: print("hook of the user:", error)
-        tw.init()
-        raise ValueError("x")
-    """
-    result = sandbox.python(sandbox.script(body, init=False)).finish()
-    assert (result.status, result.err, result.out.strip()) == (1, "", "hook of the user: x")
 
 
 def test_an_exception_ends_the_other_rank_in_one_line(sandbox: Sandbox) -> None:
@@ -274,7 +277,7 @@ def test_several_machines_need_a_secret_file(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-# ---- torchrun: each of its processes imports torch, so there are few of these
+# ---- torchrun: each of its processes imports torch
 
 
 def torchrun(sandbox: Sandbox, body: str) -> Program:
@@ -282,15 +285,34 @@ def torchrun(sandbox: Sandbox, body: str) -> Program:
     return sandbox.start(*command, sandbox.script(body), OMP_NUM_THREADS="1")
 
 
+@pytest.mark.slow
 def test_torchrun(sandbox: Sandbox) -> None:
-    body = WORKS + 'job.close()\njob = tw.init(servers=1)\njob.barrier()\nprint("again", job.rank, job.num_servers)'
+    """Collectives, a process group beside the store of its agent, and a second job."""
+    body = """
+        import torch
+        from torch import distributed
+        job.barrier()
+        print("worker", job.rank, "of", job.num_workers, "with", job.num_servers, "local", job.local_rank)
+        print("met", job.broadcast("both"), job.all_reduce(1))
+        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        job.init_process_group()
+        total = torch.full((3,), float(job.rank + 1))
+        distributed.all_reduce(total)
+        print("sum", *total.tolist(), distributed.get_backend())
+        job.close()
+        job = tw.init(servers=1)
+        job.barrier()
+        print("again", job.rank, job.num_servers)
+    """
     result = torchrun(sandbox, body).finish()
     assert result.status == 0, result.err
-    assert sorted(line for line in result.out.splitlines() if line.startswith(("worker", "again"))) == [
+    assert sorted(line for line in result.out.splitlines() if line.startswith(("worker", "again", "met", "sum"))) == [
         "again 0 1",
         "again 1 1",
-        "worker 0 of 2 with 2",
-        "worker 1 of 2 with 2",
+        *["met both 2"] * 2,
+        *["sum 3.0 3.0 3.0 gloo"] * 2,
+        "worker 0 of 2 with 2 local 0",
+        "worker 1 of 2 with 2 local 1",
     ]
     sandbox.nothing_left()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import Async, KeyValue, Sync
 from tests.harness.jobs import run_job
+from tests.harness.sandbox import Sandbox
 from tests.store.array_rules import momentum
 
 RULE = "tests.store.array_rules:momentum"
@@ -147,14 +145,10 @@ def test_what_numpy_takes_for_an_array_is_saved_and_loaded(tmp_path: Path) -> No
     np.testing.assert_array_equal(found, np.full(3000, 1.25 + 1.625, "f4"))
 
 
-SCRIPT = """
-import sys
+BODY = """
 import numpy as np
-import tensorwire as tw
 from tensorwire.store import KeyValue
-
-tw.init()
-kv = KeyValue(rule=sys.argv[1])
+kv = KeyValue(rule={rule!r})
 kv.init("a", np.full(2, 7, "f4"))
 kv.push("a", np.zeros(2, "f4"))
 print(kv.pull("a").wait().tolist())
@@ -162,24 +156,11 @@ print(kv.pull("a").wait().tolist())
 
 
 @pytest.mark.parametrize("rule", ["tests.store.array_rules:what_is_imported", "assign"])
-def test_neither_workers_nor_servers_import_torch_for_it(rule: str, tmp_path: Path) -> None:
-    script = tmp_path / "keys.py"
-    script.write_text(SCRIPT)
-    command = [
-        Path(sys.executable).with_name("tensorwire"),
-        "run",
-        "--workers",
-        "1",
-        "--servers",
-        "1",
-        "--",
-        sys.executable,
-    ]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([*command, script, rule], capture_output=True, text=True, cwd=root, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "[0.0, 0.0]" in done.stdout
+def test_neither_workers_nor_servers_import_torch_for_it(rule: str, sandbox: Sandbox) -> None:
+    root = str(Path(__file__).parents[2])
+    result = sandbox.run(sandbox.script(BODY.format(rule=rule)), workers=1, PYTHONPATH=root).finish()
+    assert (result.status, result.err) == (0, "")
+    assert "[0.0, 0.0]" in result.out
 
 
 ROW_WISE = "tests.store.array_rules:row_wise"

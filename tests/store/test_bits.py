@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 from tests.levels import mostly_long
 
 # Odd sizes, none, one, a scalar, and some that are cut into several buckets and over several servers.
@@ -66,11 +66,6 @@ def train(job: tw.Job, optimizer: str, options: dict[str, Any], dtype: str) -> d
     return {name: p.detach().clone() for name, p in params.items()}
 
 
-def train_several(job: tw.Job, cases: list[tuple[str, dict[str, Any], str]]) -> list[dict[str, torch.Tensor]]:
-    """Several stores in one job, one after the other."""
-    return [train(job, *case) for case in cases]
-
-
 def reference(workers: int, optimizer: str, options: dict[str, Any], dtype: str) -> dict[str, torch.Tensor]:
     """One process, whole tensors, gradients summed in worker order; float32 masters for half precision."""
     kind = getattr(torch, dtype)
@@ -101,7 +96,7 @@ def assert_same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], c
 
 
 def check(workers: int, servers: int, device: str, cases: list[tuple[str, dict[str, Any], str]]) -> None:
-    results = run_job(train_several, cases, workers=workers, servers=servers, device=device).ok()
+    results = run_job(for_each, train, cases, workers=workers, servers=servers, device=device).ok()
     for at, case in enumerate(cases):
         expected = reference(workers, *case)
         for mine in results:
@@ -125,17 +120,9 @@ def test_bits_of_every_optimizer(device: str) -> None:
     check(2, 2, device, cases)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
-def test_bits_of_other_dtypes(dtype: str) -> None:
-    check(
-        2, 2, "shm", [("Adam", OPTIONS["Adam"], dtype), ("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.5}, dtype)]
-    )
-
-
-def test_bits_of_an_implementation_the_user_chose() -> None:
-    check(
-        2,
-        1,
-        "shm",
-        [("Adam", {"lr": 0.01, "foreach": True}, "float32"), ("Adam", {"lr": 0.01, "fused": False}, "float32")],
-    )
+def test_bits_of_other_dtypes_and_of_implementations_that_the_user_chose() -> None:
+    nesterov = {"lr": 0.1, "nesterov": True, "momentum": 0.5}
+    kinds = ("float64", "float16", "bfloat16")
+    chosen: list[dict[str, Any]] = [{"lr": 0.01, "foreach": True}, {"lr": 0.01, "fused": False}]
+    cases = [case for dtype in kinds for case in (("Adam", OPTIONS["Adam"], dtype), ("SGD", nesterov, dtype))]
+    check(2, 2, "shm", cases + [("Adam", options, "float32") for options in chosen])

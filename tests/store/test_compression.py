@@ -47,9 +47,10 @@ def round_trip(compression: Compression, values: Array) -> Array:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(values=rows)
 @example(values=np.array([1, np.finfo(np.float32).max], np.float32))
+@example(values=np.array([9.08e-43], np.float32))
 def test_what_comes_back_is_near_and_as_finite_as_what_went(name: str, values: Array) -> None:
     compression = made(name)
     back = round_trip(compression, values)
@@ -69,7 +70,8 @@ def test_what_comes_back_is_near_and_as_finite_as_what_went(name: str, values: A
         "bf16": np.maximum(size * 2**-8, 2.0**-134),
         "2bit(0.5)": np.where(size < 0.5, size, np.abs(size - 0.5)),
     }
-    bound = bounds.get(name, largest * 1.0001 / 254 + 1e-44 if name.startswith("int8") else largest)
+    scaled = largest * 1.0001 / 254 + 127 * 2.0**-150  # half a step, and 127 times the rounding of a subnormal scale
+    bound = bounds.get(name, scaled if name.startswith("int8") else largest)
     assert (error <= bound).all()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 # All but "large" share one bucket.
 SHAPES = {"first": (5, 3), "second": (7, 2), "third": (2, 9), "fourth": (3, 3), "large": (96, 128)}
@@ -80,10 +80,6 @@ def train_store(job: tw.Job, case: Case, overlap: bool) -> dict[str, torch.Tenso
     return {key: p.detach().clone() for key, p in params.items()}
 
 
-def train_all(job: tw.Job, chosen: list[Case], overlap: bool) -> list[dict[str, torch.Tensor]]:
-    return [train_store(job, case, overlap) for case in chosen]
-
-
 def reference(case: Case, workers: int) -> dict[str, torch.Tensor]:
     """One process. Torch's fused SGD cannot step parameters with and without momentum together: one for each."""
     name, options, pattern = case
@@ -109,7 +105,7 @@ def reference(case: Case, workers: int) -> dict[str, torch.Tensor]:
 
 
 def check(chosen: list[Case], *, device: str, overlap: bool, servers: int) -> None:
-    results = run_job(train_all, chosen, overlap, device=device, servers=servers).ok()
+    results = run_job(for_each, train_store, [(case, overlap) for case in chosen], device=device, servers=servers).ok()
     for at, case in enumerate(chosen):
         stock = reference(case, 2)
         for mine in results:

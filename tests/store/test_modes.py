@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tensorwire.store.modes import Mode, awaited
 from tensorwire.store.sharding import StorePlan
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
+from tests.levels import mostly_long
 from tests.store.coded import SimulatedCode
 
 SHAPES = {"wide": (300, 40), "bias": (7,), "empty": (0, 3), "rare": (5,), "half": (33,)}
@@ -29,6 +29,7 @@ MODES = [Sync(), Async(), Async(damping=0.5), SSP(staleness=0), SSP(staleness=2)
 ADAM: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.01}
 HEADS = 200  # bytes of the heads of a round, at most
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+NO_NUMBERS = (10**400, float("nan"), float("inf"), -1, True, "1", None)
 
 
 def named(seed: int) -> dict[str, torch.nn.Parameter]:
@@ -38,19 +39,12 @@ def named(seed: int) -> dict[str, torch.nn.Parameter]:
     return {name: torch.nn.Parameter(value) for name, value in values.items()}
 
 
-def log_into(folder: str) -> None:
-    os.environ["TENSORWIRE_FATES"] = folder
-
-
-def train(
-    job: tw.Job, folder: str, mode: Mode, optimizer: str, options: dict[str, Any], overlap: bool = False
-) -> dict[str, Any]:
+def train(job: tw.Job, mode: Mode, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
     """Gradients depend on the values that this worker has, so that replaying them tells what it had."""
-    log_into(folder)
     params = named(job.rank)
     first = {k: p.detach().clone() for k, p in named(0).items()}
-    chosen = {"mode": mode, "bucket_bytes": BUCKET, "overlap": overlap}
-    store = tw.torch.StoreOptimizer(params.items(), getattr(torch.optim, optimizer), **chosen, **options)
+    kind = getattr(torch.optim, optimizer)
+    store = tw.torch.StoreOptimizer(params.items(), kind, mode=mode, bucket_bytes=BUCKET, **options)
     generator = torch.Generator().manual_seed(job.rank)
     gradients, seen, sent = [], [], []
     for step in range(STEPS[0] if isinstance(mode, Sync) else STEPS[job.rank % 2]):
@@ -151,26 +145,26 @@ def check_bound(mine: list[Fate], event: Fate, bound: int, has: int) -> None:
                 assert f.version <= has, (event, f)
 
 
-def folders(path: Path) -> str:
-    path.mkdir()
-    return str(path)
+def sound(folder: Path) -> list[Fate]:
+    """The fates of a job in which nothing is wrong with any."""
+    lines = read_fates([folder])
+    assert problems(lines) == []
+    return [line for line in lines if isinstance(line, Fate)]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=repr)
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_mode_equals_its_replay(mode: Mode, device: str, tmp_path: Path) -> None:
-    for kind, options in (("AdamW", ADAM), ("SGD", SGD)):
-        folder = folders(tmp_path / kind)
-        ended = run_job(train, folder, mode, kind, options, servers=2, device=device, prepare=partial(log_into, folder))
-        found = ended.ok()
-        lines = read_fates([folder])
-        assert problems(lines) == []
-        fates = [line for line in lines if isinstance(line, Fate)]
-        stalest = replay(fates, found, mode, kind, options)
-        if mode == Sync() or mode == SSP(staleness=0):
-            assert stalest <= (0 if mode == Sync() else 1)
-        pushes = sum(len(b) for b in found[0]["plan"].buckets)
-        assert [t.produced for t in totals(lines)] == [pushes * len(one["seen"]) for one in found]
+REPLAYED = [(device, mode, kind) for device in ("shm", "tcp") for mode in MODES for kind in ("AdamW", "SGD")]
+FAST = [case for case in REPLAYED if case[0] == "shm"] + [("tcp", MODES[2], "AdamW")]
+
+
+@pytest.mark.parametrize(("device", "mode", "kind"), mostly_long(REPLAYED, FAST), ids=repr)
+def test_a_mode_equals_its_replay(mode: Mode, device: str, kind: str, tmp_path: Path) -> None:
+    options = ADAM if kind == "AdamW" else SGD
+    found = run_job(train, mode, kind, options, servers=2, device=device, fates=tmp_path).ok()
+    stalest = replay(sound(tmp_path), found, mode, kind, options)
+    if mode == Sync() or mode == SSP(staleness=0):
+        assert stalest <= (0 if mode == Sync() else 1)
+    pushes = sum(len(b) for b in found[0]["plan"].buckets)
+    assert [t.produced for t in totals(read_fates([tmp_path]))] == [pushes * len(one["seen"]) for one in found]
 
 
 # ---- what is coded
@@ -206,32 +200,25 @@ def coded(one: dict[str, Any], name: str) -> tuple[list[dict[str, torch.Tensor |
 
 @pytest.mark.parametrize(("mode", "name", "device"), CODED, ids=repr)
 def test_a_coded_mode_equals_its_replay(mode: Mode, name: str, device: str, tmp_path: Path) -> None:
-    folder, kind = folders(tmp_path / "fates"), "SGD"
     options = {**SGD, "compression": name}
-    ended = run_job(train, folder, mode, kind, options, servers=2, device=device, prepare=partial(log_into, folder))
-    found = ended.ok()
+    found = run_job(train, mode, "SGD", options, servers=2, device=device, fates=tmp_path).ok()
     for one in found:
         one["gradients"], travel = coded(one, name)
         whole = sum(b.nbytes for buckets in one["plan"].buckets for b in buckets)
         assert travel < whole
         for sent in one["sent"][2:]:  # before, what is present in a bucket changes
             assert travel <= (sent.mapped_bytes if device == "shm" else sent.bytes) <= travel + HEADS
-    lines = read_fates([folder])
-    assert problems(lines) == []
-    replay([line for line in lines if isinstance(line, Fate)], found, mode, kind, SGD)
+    replay(sound(tmp_path), found, mode, "SGD", SGD)
 
 
 @pytest.mark.parametrize("mode", [Async(), SSP(staleness=1)], ids=repr)
 def test_four_workers_and_one_that_comes_alone(mode: Mode, tmp_path: Path) -> None:
-    folder = folders(tmp_path / "fates")
-    ended = run_job(train, folder, mode, "AdamW", ADAM, workers=4, prepare=partial(log_into, folder))
-    fates = [line for line in read_fates([folder]) if isinstance(line, Fate)]
-    replay(fates, ended.ok(), mode, "AdamW", ADAM)
+    found = run_job(train, mode, "AdamW", ADAM, workers=4, fates=tmp_path).ok()
+    replay(sound(tmp_path), found, mode, "AdamW", ADAM)
 
 
-def push_late(job: tw.Job, folder: str, rule: str, most: int) -> list[float]:
+def push_late(job: tw.Job, rule: str, most: int) -> list[float]:
     """Worker 1 computes on the first version, and pushes when worker 0 has taken two steps and three steps."""
-    log_into(folder)
     p = torch.nn.Parameter(torch.zeros(2000))
     store = tw.torch.StoreOptimizer([("p", p)], rule, lr=1.0, mode=Async(max_staleness=most), bucket_bytes=4096)
     seen = []
@@ -249,17 +236,11 @@ def push_late(job: tw.Job, folder: str, rule: str, most: int) -> list[float]:
 
 @pytest.mark.parametrize(("rule", "sign"), [("SGD", -1), ("tensorwire.store.arithmetic:add", 1)])
 def test_what_is_too_stale_is_discarded(rule: str, sign: int, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    _, late = run_job(push_late, folder, rule, 1, prepare=partial(log_into, folder)).ok()
+    _, late = run_job(push_late, rule, 1, fates=tmp_path).ok()
     assert late == [sign * 2.0, sign * 103.0]  # of 2 other pushes it knew nothing, then of one
-    lines = read_fates([folder])
-    assert problems(lines) == []
-    fates = [f for f in lines if isinstance(f, Fate) and f.worker == 1]
-    assert {(f.fate, f.reason, f.staleness, f.version) for f in fates} == {
-        ("discarded", "too stale", 2, 0),
-        ("applied", "", 1, 4),
-    }
-    assert [t.reasons for t in totals(lines)] == [(), ("too stale",)]
+    fates = {(f.fate, f.reason, f.staleness, f.version) for f in sound(tmp_path) if f.worker == 1}
+    assert fates == {("discarded", "too stale", 2, 0), ("applied", "", 1, 4)}
+    assert [t.reasons for t in totals(read_fates([tmp_path]))] == [(), ("too stale",)]
 
 
 # ---- values and state that users set
@@ -335,9 +316,8 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def go_on_while_one_is_stopped(job: tw.Job, folder: str, mode: Mode) -> bool:
+def go_on_while_one_is_stopped(job: tw.Job, mode: Mode) -> bool:
     """Worker 0 takes steps while the system lets worker 1 do nothing."""
-    log_into(folder)
     params = named(0)
     store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, mode=mode)
     other = job.broadcast(os.getpid(), 1)
@@ -359,58 +339,82 @@ def go_on_while_one_is_stopped(job: tw.Job, folder: str, mode: Mode) -> bool:
 
 @pytest.mark.parametrize("mode", [Async(), DiLoCo(every=2, quorum=1, grace=0.01)], ids=repr)
 def test_others_go_on_while_a_worker_is_stopped(mode: Mode, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    assert run_job(go_on_while_one_is_stopped, folder, mode, prepare=partial(log_into, folder)).ok() == [True, True]
-    lines = read_fates([folder])
-    assert problems(lines) == []
+    assert run_job(go_on_while_one_is_stopped, mode, fates=tmp_path).ok() == [True, True]
+    sound(tmp_path)
     rounds = 6 if isinstance(mode, Async) else 3
-    assert [t.applied + t.merged for t in totals(lines)] == [rounds, rounds]
+    assert [t.applied + t.merged for t in totals(read_fates([tmp_path]))] == [rounds, rounds]
 
 
 # ---- what is refused
 
 
 def refused(job: tw.Job) -> list[str]:
-    found = []
-    params = named(0).items()
-    for options in (
-        {"mode": "async"},
-        {"mode": Async(), "overlap": True},
-        {"mode": Async(), "max_grad_norm": 1.0},
-        {"mode": SSP(), "error_if_nonfinite": True},
-    ):
-        try:
-            tw.torch.StoreOptimizer(params, torch.optim.SGD, lr=0.1, **options)
-        except errors.TensorwireError as error:
-            found.append(f"{type(error).__name__}: {error}")
+    found, params = [], named(0)
+
+    def attempt(**options: Any) -> None:
+        with pytest.raises(errors.TensorwireError) as raised:
+            tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1, **options).count(1)
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+
+    attempt(mode="async")
+    for mode in (Async(), LocalSGD()):
+        attempt(mode=mode, overlap=True)
+        attempt(mode=mode, max_grad_norm=1.0)
+    attempt(mode=SSP(), error_if_nonfinite=True)
+    attempt(mode=DiLoCo(quorum=2))
+    attempt(mode=DiLoCo(fragments=9))
+    attempt(mode=Async())
+    counting = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=1.0, mode=DiLoCo(every=1, weight="tokens"))
+    for number in (0, -1, 1e308, 1e-320, 10**400, float("nan"), True, "1", None):
+        with pytest.raises(errors.ArgumentError, match="tokens must be a number from 1e-06 to 1e"):
+            counting.count(number)
     return found
 
 
 def test_what_a_mode_does_not_go_with_is_refused() -> None:
-    kind, overlap, norm, nonfinite = run_job(refused, workers=1).ok()[0]
-    assert kind == "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'"
-    assert overlap.startswith("Unsupported: overlap=True works with mode=Sync() alone so far")
-    assert "Async(damping=0.0, max_staleness=None) does not take" in norm
-    assert "SSP(staleness=3, damping=0.0) does not take" in nonfinite
+    said = run_job(refused, workers=1).ok()[0]
+    for text, wanted in zip(
+        said,
+        (
+            "ArgumentError: mode must be one of tw.store, such as tw.store.Async(), not 'async'",
+            "Unsupported: overlap=True works with mode=Sync() alone so far",
+            "Async(damping=0.0, max_staleness=None) does not take",
+            "Unsupported: overlap=True works with mode=Sync() alone so far",
+            "LocalSGD(every=10) does not take",
+            "SSP(staleness=3, damping=0.0) does not take",
+            "ArgumentError: quorum=2 needs as many workers, and this job has 1",
+            "ArgumentError: 9 fragments need as many buckets, and there are 1",
+            'ArgumentError: count() is for mode=DiLoCo(weight="tokens")',
+        ),
+        strict=True,
+    ):
+        assert wanted in text
 
 
-@pytest.mark.parametrize("staleness", [-1, 1.5, True, None, "2"])
-def test_a_staleness_that_is_no_number_of_steps_is_refused(staleness: Any) -> None:
-    with pytest.raises(errors.ArgumentError, match="staleness must be a whole number of steps, 0 or more"):
-        SSP(staleness=staleness)
+def uncounted(job: tw.Job) -> None:
+    p = torch.nn.Parameter(torch.zeros(1))
+    tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=DiLoCo(every=1, weight="tokens")).step()
 
 
-@pytest.mark.parametrize("most", [-1, 1.5, True, "2"])
-def test_a_largest_staleness_that_is_no_number_of_pushes_is_refused(most: Any) -> None:
-    with pytest.raises(errors.ArgumentError, match="max_staleness must be a whole number of pushes, 0 or more"):
-        Async(max_staleness=most)
+def test_tokens_that_nobody_counted_are_asked_for() -> None:
+    (said,) = run_job(uncounted, workers=1).errors
+    assert 'weight="tokens" needs optimizer.count(tokens) before step(), in every exchange' in said
 
 
-@pytest.mark.parametrize("damping", [-1, float("nan"), float("inf"), "1", None, True])
-def test_a_damping_that_is_no_number_is_refused(damping: Any) -> None:
-    for mode in (Async, SSP):
-        with pytest.raises(errors.ArgumentError, match="damping must be a number of at least 0"):
-            mode(damping=damping)
+@pytest.mark.parametrize(
+    ("make", "values", "wanted"),
+    [
+        (lambda v: SSP(staleness=v), (-1, 1.5, True, None, "2"), "staleness must be a whole number of steps, 0"),
+        (lambda v: Async(max_staleness=v), (-1, 1.5, True, "2"), "max_staleness must be a whole number of pushes, 0"),
+        (lambda v: Async(damping=v), NO_NUMBERS, "damping must be a number of at least 0"),
+        (lambda v: SSP(damping=v), NO_NUMBERS, "damping must be a number of at least 0"),
+        (lambda v: EASGD(alpha=v), [v for v in NO_NUMBERS if v is not None], "alpha must be"),
+    ],
+)
+def test_settings_that_are_no_such_numbers_are_refused(make: Any, values: Any, wanted: str) -> None:
+    for value in values:
+        with pytest.raises(errors.ArgumentError, match=wanted):
+            make(value)
 
 
 def differ(job: tw.Job) -> None:

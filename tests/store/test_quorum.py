@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +17,14 @@ from tensorwire.store.sharding import Bucket, ParameterSpec
 from tensorwire.store.step_header import StepOperation
 from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
-from tests.store.test_local_modes import log_into
+from tests.levels import mostly_long
 
 LATE = {0: 2, 1: 0}  # by server: the worker that comes when the round of the others has closed
 ROUNDS = 3
 
 
-def come_late(job: tw.Job, folder: str) -> list[list[float]]:
+def come_late(job: tw.Job) -> list[list[float]]:
     """Pushes its rank + 1. Returns, by server, the values that it saw after each of its rounds."""
-    log_into(folder)
     mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
     tensors = [ParameterSpec(name, (1024,), "float32") for name in "ab"]
     spec = local_spec(mode, tensors, job.num_workers, job.num_servers, 4096, "")
@@ -59,8 +57,7 @@ def come_late(job: tw.Job, folder: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
 def test_servers_that_decide_differently_apply_each_push_once(device: str, tmp_path: Path) -> None:
-    prepare = partial(log_into, str(tmp_path))
-    ended = run_job(come_late, str(tmp_path), workers=3, servers=2, device=device, prepare=prepare)
+    ended = run_job(come_late, workers=3, servers=2, device=device, fates=tmp_path)
     # On server 0, workers 0 and 1 push 1 and 2; a round later, with what worker 2 has pushed late, 3.
     expected = [[-1.5, -3.5, -5.5], [-2.5, -4.5, -6.5]]
     assert ended.ok() == [expected] * 3
@@ -89,15 +86,14 @@ def exchange_at_once(job: tw.Job, fragments: int) -> float:
     return float(params[0].detach().sum())
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("fragments", mostly_long([1, 3], [3]))
 def test_workers_whose_pushes_reach_servers_in_another_order_do_not_wait_for_each_other(fragments: int) -> None:
     """If a push could join any open round, three workers would wait for each other within a hundred exchanges."""
     assert all(total < 0 for total in run_job(exchange_at_once, fragments, workers=3, servers=3).ok())
 
 
-def meet_after_exchanges(job: tw.Job, folder: str) -> tuple[float, float]:
+def meet_after_exchanges(job: tw.Job) -> tuple[float, float]:
     """All workers meet after each exchange, of which one may have come late; then they set values, and go on."""
-    log_into(folder)
     p = torch.nn.Parameter(torch.zeros(3000))
     mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
     store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
@@ -115,19 +111,15 @@ def meet_after_exchanges(job: tw.Job, folder: str) -> tuple[float, float]:
     return first, float(p.detach()[0])
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(servers: int, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    prepare = partial(log_into, folder)
-    for first, last in run_job(meet_after_exchanges, folder, workers=3, servers=servers, prepare=prepare).ok():
+def test_a_worker_that_comes_late_does_not_wait_for_those_who_have_gone_on(tmp_path: Path) -> None:
+    for first, last in run_job(meet_after_exchanges, workers=3, servers=3, fates=tmp_path).ok():
         assert first == 100.0
         assert last == 98.0  # what came late before is not added to what was set
-    assert problems(read_fates([folder])) == []
+    assert problems(read_fates([tmp_path])) == []
 
 
-def fall_behind(job: tw.Job, folder: str) -> list[float]:
+def fall_behind(job: tw.Job) -> list[float]:
     """Worker 2 begins when the others have exchanged six times; then all exchange once more."""
-    log_into(folder)
     p = torch.nn.Parameter(torch.zeros(3000))
     mode = DiLoCo(every=1, quorum=2, outer=SGD(lr=1.0, momentum=0.0, nesterov=False))
     store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode)
@@ -145,13 +137,8 @@ def fall_behind(job: tw.Job, folder: str) -> list[float]:
     return [*seen, float(p.detach()[-1])]
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(
-    servers: int, tmp_path: Path
-) -> None:
-    folder = str(tmp_path)
-    prepare = partial(log_into, folder)
-    *others, behind = run_job(fall_behind, folder, workers=3, servers=servers, prepare=prepare).ok()
+def test_a_worker_that_has_fallen_behind_waits_for_nobody_and_all_that_it_pushed_counts(tmp_path: Path) -> None:
+    *others, behind = run_job(fall_behind, workers=3, servers=3, fates=tmp_path).ok()
     assert others == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -12.0]] * 2
     assert behind == [-6.0, -7.0, -8.0, -9.0, -10.0, -11.0, -12.0]  # an update later
-    assert problems(read_fates([folder])) == []
+    assert problems(read_fates([tmp_path])) == []

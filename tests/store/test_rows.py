@@ -12,7 +12,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.keyvalue.row_table import most_rows
 from tensorwire.observe import counters
-from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
+from tensorwire.store import SSP, Async, KeyValue, Sync
 from tensorwire.store.request_link import Request, RequestOperation
 from tensorwire.store.row_layout import RowPlaces, TableSpec, divide, merge
 from tensorwire.store.row_rules import draw
@@ -253,11 +253,6 @@ def test_a_rule_that_is_none_for_rows_is_refused_in_one_line(rule: str, options:
 def test_a_dtype_that_numpy_lacks_is_refused_before_there_is_a_table() -> None:
     with pytest.raises(errors.Unsupported, match="has dtype bfloat16; rows hold float32"):
         most_rows((3, 2), "bfloat16")
-
-
-def test_local_modes_are_refused() -> None:
-    with pytest.raises(errors.ArgumentError):
-        KeyValue(LocalSGD())  # type: ignore[arg-type]
 
 
 def leave_early(job: tw.Job, mode: Sync | SSP) -> float:

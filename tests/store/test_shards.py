@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tensorwire.store.modes import Mode
 from tensorwire.trace.push_fates import problems, read_fates
 from tests.harness.jobs import run_job
 from tests.store.test_bits import BUCKET, assert_same, gradient, parameters, rate, reference
-from tests.store.test_local_modes import log_into
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "amsgrad": True}
 
@@ -71,8 +69,7 @@ def test_four_shards_on_two_servers_train_with_the_bits_of_four_servers(device: 
             assert_same(mine, reference(2, "Adam", ADAM, "float32"), more)
 
 
-def exchange(job: tw.Job, folder: str, mode: Mode, shards: int | None) -> list[float]:
-    log_into(folder)
+def exchange(job: tw.Job, mode: Mode, shards: int | None) -> list[float]:
     p = torch.nn.Parameter(torch.zeros(6000))
     store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, bucket_bytes=4096, mode=mode, shards=shards)
     for step in range(4):
@@ -86,9 +83,8 @@ def exchange(job: tw.Job, folder: str, mode: Mode, shards: int | None) -> list[f
 def test_three_shards_on_two_servers_exchange_as_on_three(mode: Mode, tmp_path: Path) -> None:
     found = []
     for servers, shards in ((2, 3), (3, None)):
-        folder = str(tmp_path / str(servers))
-        prepare = partial(log_into, folder)
-        found.append(run_job(exchange, folder, mode, shards, servers=servers, prepare=prepare).ok())
+        folder = tmp_path / str(servers)
+        found.append(run_job(exchange, mode, shards, servers=servers, fates=folder).ok())
         lines = read_fates([folder])
         assert problems(lines) == []
         logs = Counter(line.process for line in lines if isinstance(line, Begun))

@@ -30,8 +30,18 @@ def test_own(limit):
 def test_own_by_name(limit):
     assert (limit.args, limit.kwargs) == ((12.0,), {})
 """
-SKIPS = """
+FAILS_AND_SKIPS = """
+import subprocess
 import pytest
+from tensorwire.device import ShmDevice
+from tensorwire.testing.fixtures import nothing_left, warm
+
+def test_fails():
+    subprocess.run(["false"], check=True)  # which is no TimeoutExpired
+
+def test_frames():
+    with ShmDevice() as device, device.allocate(8) as region:
+        raise ValueError("this alone is to be told")
 
 @pytest.mark.parametrize("i", range(3))
 def test_often(i):
@@ -40,14 +50,6 @@ def test_often(i):
 @pytest.mark.skipif(True, reason="the moon is full")
 def test_once():
     pass
-"""
-FAILS = """
-from tensorwire.device import ShmDevice
-from tensorwire.testing.fixtures import nothing_left, warm
-
-def test_fails():
-    with ShmDevice() as device, device.allocate(8) as region:
-        raise ValueError("this alone is to be told")
 """
 HANGS = """
 import threading
@@ -61,21 +63,13 @@ def run(folder: Path, test: str, *words: str, **environment: str) -> tuple[int, 
     """pytest with the plugin, in a folder with one file of tests: its exit status, and what it says."""
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 10\n")
     (folder / "test_it.py").write_text(test)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tensorwire.testing.plugin",
-        *words,
-    ]
+    plugins = ("-p", "no:cacheprovider", "-p", "timeout", "-p", "tensorwire.testing.plugin")
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *words]
+    environment = {**os.environ, VARIABLE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, VARIABLE: "1", **environment},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=patient(240),
@@ -84,7 +78,9 @@ def run(folder: Path, test: str, *words: str, **environment: str) -> tuple[int, 
 
 
 def test_every_limit_is_scaled(tmp_path: Path) -> None:
-    assert run(tmp_path, LIMITS, **{VARIABLE: "3"})[0] == 0
+    status, said = run(tmp_path, LIMITS, **{VARIABLE: "3"})
+    assert status == 0, said
+    assert "because" not in said  # nothing was skipped
 
 
 def test_a_limit_of_the_command_line_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -98,13 +94,6 @@ def test_a_limit_that_ran_out_is_reported_with_advice(tmp_path: Path) -> None:
     assert said.count(f"on a slow or busy machine set {VARIABLE}=4") == 1
 
 
-def test_other_failures_say_nothing_of_limits(tmp_path: Path) -> None:
-    test = "import subprocess\ndef test_it(): subprocess.run(['false'], check=True)  # no TimeoutExpired"
-    status, said = run(tmp_path, test)
-    assert status == 1
-    assert VARIABLE not in said
-
-
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "slow", "1e9"])
 def test_a_patience_that_is_none_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ArgumentError, match=f"{VARIABLE}={text}: give a number"):
@@ -112,7 +101,7 @@ def test_a_patience_that_is_none_is_refused_in_a_line(text: str) -> None:
 
 
 def test_pytest_reports_a_wrong_patience(tmp_path: Path) -> None:
-    status, said = run(tmp_path, SKIPS, **{VARIABLE: "slow"})
+    status, said = run(tmp_path, FAILS_AND_SKIPS, **{VARIABLE: "slow"})
     assert status == pytest.ExitCode.USAGE_ERROR
     assert f"{VARIABLE}=slow: give a number" in said
     assert "Traceback" not in said
@@ -123,19 +112,12 @@ def test_patience_is_one_unless_it_is_set() -> None:
     assert patient(60.0) == 60.0 * PATIENCE
 
 
-def test_skipped_tests_are_counted_by_reason(tmp_path: Path) -> None:
-    status, said = run(tmp_path, SKIPS)
-    assert status == 0
+def test_skipped_tests_are_counted_by_reason_and_failed_ones_tell_their_own_alone(tmp_path: Path) -> None:
+    status, said = run(tmp_path, FAILS_AND_SKIPS)
+    assert status == 1
     lines = said.splitlines()
     (at,) = (i for i, line in enumerate(lines) if "4 skipped, because" in line)
     assert lines[at + 1 : at + 3] == ["    3  nobody is there", "    1  the moon is full"]
-
-
-def test_a_run_without_skipped_tests_says_nothing_of_them(tmp_path: Path) -> None:
-    assert "because" not in run(tmp_path, "def test_it(): pass")[1]
-
-
-def test_a_failed_test_is_not_blamed_for_what_its_frames_hold(tmp_path: Path) -> None:
-    status, said = run(tmp_path, FAILS)
-    assert status == 1
-    assert said.splitlines()[-1].startswith("1 failed in "), said
+    assert VARIABLE not in said  # neither failure is one of a limit
+    # No test is blamed for what the frames of its failure hold.
+    assert lines[-1].startswith("2 failed, 4 skipped in "), said

@@ -95,25 +95,6 @@ def test_a_fence_is_on_the_first_request(fabric: Fabric) -> None:
         assert flags == [True, False, True, False]
 
 
-def test_what_moves_nothing_completes_too(fabric: Fabric) -> None:
-    with cable(fabric) as c:
-        c.write(0, 0).wait(SECONDS)
-        c.write(0, 0, signal=4).wait(SECONDS)
-        assert (c.opcodes, c.word) == ([WRITE, SIGNAL], 4)
-
-
-def test_atomics_return_what_was_there(fabric: Fabric) -> None:
-    with cable(fabric) as c:
-        word = c.remote.view(WORD, 8)
-        assert c.channel.fetch_add(word, 5, SECONDS) == 0
-        assert c.channel.fetch_add(word, 2**64 - 1, SECONDS) == 5
-        assert c.channel.compare_swap(word, 3, 9, SECONDS) == 4
-        assert c.channel.compare_swap(word, 4, 9, SECONDS) == 4
-        assert c.word == 9
-        c.target.wait(WORD, 9, SECONDS)
-        assert c.opcodes == ["ATOMIC_FETCH_AND_ADD", SIGNAL] * 2 + ["ATOMIC_CMP_AND_SWP", SIGNAL] * 2
-
-
 # ---- how much may be on its way
 
 

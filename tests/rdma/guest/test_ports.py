@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from tensorwire.device.verbs.port_selection import select_port
 from tensorwire.device.verbs.ports import Port, scan_ports
 from tensorwire.doctor.devices import devices
 from tensorwire.doctor.rdma import verbs
-from tensorwire.errors import ArgumentError, VerbsUnavailable
+from tensorwire.errors import VerbsUnavailable
 from tests.rdma.wire import ADDRESSES, MTU
 
 NODES = Path("/dev/infiniband")
@@ -42,37 +40,6 @@ def test_the_port_at_an_address_is_taken(at: str, name: str) -> None:
     assert (choice.port.device, str(choice.gid.address)) == (name, at)
     with VerbsDevice(interface=at) as device:
         assert device._nic.port.device == name
-
-
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORWIRE_VERBS_PORT", "rxb")
-    with VerbsDevice(interface=ADDRESSES[0]) as device:
-        assert device._nic.port.device == "rxb"
-    monkeypatch.setenv("TENSORWIRE_VERBS_PORT", "rxc")
-    with pytest.raises(ArgumentError, match="rxc is not here: there is rxa:1, rxb:1"):
-        VerbsDevice()
-
-
-@pytest.fixture
-def another() -> Iterator[Port]:
-    """A third device, whose network interface is down and has no address."""
-
-    def ip(*words: str) -> None:
-        subprocess.run(words, check=True)
-
-    ip("ip", "link", "add", "spare", "type", "dummy")
-    ip("rdma", "link", "add", "rxs", "type", "rxe", "netdev", "spare")
-    try:
-        yield found("rxs")
-    finally:
-        ip("rdma", "link", "delete", "rxs")
-        ip("ip", "link", "delete", "spare")
-
-
-def test_a_port_that_is_down(another: Port) -> None:
-    with pytest.raises(VerbsUnavailable, match=r"no usable RDMA port: rxs:1 is DOWN\. .*ip link set"):
-        VerbsDevice("rxs")
-    assert select_port(scan_ports(), environment={}).port.device == "rxa"
 
 
 def test_nodes_that_are_not_there() -> None:

@@ -24,7 +24,7 @@ class Roles:
 
     def start_server(self, address: str, secret: str, device: str, workers: int) -> None:
         """The one server of a job."""
-        self._start(jobs._server, address, secret, device, workers, 1, 0)
+        self._start(jobs.serve, jobs.environment(address, secret, device, workers, 1), 0)
 
     def start_worker(
         self, address: str, secret: str, device: str, workers: int, rank: int, what: str, *arguments: Any
@@ -32,7 +32,8 @@ class Roles:
         """A worker that runs the function of ``training`` that is named ``what``."""
         mine, theirs = jobs.context.Pipe(duplex=False)
         function: Callable[..., Any] = getattr(training, what)
-        self._start(jobs._worker, address, secret, device, workers, 1, rank, function, arguments, theirs)
+        environment = jobs.environment(address, secret, device, workers, 1)
+        self._start(jobs.work, environment, rank, function, arguments, theirs)
         theirs.close()
         self._pipes.append(mine)
 
@@ -66,14 +67,7 @@ class Roles:
         return found
 
 
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "sklearn.datasets",
-    "tensorwire.torch",
-    "tensorwire.store.server",
-    "tests.harness.jobs",
-]
+PRELOAD = ["sklearn.datasets", "tests.harness.warm_imports"]
 
 
 def warm() -> None:
