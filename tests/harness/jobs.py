@@ -20,7 +20,7 @@ JOIN_SECONDS = patient(200.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "tensorwire.torch", "tensorwire.store.server", "tensorflow", "tests.harness.jobs"]
+    ["tensorflow", "tensorwire.torch", "tensorwire.store.server", "tests.harness.jobs", "tests.harness.warm"]
 )
 
 
