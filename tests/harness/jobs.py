@@ -20,7 +20,7 @@ JOIN_SECONDS = patient(200.0)
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["tensorflow", "tensorwire.torch", "tensorwire.store.server", "tests.harness.jobs", "tests.harness.warm"]
+    ["tensorwire.torch", "tensorwire.store.server", "tests.harness.jobs", "tests.harness.warm"]
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from importlib import import_module
 from importlib.util import find_spec
 
 
@@ -26,5 +27,8 @@ def compile_once() -> None:
 
 if find_spec("torch"):
     compile_once()
+for framework in ("tensorflow", "mxnet"):
+    if find_spec(framework):
+        import_module(f"tensorwire.{framework}")
 gc.collect()
 gc.freeze()  # a collection then writes to none of these objects, and forked processes go on sharing their memory
