@@ -17,6 +17,7 @@ from tensorwire.cli.bench import bench
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
 from tests.harness.sandbox import NAMES, PROGRESS
+from tests.levels import mostly_long
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"
@@ -72,7 +73,7 @@ def test_minimal_with_ddp_learns(tmp_path: Path) -> None:
     check_accuracy(run([*TORCHRUN, *PYTHON, str(WITH_DDP)], tmp_path), workers=2)
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_edges_moves_the_tensors(device: str, tmp_path: Path) -> None:
     said = run([*PYTHON, str(ROOT / "examples" / "edges.py"), device], tmp_path)
     sums = ((1, 3200), (2, 6400), (3, 9600))
@@ -88,13 +89,13 @@ def test_the_page_about_edges_shows_the_example() -> None:
         assert "\n".join(line for line in part.splitlines() if line.strip()) in program
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["tcp"]))
 def test_devices_moves_the_numbers(device: str, tmp_path: Path) -> None:
     said = run([*PYTHON, str(ROOT / "examples" / "devices.py"), device], tmp_path)
     assert said == f"{device}: 1000 numbers arrived, their sum is 499500\n"
 
 
-@pytest.mark.parametrize("device", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_key_value_fits_the_line(device: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "1", "--device", device]
     said = NAMES.sub("", run([*command, "--", *PYTHON, str(ROOT / "examples" / "key_value.py")], tmp_path))

@@ -90,6 +90,11 @@ def for_each(job: Any, function: Callable[..., Any], cases: Sequence[tuple[Any, 
     return [function(job, *case) for case in cases]
 
 
+def in_turn(job: Any, *programs: Callable[[Any], Any]) -> list[Any]:
+    """What each program returns: several of one job, as `run_job` runs them."""
+    return [program(job) for program in programs]
+
+
 def run_job(
     function: Callable[..., Any],
     *args: Any,

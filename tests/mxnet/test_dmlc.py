@@ -8,6 +8,7 @@ import pytest
 
 from tests import fixtures
 from tests.harness.sandbox import Program, Result, Sandbox, free_port
+from tests.levels import mostly_long
 
 sandbox = fixtures.sandbox
 
@@ -78,7 +79,10 @@ def has_worked(workers: list[Result], others: list[Result]) -> None:
 
 @pytest.mark.parametrize(
     "order",
-    ["scheduler server worker worker", "worker server scheduler worker", "server worker worker scheduler"],
+    mostly_long(
+        ["scheduler server worker worker", "worker server scheduler worker", "server worker worker scheduler"],
+        ["worker server scheduler worker"],
+    ),
 )
 def test_the_roles_start_in_any_order(sandbox: Sandbox, order: str) -> None:
     cluster, programs = Cluster(sandbox, LOOKS + TRAINS), []
@@ -125,7 +129,7 @@ def test_several_machines_share_a_file(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-@pytest.mark.parametrize("killed", ["worker 1", "server 0"])
+@pytest.mark.parametrize("killed", mostly_long(["worker 1", "server 0"], ["worker 1"]))
 def test_a_killed_process_ends_all_others_with_one_message(sandbox: Sandbox, killed: str) -> None:
     cluster = Cluster(sandbox, WAITS)
     scheduler = cluster.start("scheduler")

@@ -15,6 +15,7 @@ import tensorwire as tw
 from tensorwire.errors import StepInterrupted
 from tests.harness.interrupts import interrupt_at
 from tests.harness.jobs import run_job
+from tests.levels import long
 from tests.mxnet.test_store import store_of
 
 SIZES = (3 << 20, 5)  # elements of a key of three buckets, and of one that fits into a request with others
@@ -120,10 +121,10 @@ def interrupted(job: tw.Job, kind: str, call: str, log: str) -> None:
     ("kind", "call"),
     [
         ("dist_tensorwire_sync", "push and pull"),
-        ("dist_tensorwire_async", "push and pull"),
+        long(("dist_tensorwire_async", "push and pull")),
         ("dist_tensorwire_sync", "pushpull"),
         ("dist_tensorwire_sync", "on servers"),
-        ("dist_tensorwire_async", "on servers"),
+        long(("dist_tensorwire_async", "on servers")),
         ("dist_tensorwire_sync", "in workers"),
         ("dist_tensorwire_sync", "module"),
     ],
@@ -155,7 +156,7 @@ def beside_another(job: tw.Job, part: float) -> list[float]:
     return subject.moved()
 
 
-@pytest.mark.parametrize("part", [0.5, 0.9])
+@pytest.mark.parametrize("part", [0.5, long(0.9)])
 def test_an_update_in_a_worker_that_is_interrupted_ends_the_job(part: float) -> None:
     """The others have made it."""
     ended = run_job(beside_another, part)

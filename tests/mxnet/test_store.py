@@ -20,7 +20,7 @@ from tensorwire import errors
 from tensorwire.store import foreign
 from tensorwire.store.fates import Fate
 from tensorwire.trace.push_fates import read_fates
-from tests.harness.jobs import for_each, run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 
 
 def store_of(kind: str = "dist_tensorwire_sync") -> tuple[Any, Any]:
@@ -52,13 +52,6 @@ def push_and_pull(job: tw.Job) -> list[Any]:
     return [*first, out[3].asnumpy(), outs[0].asnumpy(), outs[1].asnumpy(), into.asnumpy()]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_pushes_are_summed_over_devices_and_workers(device: str) -> None:
-    for found in run_job(push_and_pull, servers=2, device=device).ok():
-        for array, value in zip(found, (1, 1, 1, 3, 6, 6, 10), strict=True):
-            np.testing.assert_array_equal(array, np.full_like(array, value))
-
-
 def large(job: tw.Job) -> tuple[int, list[bool]]:
     """A key that is cut, pushed from two devices, and pulled into a weight whose layout oneDNN has changed."""
     mx, kv = store_of()
@@ -80,8 +73,12 @@ def large(job: tw.Job) -> tuple[int, list[bool]]:
     return len(kv._keys["large"]._parts), found
 
 
-def test_a_large_key_is_cut() -> None:
-    assert run_job(large, servers=2).ok() == [(2, [True] * 3)] * 2
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_pushes_are_summed_over_devices_and_workers_and_large_keys_are_cut(device: str) -> None:
+    for found, cut in run_job(in_turn, push_and_pull, large, servers=2, device=device).ok():
+        for array, value in zip(found, (1, 1, 1, 3, 6, 6, 10), strict=True):
+            np.testing.assert_array_equal(array, np.full_like(array, value))
+        assert cut == (2, [True] * 3)
 
 
 def many_pushes(job: tw.Job) -> float:
@@ -99,13 +96,11 @@ def many_pushes(job: tw.Job) -> float:
     return float(np.abs(out.asnumpy() - wanted).max() / repeats)
 
 
-def test_many_pushes_within_a_window_lose_nothing() -> None:
-    assert max(run_job(many_pushes).ok()) < 1e-5
-
-
 def updates_of(job: tw.Job, name: str, options: dict[str, Any], dtype: str) -> list[Any]:
     """A key after updates on the servers, and one updated here."""
     mx, kv = store_of()
+    if "lr_scheduler" in options:  # which counts pushes
+        options = {**options, "lr_scheduler": mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)}
     optimizer, own = (mx.optimizer.create(name, **options) for _ in range(2))
     kv.set_optimizer(optimizer)
     value = np.linspace(-1, 1, 24).reshape(4, 6).astype(dtype)
@@ -140,22 +135,14 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_an_optimizer_on_servers_gives_the_bits_of_the_same_one_here() -> None:
-    (results,) = run_job(for_each, updates_of, OPTIMIZERS, workers=1).ok()
-    for case, (served, own) in zip(OPTIMIZERS, results, strict=True):
+    scheduled, with_norms = (
+        ("sgd", {"learning_rate": 0.2, "lr_scheduler": "halves"}, "float32"),
+        ("lamb", {}, "float32"),
+    )
+    (results,) = run_job(for_each, updates_of, [*OPTIMIZERS, scheduled, with_norms], workers=1).ok()
+    np.testing.assert_allclose(*results.pop(), rtol=1e-5)  # in the last bits of norms they differ
+    for case, (served, own) in zip([*OPTIMIZERS, scheduled], results, strict=True):
         np.testing.assert_array_equal(served, own, str(case))
-
-
-def test_an_optimizer_with_norms_differs_in_their_last_bits() -> None:
-    ((served, own),) = run_job(updates_of, "lamb", {}, "float32", workers=1).ok()
-    np.testing.assert_allclose(served, own, rtol=1e-5)
-
-
-def schedule(job: tw.Job) -> list[Any]:
-    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
-    import mxnet as mx
-
-    scheduler = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)
-    return updates_of(job, "sgd", {"learning_rate": 0.2, "lr_scheduler": scheduler}, "float32")
 
 
 OWN = """
@@ -191,11 +178,6 @@ def test_servers_that_have_another_optimizer_of_that_name_say_so(tmp_path: Path)
     assert "is not the ownchanged that workers have: install one everywhere" in str(cause)
 
 
-def test_a_schedule_of_the_learning_rate_counts_pushes() -> None:
-    ((served, own),) = run_job(schedule, workers=1).ok()
-    np.testing.assert_array_equal(served, own)
-
-
 def compressed(job: tw.Job, settings: dict[str, Any]) -> Any:
     mx, kv = store_of()
     kv.set_gradient_compression(settings)
@@ -205,13 +187,17 @@ def compressed(job: tw.Job, settings: dict[str, Any]) -> Any:
     return out.asnumpy()
 
 
-@pytest.mark.parametrize(
-    ("settings", "value"),
-    [({"type": "2bit", "threshold": 0.5}, 1.0), ({"type": "fp16"}, 1.5), ({"type": "int8", "block": 64}, 1.5)],
-)
-def test_compressed_pushes(settings: dict[str, Any], value: float) -> None:
-    for found in run_job(compressed, settings).ok():
-        np.testing.assert_allclose(found, np.full(4096, value), rtol=0.01)
+CODES: list[tuple[dict[str, Any], float]] = [
+    ({"type": "2bit", "threshold": 0.5}, 1.0),
+    ({"type": "fp16"}, 1.5),
+    ({"type": "int8", "block": 64}, 1.5),
+]
+
+
+def test_compressed_pushes() -> None:
+    for found in run_job(for_each, compressed, [(settings,) for settings, _ in CODES]).ok():
+        for array, (settings, value) in zip(found, CODES, strict=True):
+            np.testing.assert_allclose(array, np.full(4096, value), rtol=0.01, err_msg=str(settings))
 
 
 # ---- each push by itself
@@ -282,15 +268,6 @@ def rows(job: tw.Job) -> list[Any]:
     return [out.indices.asnumpy(), out.data.asnumpy(), whole.asnumpy()]
 
 
-def test_rows_are_pushed_and_pulled_by_their_numbers() -> None:
-    wanted = np.ones((20, 3), "f4")
-    wanted[1], wanted[5], wanted[6] = 1 - 1.5, 1 - 0.5, 1 - 1.0
-    for indices, found, whole in run_job(rows).ok():
-        assert indices.tolist() == [1, 5, 6]
-        np.testing.assert_array_equal(found, wanted[[1, 5, 6]])
-        np.testing.assert_array_equal(whole, wanted)
-
-
 def embed(job: tw.Job, sparse: bool) -> Any:
     mx, kv = store_of()
     net = mx.gluon.nn.Embedding(50, 4, sparse_grad=sparse)
@@ -305,10 +282,17 @@ def embed(job: tw.Job, sparse: bool) -> Any:
     return net.weight.data().asnumpy()
 
 
-def test_sparse_gradients_of_an_embedding_are_as_good_as_dense_ones() -> None:
-    sparse, dense = (run_job(embed, kind).ok() for kind in (True, False))
-    for found in (*sparse, *dense):
-        np.testing.assert_allclose(found, dense[0], rtol=1e-6)
+def test_rows_are_pushed_and_pulled_by_their_numbers() -> None:
+    wanted = np.ones((20, 3), "f4")
+    wanted[1], wanted[5], wanted[6] = 1 - 1.5, 1 - 0.5, 1 - 1.0
+    programs = rows, partial(embed, sparse=True), partial(embed, sparse=False)
+    results = run_job(in_turn, *programs).ok()
+    for (indices, found, whole), sparse, dense in results:
+        assert indices.tolist() == [1, 5, 6]
+        np.testing.assert_array_equal(found, wanted[[1, 5, 6]])
+        np.testing.assert_array_equal(whole, wanted)
+        for embedded in (sparse, dense):  # gradients of rows are as good as those of whole tables
+            np.testing.assert_allclose(embedded, results[0][2], rtol=1e-6)
 
 
 # ---- gluon's parameters
@@ -335,12 +319,6 @@ def slots(job: tw.Job) -> list[Any]:
     return [copies, there]
 
 
-def test_backward_puts_gradients_where_pushes_leave_from() -> None:
-    for copies, there in run_job(slots).ok():
-        assert copies[1:] == [0, 0]
-        assert there == [True, True]
-
-
 def accumulate(job: tw.Job) -> list[Any]:
     """``grad_req="add"``, and then other arrays for a parameter."""
     mx, kv = store_of()
@@ -363,9 +341,13 @@ def accumulate(job: tw.Job) -> list[Any]:
     return found
 
 
-def test_gradients_that_are_added_up_and_parameters_that_move() -> None:
-    two = run_job(accumulate).ok()
-    assert two[0] == two[1] == [-4.0, -12.0, -16.0, -20.0]
+def test_gradients_many_pushes_and_parameters_that_move() -> None:
+    """Backward puts gradients where pushes leave from."""
+    for (copies, there), moved, lost in run_job(in_turn, slots, accumulate, many_pushes).ok():
+        assert copies[1:] == [0, 0]
+        assert there == [True, True]
+        assert moved == [-4.0, -12.0, -16.0, -20.0]
+        assert lost < 1e-5
 
 
 def states(job: tw.Job, folder: str) -> list[Any]:
@@ -410,11 +392,6 @@ def tensorwire_store() -> Any:
     return tensorwire.mxnet.KVStore()
 
 
-def test_a_training_goes_on_from_saved_states(tmp_path: Path) -> None:
-    for whole, resumed in run_job(states, str(tmp_path)).ok():
-        np.testing.assert_array_equal(whole, resumed)
-
-
 def fit(job: tw.Job) -> Any:
     mx, kv = store_of()
     mx.random.seed(7)
@@ -431,11 +408,13 @@ def fit(job: tw.Job) -> Any:
     return accuracy, {name: array.asnumpy() for name, array in module.get_params()[0].items()}
 
 
-def test_module_trains() -> None:
-    (first, mine), (second, other) = run_job(fit).ok()
-    assert min(first, second) > 0.8
-    for name, array in mine.items():
-        np.testing.assert_array_equal(array, other[name])
+def test_module_trains_and_a_training_goes_on_from_saved_states(tmp_path: Path) -> None:
+    first, second = run_job(in_turn, partial(states, folder=str(tmp_path)), fit).ok()
+    for (whole, resumed), (accuracy, arrays) in (first, second):
+        np.testing.assert_array_equal(whole, resumed)
+        assert accuracy > 0.8
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, second[1][1][name])
 
 
 # ---- what is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 from tensorwire.store.modes import Mode
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.levels import mostly_long
 
 CODES = ["fp16", "bf16", "2bit(0.02)", "topk(0.01)", "int8"]
@@ -67,13 +68,8 @@ def test_digits_are_learned_as_without_compression(mode: Mode) -> None:
             assert share >= plain - margin, name
 
 
-def test_overlap_changes_no_bits_of_what_is_coded() -> None:
-    apart, beside = (run_job(ends, overlap, device="tcp").ok() for overlap in (False, True))
-    assert torch.equal(apart[0], beside[0])
-    assert torch.equal(beside[0], beside[1])
-
-
-def ends(job: tw.Job, overlap: bool) -> torch.Tensor:
+def ends(job: tw.Job, overlap: bool) -> list[float]:
+    """Overlap changes no bits of what is coded."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
     options = {"overlap": overlap, "compression": "topk(0.05)", "bucket_bytes": 64 << 10}
@@ -84,17 +80,14 @@ def ends(job: tw.Job, overlap: bool) -> torch.Tensor:
         model(torch.randn(4, 300)).square().mean().backward()
         optimizer.step()
     optimizer.wait()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [x for p in model.parameters() for x in p.flatten().tolist()]
 
 
 # ---- what is not finite, and values that users set
 
 
-def not_finite(job: tw.Job) -> list[tuple[str, bool, float]]:
-    return [(name, *one_not_finite(job, name)) for name in CODES]
-
-
-def one_not_finite(job: tw.Job, name: str) -> tuple[bool, float]:
+def not_finite(job: tw.Job, name: str) -> None:
+    """A gradient that is not finite is found, and leaves nothing behind."""
     p = torch.nn.Parameter(torch.zeros(600))
     options = {"compression": name, "error_if_nonfinite": True}
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, **options)
@@ -104,18 +97,12 @@ def one_not_finite(job: tw.Job, name: str) -> tuple[bool, float]:
         optimizer.step()
     p.grad = torch.full((600,), 0.02)
     optimizer.step()
-    return bool(p.detach().isfinite().all()), float(p.detach().abs().max())
+    assert p.detach().isfinite().all()
+    assert float(p.detach().abs().max()) == pytest.approx(0.02, rel=0.01)
 
 
-def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind() -> None:
-    for found in run_job(not_finite).ok():
-        for name, finite, largest in found:
-            assert finite, name
-            assert largest == pytest.approx(0.02, rel=0.01), name
-
-
-def write(job: tw.Job, mode: Mode) -> list[list[float]]:
-    """Half of the threshold is left out, until values are set."""
+def write(job: tw.Job, mode: Mode) -> None:
+    """Half of the threshold is left out; of values that are set, nothing."""
     p = torch.nn.Parameter(torch.zeros(64))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode, compression="2bit(1)")
     seen = []
@@ -127,16 +114,11 @@ def write(job: tw.Job, mode: Mode) -> list[list[float]]:
             optimizer.write_parameters()
         optimizer.step()
         seen.append(p.tolist()[:2])
-    return seen
+    assert seen == [[0.0] * 2, [10.0] * 2, [11.0] * 2]
 
 
-@pytest.mark.parametrize("mode", [Sync(), LocalSGD(every=1), DiLoCo(every=1, outer=SGD(1.0, 0.0, False))], ids=repr)
-def test_values_that_are_set_leave_nothing_out(mode: Mode) -> None:
-    for seen in run_job(write, mode).ok():
-        assert seen == [[0.0] * 2, [10.0] * 2, [11.0] * 2]
-
-
-def load(job: tw.Job) -> list[float]:
+def load(job: tw.Job) -> None:
+    """Nor of state that is loaded."""
     p = torch.nn.Parameter(torch.zeros(64))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, compression="2bit(1)")
     seen = []
@@ -147,14 +129,11 @@ def load(job: tw.Job) -> list[float]:
         if len(seen) == 1:
             optimizer.load_state_dict(optimizer.state_dict())
             job.barrier()
-    return seen
+    assert seen == [0.0, 0.0, 1.0]
 
 
-def test_state_that_is_loaded_leaves_nothing_out() -> None:
-    assert run_job(load).ok() == [[0.0, 0.0, 1.0]] * 2
-
-
-def set_centre(job: tw.Job) -> list[list[float]]:
+def set_centre(job: tw.Job) -> None:
+    """An estimate follows values that are set."""
     p = torch.nn.Parameter(torch.zeros(64))
     options = {"mode": EASGD(every=1, alpha=0.5), "compression": "fp16"}
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, **options)
@@ -163,37 +142,39 @@ def set_centre(job: tw.Job) -> list[list[float]]:
     optimizer.write_parameters()
     p.grad = torch.full((64,), -1.0)
     optimizer.step()  # from 4,096 to 4,097, which fp16 could not tell apart as values
-    return [p.tolist()[:2]]
-
-
-def test_an_estimate_follows_values_that_are_set() -> None:
-    assert run_job(set_centre, workers=1).ok() == [[[4096.5, 4096.5]]]
+    assert p[:2].tolist() == [4096.5, 4096.5]
 
 
 # ---- what is refused
 
 
-def refused(job: tw.Job) -> list[str]:
-    found = []
-    single, double = (("p", torch.nn.Parameter(torch.zeros(3, dtype=d))) for d in (torch.float32, torch.float64))
-    for named, name in ((single, "2bit(0)"), (single, "topk(1.5)"), (single, "zip"), (double, "fp16")):
+REFUSED = [
+    ("2bit(0)", torch.float32, errors.ArgumentError, "^2bit needs a threshold above 0"),
+    ("topk(1.5)", torch.float32, errors.ArgumentError, "^topk needs a fraction above 0 and below 1"),
+    ("zip", torch.float32, errors.ArgumentError, "^compression must be 'fp16', 'bf16'"),
+    ("fp16", torch.float64, errors.Unsupported, "^compression computes in float32, and 'p' is of float64"),
+]
+
+
+def refused(job: tw.Job) -> None:
+    """What is no compression, or cannot be coded; and nothing is left behind."""
+    for name, dtype, kind, says in REFUSED:
         for mode in (Sync(), LocalSGD()):
-            try:
-                tw.torch.StoreOptimizer([named], torch.optim.SGD, lr=0.1, mode=mode, compression=name)
-            except errors.TensorwireError as error:
-                found.append(f"{type(error).__name__}: {error}")
-    tw.torch.StoreOptimizer([single], torch.optim.SGD, lr=0.1, compression="fp16").step()  # nothing was left behind
-    return found
+            named = [("p", torch.nn.Parameter(torch.zeros(3, dtype=dtype)))]
+            with pytest.raises(kind, match=says):
+                tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=0.1, mode=mode, compression=name)
+    named = [("p", torch.nn.Parameter(torch.zeros(3)))]
+    tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=0.1, compression="fp16").step()
 
 
-def test_what_is_no_compression_or_cannot_be_coded_is_refused() -> None:
-    (said,) = run_job(refused, workers=1).ok()
-    assert said[::2] == said[1::2]
-    threshold, fraction, name, dtype = said[::2]
-    assert threshold.startswith("ArgumentError: 2bit needs a threshold above 0")
-    assert fraction.startswith("ArgumentError: topk needs a fraction above 0 and below 1")
-    assert name.startswith("ArgumentError: compression must be 'fp16', 'bf16'")
-    assert dtype.startswith("Unsupported: compression computes in float32, and 'p' is of float64")
+def test_what_users_do() -> None:
+    run_job(in_turn, set_centre, refused, workers=1).ok()
+    finite = [partial(not_finite, name=name) for name in CODES]
+    modes = [Sync(), LocalSGD(every=1), DiLoCo(every=1, outer=SGD(1.0, 0.0, False))]
+    written = [partial(write, mode=mode) for mode in modes]
+    ended = [partial(ends, overlap=overlap) for overlap in (False, True)]
+    first, second = run_job(in_turn, *ended, *finite, *written, load, device="tcp").ok()
+    assert first[0] == first[1] == second[1]
 
 
 def differ(job: tw.Job) -> None:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.harness.sandbox import Sandbox
 
 MODULE = '''
@@ -217,10 +218,6 @@ def overlapped(job: tw.Job, folder: str) -> list[bool]:
     return found
 
 
-def test_with_overlap_and_as_an_instance(folder: str) -> None:
-    assert run_job(overlapped, folder).ok() == [[True, True]] * 2
-
-
 def resumed(job: tw.Job, folder: str) -> list[bool]:
     """A state that was saved, copied, or taken from an instance goes on with the bits of one that never stopped."""
     module, found = optims(folder), []
@@ -250,10 +247,6 @@ def resumed(job: tw.Job, folder: str) -> list[bool]:
         found.append(all(torch.equal(r[k].detach(), straight[k].detach()) for r in results for k in SHAPES))
         found.append(type(alone) is cls)
     return found
-
-
-def test_their_state_is_saved_loaded_copied_and_taken_over(folder: str) -> None:
-    assert run_job(resumed, folder, workers=1).ok() == [[True, True] * len(CASES)]
 
 
 class OfTheScript(torch.optim.AdamW):
@@ -294,40 +287,29 @@ def refused(job: tw.Job, folder: str) -> list[str]:
     return wrong
 
 
-def test_what_servers_cannot_run_is_refused_with_what_to_do(folder: str) -> None:
-    assert run_job(refused, folder, workers=1).ok() == [[]]
+def test_instances_overlap_saved_state_and_what_servers_cannot_run(folder: str) -> None:
+    programs = [partial(program, folder=folder) for program in (overlapped, resumed, refused)]
+    assert run_job(in_turn, *programs, workers=1).ok() == [[[True, True], [True, True] * len(CASES), []]]
 
 
-def hidden(job: tw.Job, folder: str) -> None:
-    """The servers do not find the module: its folder is in no entry of the path that they are told."""
+def misled(job: tw.Job, folder: str, name: str, found: Any) -> None:
     import tensorwire.torch.optimizer as module
 
-    module.folders_of = lambda _: []  # type: ignore[attr-defined]
+    setattr(module, name, lambda _: found)
     tw.torch.StoreOptimizer([("p", torch.nn.Parameter(torch.zeros(3)))], optims(folder).Lion)
 
 
-def test_a_module_that_servers_do_not_have_is_one_line_before_step_1(folder: str) -> None:
-    ended, name = run_job(hidden, folder), name_in(folder)
-    assert ended.cause is not None
-    assert str(ended.cause) == (
+def test_servers_that_do_not_have_the_module_or_have_another_one_say_so_before_step_1(folder: str) -> None:
+    name = name_in(folder)
+    absent = run_job(misled, folder, "folders_of", []).cause  # as if it were in no entry of the path that they are told
+    assert absent is not None
+    assert str(absent) == (
         f"server 0 stopped: cannot import the rule Lion from {name} (ModuleNotFoundError: No module named "
         f"'{name}'): install that module on the servers' machines, or put it into the script's folder there"
     )
-    assert not ended.cause.traceback
-
-
-def changed(job: tw.Job, folder: str) -> None:
-    """As if the workers had read another file than the servers will."""
-    import tensorwire.torch.optimizer as module
-
-    module.sources_of = lambda rule: {rule.partition(":")[0]: "0" * 64}  # type: ignore[attr-defined]
-    tw.torch.StoreOptimizer([("p", torch.nn.Parameter(torch.zeros(3)))], optims(folder).Lion)
-
-
-def test_servers_that_have_another_file_say_so(folder: str) -> None:
-    ended = run_job(changed, folder)
-    assert ended.cause is not None
-    assert f"is not the {name_in(folder)} that workers have: install one everywhere" in str(ended.cause)
+    assert not absent.traceback
+    other = run_job(misled, folder, "sources_of", {name: "0" * 64}).cause
+    assert f"is not the {name} that workers have: install one everywhere" in str(other)
 
 
 @pytest.mark.slow

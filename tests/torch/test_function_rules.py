@@ -21,7 +21,7 @@ from tensorwire.store import Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.fates import Fate
 from tensorwire.store.modes import Mode
 from tensorwire.trace.push_fates import problems, read_fates
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 MODULE = '''
 import functools
@@ -156,23 +156,24 @@ class Alone:
             self.shown[name] = self.values[name].to(self.shown[name].dtype)
 
 
-@pytest.mark.parametrize("at", [0, 1], ids=[name for name, _ in RULES])
 @pytest.mark.parametrize(("device", "servers"), [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)])
-def test_in_rounds_of_all_workers(folder: str, at: int, device: str, servers: int) -> None:
-    found = run_job(train, folder, Sync(), at, "", servers=servers, device=device).ok()
-    alone = Alone(folder, at)
-    for step in range(STEPS + 1):
-        for seen in found:
-            for name, value in alone.shown.items():
-                assert torch.equal(seen[step][name], value), (step, name)
-        pushed: dict[str, list[torch.Tensor]] = {}
-        for rank in range(2):
-            params = {k: torch.nn.Parameter(v) for k, v in alone.shown.items()}
-            fill(params, rank, step)
-            for name, p in params.items():
-                if p.grad is not None:
-                    pushed.setdefault(name, []).append(p.grad)
-        alone.update(pushed, step, 2)
+def test_in_rounds_of_all_workers(folder: str, device: str, servers: int) -> None:
+    cases = [(folder, Sync(), at, "") for at in range(len(RULES))]
+    results = run_job(for_each, train, cases, servers=servers, device=device).ok()
+    for at, found in enumerate(zip(*results, strict=True)):
+        alone = Alone(folder, at)
+        for step in range(STEPS + 1):
+            for seen in found:
+                for name, value in alone.shown.items():
+                    assert torch.equal(seen[step][name], value), (at, step, name)
+            pushed: dict[str, list[torch.Tensor]] = {}
+            for rank in range(2):
+                params = {k: torch.nn.Parameter(v) for k, v in alone.shown.items()}
+                fill(params, rank, step)
+                for name, p in params.items():
+                    if p.grad is not None:
+                        pushed.setdefault(name, []).append(p.grad)
+            alone.update(pushed, step, 2)
 
 
 def test_each_push_by_itself(folder: str, tmp_path: Path) -> None:
@@ -355,13 +356,17 @@ def keyed(job: tw.Job, folder: str, mode: Sync | Async, name: str) -> list[Any]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"), [(Sync(), "momentum"), (Async(), "momentum"), (Sync(), "Signs"), (Sync(), "Counting")]
-)
-def test_keys_take_the_import_path_of_a_function_or_a_class(folder: str, mode: Sync | Async, name: str) -> None:
+@pytest.mark.parametrize(("mode", "names"), [(Sync(), ["momentum", "Signs", "Counting"]), (Async(), ["momentum"])])
+def test_keys_take_the_import_path_of_a_function_or_a_class(folder: str, mode: Sync | Async, names: list[str]) -> None:
     workers = 2 if isinstance(mode, Sync) else 1
-    found = run_job(keyed, folder, mode, name, workers=workers, servers=2).ok()
-    rule = getattr(rules(folder), name)
+    found = run_job(for_each, keyed, [(folder, mode, name) for name in names], workers=workers, servers=2).ok()
+    for mine in found:
+        for name, arrays in zip(names, mine, strict=True):
+            for value, array in zip(keyed_alone(getattr(rules(folder), name), workers), arrays, strict=True):
+                np.testing.assert_array_equal(array, value.detach().numpy())
+
+
+def keyed_alone(rule: Any, workers: int) -> list[torch.nn.Parameter]:
     values = [torch.nn.Parameter(torch.arange(2000.0)), torch.nn.Parameter(torch.ones(3))]
     states: list[dict[str, Any]] = [{}, {}]
     for step in range(4):
@@ -376,9 +381,7 @@ def test_keys_take_the_import_path_of_a_function_or_a_class(folder: str, mode: S
             else:
                 with torch.no_grad():
                     rule(value, value.grad, state, {"lr": lr, "betas": (0.3, 0.5)})
-    for mine in found:
-        for value, array in zip(values, mine, strict=True):
-            np.testing.assert_array_equal(array, value.detach().numpy())
+    return values
 
 
 def key_refused(job: tw.Job, folder: str, rule: str, options: dict[str, Any]) -> None:

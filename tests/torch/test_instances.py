@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 
 
 def model() -> torch.nn.Sequential:
@@ -43,6 +42,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def taken_over(job: tw.Job) -> list[bool]:
+    """Class, groups and options are those of the instance."""
     stock = model()
     expected = steps(stock, grouped(stock, fused=True), 3)
     beside, alone, single = model(), model(), model()
@@ -64,11 +64,6 @@ def taken_over(job: tw.Job) -> list[bool]:
     ]
 
 
-def test_class_groups_and_options_are_those_of_the_instance() -> None:
-    for found in run_job(taken_over).ok():
-        assert found == [True] * 7
-
-
 def with_state(job: tw.Job, kind: str) -> bool:
     cls = getattr(torch.optim, kind)
     options = {"lr": 0.05, "momentum": 0.9} if kind == "SGD" else {"lr": 0.05}
@@ -81,9 +76,8 @@ def with_state(job: tw.Job, kind: str) -> bool:
     return same(steps(net, optimizer, 3), steps(whole, stock, 3))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
-def test_its_state_is_taken_over_exactly(kind: str) -> None:
-    assert run_job(with_state, kind).ok() == [True, True]
+def test_its_state_is_taken_over_exactly() -> None:
+    assert run_job(for_each, with_state, [("AdamW",), ("SGD",), ("Adagrad",)]).ok() == [[True] * 3] * 2
 
 
 def scheduled() -> None:
@@ -144,5 +138,5 @@ def refused(job: tw.Job) -> list[str]:
     return found
 
 
-def test_what_cannot_be_taken_over_is_refused_with_the_reason() -> None:
-    assert run_job(refused).ok() == [[], []]
+def test_an_instance_is_taken_over_or_refused_with_the_reason() -> None:
+    assert run_job(in_turn, taken_over, refused).ok() == [[[True] * 7, []]] * 2

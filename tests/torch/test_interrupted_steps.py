@@ -22,6 +22,7 @@ from tensorwire.errors import GradientModified, StepInterrupted
 from tensorwire.observe import failpoints
 from tests.harness.interrupts import interrupt_at
 from tests.harness.jobs import run_job
+from tests.levels import long
 
 ELEMENTS = 3000  # of each parameter: three buckets
 REFUSALS = (StepInterrupted, GradientModified)
@@ -152,26 +153,22 @@ def drawn_interrupts(job: tw.Job, seed: int, trials: int, log: str) -> None:
     Path(log).write_text(" ".join(found))
 
 
-def try_interrupts(seed: int, trials: int, device: str, log: Path) -> list[str]:
+@pytest.mark.parametrize(
+    ("device", "seed", "trials"),
+    [
+        ("shm", 7, len(KINDS)),
+        *(long((device, seed, 2 * len(KINDS))) for device in ("shm", "tcp") for seed in range(100, 104)),
+    ],
+)
+def test_what_is_interrupted_goes_on_or_is_refused(device: str, seed: int, trials: int, tmp_path: Path) -> None:
     """How trials ended. Who leaves the job in the middle of a step ends it, and says so."""
+    log = tmp_path / "log"
     ended = run_job(drawn_interrupts, seed, trials, str(log), workers=1, servers=2, device=device)
     found = log.read_text().split() if log.exists() else []
     assert len(found) > trials // 2, ended.errors
+    assert seed != 7 or set(found) == {"refused", "completed"}
     told = [f"{ended.cause}", *ended.errors]
     assert all("StepInterrupted" in each and "KeyboardInterrupt" in each for each in told) == ("refused" in found), told
-    return found
-
-
-@pytest.mark.parametrize(("device", "seed"), [("shm", 7), ("tcp", 8)])
-def test_what_is_interrupted_goes_on_or_is_refused(device: str, seed: int, tmp_path: Path) -> None:
-    assert set(try_interrupts(seed, len(KINDS), device, tmp_path / "log")) == {"refused", "completed"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_interrupted_goes_on_or_is_refused_always(device: str, seed: int, tmp_path: Path) -> None:
-    try_interrupts(100 + seed, 2 * len(KINDS), device, tmp_path / "log")
 
 
 # Whose rounds have one push of every worker.
@@ -198,7 +195,14 @@ def beside_another(job: tw.Job, kind: str, seed: int) -> list[float]:
     return sorted(subject.moved())
 
 
-def try_beside_another(kind: str, seed: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "device", "seed"),
+    [
+        *[("sync", "shm", 1), ("overlap", "tcp", 2), ("keys", "shm", 3)],
+        *(long((k, d, seed)) for k in IN_STEP for d in ("shm", "tcp") for seed in range(10, 15)),
+    ],
+)
+def test_what_is_interrupted_beside_another_worker(kind: str, device: str, seed: int) -> None:
     ended = run_job(beside_another, kind, seed, servers=2, device=device)
     if ended.cause is None:
         mine, others = ended.ok()
@@ -208,19 +212,6 @@ def try_beside_another(kind: str, seed: int, device: str) -> None:
     refusals = "(StepInterrupted|GradientModified)" if kind == "overlap" else "StepInterrupted"
     assert re.match(refusals, ended.errors[0]), ended.errors
     assert re.match(f"JobEnded.* worker 0 raised {refusals}", ended.errors[1]), ended.errors
-
-
-@pytest.mark.parametrize(("kind", "device", "seed"), [("sync", "shm", 1), ("overlap", "tcp", 2), ("keys", "shm", 3)])
-def test_what_is_interrupted_beside_another_worker(kind: str, device: str, seed: int) -> None:
-    try_beside_another(kind, seed, device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", IN_STEP)
-@pytest.mark.parametrize("seed", range(10, 15))
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_what_is_interrupted_beside_another_worker_always(device: str, seed: int, kind: str) -> None:
-    try_beside_another(kind, seed, device)
 
 
 STATES = {"headed": "refused", "pushed": "refused", "answered_some": "completed"}

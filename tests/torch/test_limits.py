@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 
 
 def too_big(job: tw.Job, elements: int) -> None:
@@ -47,7 +47,7 @@ def test_a_step_does_not_wait_for_ever() -> None:
     assert str(ended.cause).startswith("worker 0 raised WaitTimeout: step 1 of store/0 did not complete within 0.2 s")
 
 
-def with_a_loader(job: tw.Job, method: str) -> float:
+def with_a_loader(job: tw.Job, method: str = "fork") -> float:
     torch.manual_seed(0)
     x = torch.randn(64, 8)
     net = torch.nn.Linear(8, 1)
@@ -64,16 +64,14 @@ def with_a_loader(job: tw.Job, method: str) -> float:
     return loss.item()
 
 
-# A forked child inherits what the devices hold; one that is spawned inherits nothing of either.
-@pytest.mark.parametrize(
-    ("method", "device"), [("fork", "shm"), ("fork", "tcp"), pytest.param("spawn", "auto", marks=pytest.mark.long)]
-)
-def test_training_with_data_loader_processes(method: str, device: str) -> None:
-    first, second = run_job(with_a_loader, method, device=device).ok()
+@pytest.mark.long
+def test_training_with_data_loader_processes_that_are_spawned() -> None:
+    first, second = run_job(with_a_loader, "spawn").ok()
     assert first == second < 8.0
 
 
-def refused_then_going_on(job: tw.Job) -> tuple[torch.Tensor, torch.Tensor]:
+def refused_then_going_on(job: tw.Job) -> None:
+    """A refused step changed nothing."""
     p = torch.nn.Parameter(torch.arange(5000.0))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
     p.grad = torch.ones(5000)
@@ -84,33 +82,23 @@ def refused_then_going_on(job: tw.Job) -> tuple[torch.Tensor, torch.Tensor]:
     optimizer.step()
     expected = torch.arange(5000.0)
     expected[7] = -1.0
-    return p.detach().clone(), expected - 1.0
+    assert torch.equal(p.detach(), expected - 1.0)
 
 
-def test_a_refused_step_changed_nothing_and_training_goes_on() -> None:
-    for ours, expected in run_job(refused_then_going_on).ok():
-        assert torch.equal(ours, expected)
-
-
-def after_the_job(job: tw.Job) -> bool:
+def after_the_job(job: tw.Job) -> None:
+    """Parameters outlive it."""
     p = torch.nn.Parameter(torch.ones(3000))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.5)
     p.grad = torch.ones(3000)
     optimizer.step()
     job.close()
-    try:
+    with pytest.raises(errors.TensorwireError):
         optimizer.step()
-    except errors.TensorwireError:
-        return bool((p == 0.5).all())
-    return False
+    assert (p == 0.5).all()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_parameters_outlive_the_job(device: str) -> None:
-    assert run_job(after_the_job, device=device).ok() == [True, True]
-
-
-def in_a_child(job: tw.Job) -> tuple[int, bool]:
+def in_a_child(job: tw.Job) -> None:
+    """A forked child cannot use the optimizer."""
     p = torch.nn.Parameter(torch.ones(100))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=0.5)
     p.grad = torch.ones(100)
@@ -126,12 +114,16 @@ def in_a_child(job: tw.Job) -> tuple[int, bool]:
         os._exit(1)
     _, status = os.waitpid(child, 0)
     optimizer.step()
-    return os.waitstatus_to_exitcode(status), bool((p == 0.5).all())
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert (p == 0.5).all()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_forked_child_cannot_use_it(device: str) -> None:
-    assert run_job(in_a_child, device=device).ok() == [(7, True)] * 2
+@pytest.mark.parametrize("device", ["shm", "tcp"])  # a forked child inherits what they hold
+def test_forked_children_refusals_and_the_end(device: str) -> None:
+    first, second = run_job(
+        in_turn, with_a_loader, refused_then_going_on, in_a_child, after_the_job, device=device
+    ).ok()
+    assert first[0] == second[0] < 8.0
 
 
 @pytest.mark.parametrize("folder", ["deep/er", "file/below"])

@@ -9,7 +9,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 NAMES = {
     "names": ["body.weight", "body.bias"],
@@ -66,10 +66,9 @@ def _rate(how: str) -> dict[str, float]:
     return {} if how == "optimizer" else {"lr": 0.5}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_parameters_without_names_have_those_of_the_model(overlap: bool) -> None:
-    for found in run_job(grow, list(NAMES), overlap).ok():
-        assert found == {how: (names, True) for how, names in NAMES.items()}
+def test_parameters_without_names_have_those_of_the_model() -> None:
+    for several in run_job(for_each, grow, [([*NAMES], False), ([*NAMES], True)]).ok():
+        assert several == [{how: (names, True) for how, names in NAMES.items()}] * 2
 
 
 def misfits(job: tw.Job) -> list[str]:

@@ -19,7 +19,7 @@ from tensorwire.store import send_window
 from tensorwire.store.rules import with_implementation
 from tensorwire.store.sharding import Bucket
 from tensorwire.torch import overlap as overlapping
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 from tests.levels import mostly_long
 from tests.torch import zoo
 
@@ -57,20 +57,27 @@ def by_thread() -> None:
     send_window.AHEAD = 1
 
 
+def made(name: str = "mlp", seed: int = 0, **options: Any) -> tuple[torch.nn.Module, tw.torch.StoreOptimizer]:
+    model = zoo.build(name, seed)
+    options = {"overlap": True, "bucket_bytes": BUCKET, **OPTIONS, **options}
+    return model, tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, **options)
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
 def train(job: tw.Job, names: list[str], thread: bool = False, **options: Any) -> list[dict[str, torch.Tensor]]:
     if thread:
         by_thread()
     results = []
     for name in names:
-        model = zoo.build(name, seed=job.rank)
-        optimizer = tw.torch.StoreOptimizer(
-            model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **{**OPTIONS, **options}
-        )
+        model, optimizer = made(name, job.rank, **options)
         for step in range(STEPS):
             optimizer.zero_grad()
             zoo.loss(model, job.rank, step).backward()
             optimizer.step()
-        results.append({k: v.clone() for k, v in model.state_dict().items()})
+        results.append(values(model))
     return results
 
 
@@ -125,9 +132,7 @@ def test_no_worker_reads_what_may_be_updated(device: str, servers: int, thread: 
         assert_same({k: mine[k] for k in parameters}, {k: other[k] for k in parameters}, name)
 
 
-@pytest.mark.parametrize(
-    ("device", "servers", "workers", "thread"), [("shm", 2, 3, False), ("shm", 2, 2, True), ("tcp", 1, 1, True)]
-)
+@pytest.mark.parametrize(("device", "servers", "workers", "thread"), [("shm", 2, 3, False), ("tcp", 1, 2, True)])
 def test_the_bits_of_one_process(device: str, servers: int, workers: int, thread: bool) -> None:
     names = ["mlp", "tied", "functional", "convolution"]
     results = run_job(train, names, thread, device=device, servers=servers, workers=workers).ok()
@@ -135,12 +140,12 @@ def test_the_bits_of_one_process(device: str, servers: int, workers: int, thread
         assert_same(results[0][at], together(name, workers), name)
 
 
-def pushes(job: tw.Job) -> tuple[int, int]:
-    """Messages that were sent inside of backward, and inside of step."""
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
+# ---- what users do
+
+
+def pushes(job: tw.Job) -> None:
+    """Backward sends everything, and step nothing."""
+    model, optimizer = made()
     for step in range(3):
         optimizer.zero_grad()
         loss = zoo.loss(model, job.rank, step)
@@ -149,129 +154,35 @@ def pushes(job: tw.Job) -> tuple[int, int]:
         middle = counters.snapshot()
         optimizer.step()
     later = counters.since(middle)
-    assert later.rpcs == later.registrations == later.pickles == 0
-    return counters.since(begin).messages - later.messages, later.messages
+    assert later.rpcs == later.registrations == later.pickles == later.messages == 0
+    assert counters.since(begin).messages > 1  # the head and each bucket
 
 
-def test_backward_pushes_everything() -> None:
-    for in_backward, in_step in run_job(pushes).ok():
-        assert in_backward > 1  # the head and each bucket
-        assert in_step == 0
+def accumulate(job: tw.Job) -> None:
+    """Between ``no_sync()`` and overlap all gradients are added up first."""
+    found = []
+    for overlap in (True, False):
+        model, optimizer = made(overlap=overlap)
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                for micro in range(2):
+                    zoo.loss(model, job.rank, 10 * step + micro).backward()
+            zoo.loss(model, job.rank, 10 * step + 2).backward()
+            optimizer.step()
+        found.append(values(model))
+    assert_same(*found, "mlp")
 
 
-def slow(job: tw.Job) -> list[tuple[int, int]]:
-    """By step: how many buckets there are, and how many of them were copied when ``step`` returned."""
-    by_thread()
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
-    (part,) = optimizer._parts
-    push, copied = part.push, []
-
-    def slowly(buckets: Sequence[Bucket], values: Any) -> None:
-        threading.Event().wait(0.01)
-        push(buckets, values)
-        copied.extend(buckets)
-
-    part.push = slowly  # type: ignore[method-assign]
-    seen = []
-    for step in range(2):
-        optimizer.zero_grad()
-        zoo.loss(model, job.rank, step).backward()
-        optimizer.step()
-        seen.append((len(part.client.order) * (step + 1), len(copied)))
-    return seen
-
-
-def test_gradients_are_copied_when_step_returns() -> None:
-    for seen in run_job(slow).ok():
-        for buckets, copied in seen:
-            assert copied == buckets > 0
-
-
-def accumulate(job: tw.Job, overlap: bool) -> dict[str, torch.Tensor]:
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=overlap, bucket_bytes=BUCKET, **OPTIONS
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            for micro in range(2):
-                zoo.loss(model, job.rank, 10 * step + micro).backward()
-        zoo.loss(model, job.rank, 10 * step + 2).backward()
-        optimizer.step()
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def test_no_sync_accumulates() -> None:
-    with_overlap, without = (run_job(accumulate, overlap).ok()[0] for overlap in (True, False))
-    assert_same(with_overlap, without, "mlp")
-
-
-def clipped(job: tw.Job, overlap: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        overlap=overlap,
-        max_grad_norm=0.05,
-        reduce="sum",
-        bucket_bytes=BUCKET,
-        **OPTIONS,
-    )
-    norms = []
-    for step in range(3):
-        optimizer.zero_grad()
-        zoo.loss(model, job.rank, step).backward()
-        optimizer.step()
-        assert optimizer.grad_norm is not None
-        norms.append(optimizer.grad_norm)
-    return {k: v.clone() for k, v in model.state_dict().items()}, norms
-
-
-def clipped_together() -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = zoo.build("mlp")
-    stock = torch.optim.SGD(model.parameters(), **with_implementation(torch.optim.SGD, OPTIONS))
-    norms = []
-    for step in range(3):
-        stock.zero_grad()
-        (zoo.loss(model, 0, step) + zoo.loss(model, 1, step)).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-        stock.step()
-    return dict(model.state_dict()), norms
-
-
-def test_the_norm_is_that_of_the_reduced_gradient() -> None:
-    expected, norms = clipped_together()
-    found = [
-        run_job(clipped, overlap, servers=servers, device=device).ok()
-        for overlap, servers, device in ((True, 2, "tcp"), (False, 1, "shm"), (True, 3, "shm"))
-    ]
-    for (mine, my_norms), (other, other_norms) in found:
-        assert my_norms == other_norms
-        assert my_norms == pytest.approx(norms, rel=1e-6)
-        assert_same(mine, other, "mlp")
-        for key, value in mine.items():
-            torch.testing.assert_close(value, expected[key])
-
-
-def reading(job: tw.Job) -> list[bool]:
-    """What code sees that reads parameters right after a step."""
-    model = zoo.build("mlp")
+def reading(job: tw.Job) -> None:
+    """Code that reads parameters right after a step gets NaN or waits."""
+    model, optimizer = made()
     held = list(model.parameters())
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
 
     def step(number: int) -> None:
         optimizer.zero_grad()
         zoo.loss(model, job.rank, number).backward()
         optimizer.step()
-
-    def is_whole() -> bool:
-        return all(bool(p.isfinite().all()) for p in held)
 
     seen = []
     for number, look in enumerate(
@@ -287,82 +198,148 @@ def reading(job: tw.Job) -> list[bool]:
         step(2 * number)
         step(2 * number + 1)
         look()
-        seen.append(is_whole())
+        seen.append(all(bool(p.isfinite().all()) for p in held))
+    assert seen == [False, True, True, True, True, True]
     step(100)
     with torch.no_grad():
-        seen.append(bool(zoo.loss(model, job.rank, 101).isfinite()))
-    assert type(copy.deepcopy(model)[0]._parameters) is dict
-    return seen
+        assert zoo.loss(model, job.rank, 101).isfinite()
+    assert type(copy.deepcopy(model)[0]._parameters) is dict  # type: ignore[index]
 
 
-def test_who_reads_a_parameter_before_it_has_come_gets_nan_or_waits() -> None:
-    for seen in run_job(reading).ok():
-        assert seen == [False, True, True, True, True, True, True]
-
-
-def past_the_module(job: tw.Job) -> str:
-    model = zoo.build("mlp")
+def past_the_module(job: tw.Job) -> None:
+    """A value that has not come is not learned from."""
+    model, optimizer = made()
     weight = next(model.parameters())
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
     zoo.loss(model, job.rank, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    try:
+    with pytest.raises(errors.ArgumentError, match=r"^parameter '0.weight' was used before its new value had come"):
         weight.square().sum().backward()
-    except errors.ArgumentError as error:
-        job.barrier()
-        return str(error)
-    return ""
+    job.barrier()
 
 
-def test_learning_from_a_value_that_has_not_come_is_an_error() -> None:
-    for told in run_job(past_the_module).ok():
-        assert told.startswith("parameter '0.weight' was used before its new value had come")
-
-
-def compiled(job: tw.Job, late: bool) -> dict[str, torch.Tensor]:
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
-    fast = torch.compile(model, backend="aot_eager")
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        zoo.loss(model if late and step < 2 else fast, job.rank, step).backward()
+def straddling(job: tw.Job) -> None:
+    """A graph older than the last step cannot run backward."""
+    for overlap in (False, True):
+        model, optimizer = made(overlap=overlap)
+        loss = zoo.loss(model, job.rank, 0)
+        loss.backward(retain_graph=True)
         optimizer.step()
-    return {k: v.clone() for k, v in model.state_dict().items()}
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
-@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_compiled_models(late: bool) -> None:
-    for mine in run_job(compiled, late).ok():
-        assert_same(mine, together("mlp"), "mlp")
+def loaded(job: tw.Job) -> None:
+    """``load_state_dict`` between steps."""
+    model, optimizer = made(lr=0.0, momentum=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        zoo.loss(model, job.rank, step).backward()
+        optimizer.step()
+        if step == 1:
+            model.load_state_dict(zoo.build("mlp", seed=5 + job.rank).state_dict())
+    assert_same(values(model), dict(zoo.build("mlp", seed=5).state_dict()), "mlp")
 
 
-def straddling(job: tw.Job, overlap: bool) -> str:
+def grow(job: tw.Job) -> list[torch.Tensor]:
+    """Parameters may be added later; they begin with worker 0's values, too."""
+    found = []
+    for overlap in (False, True):
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        optimizer = tw.torch.StoreOptimizer(first.named_parameters("first"), torch.optim.SGD, lr=1.0, overlap=overlap)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": list(second.named_parameters("second")), "lr": 0.5})
+            optimizer.zero_grad()
+            (first(torch.ones(1, 4)) + second(torch.ones(1, 4))).sum().backward()
+            optimizer.step()
+        optimizer.wait()
+        names = [[f"{layer}.weight", f"{layer}.bias"] for layer in ("first", "second")]
+        assert [g["param_names"] for g in optimizer.param_groups] == names
+        found += [first.bias.detach().clone(), second.bias.detach().clone()]
+    return found
+
+
+def grow_module(job: tw.Job) -> None:
+    """A module, whose weight and bias are of two groups, waits for both, however they are got."""
+    net = torch.nn.Linear(4, 4)
+    optimizer = tw.torch.StoreOptimizer([("weight", net.weight)], torch.optim.SGD, lr=0.1, overlap=True)
+    optimizer.add_param_group({"params": [("bias", net.bias)]})
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        got = [net.weight, net.bias] if step % 2 else list(net.parameters())
+        assert all(bool(p.isfinite().all()) for p in got)
+
+
+def slow(job: tw.Job) -> None:
+    """All buckets have been copied when ``step`` returns."""
+    by_thread()
+    model, optimizer = made()
+    (part,) = optimizer._parts
+    push, copied = part.push, []
+
+    def slowly(buckets: Sequence[Bucket], values: Any) -> None:
+        threading.Event().wait(0.01)
+        push(buckets, values)
+        copied.extend(buckets)
+
+    part.push = slowly  # type: ignore[method-assign]
+    for step in range(2):
+        optimizer.zero_grad()
+        zoo.loss(model, job.rank, step).backward()
+        optimizer.step()
+        assert len(copied) == len(part.client.order) * (step + 1) > 0
+
+
+def ends_after_backward(job: tw.Job) -> None:
+    """So may a script."""
+    by_thread()
+    model, optimizer = made(max_grad_norm=1.0)
+    zoo.loss(model, job.rank, 0).backward()
+    assert optimizer.grad_norm is None
+
+
+PROGRAMS = [pushes, accumulate, reading, past_the_module, straddling, loaded, grow_module, slow, grow]
+
+
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
+def test_what_users_do(device: str) -> None:
+    results = run_job(in_turn, *PROGRAMS, ends_after_backward, device=device).ok()
+    assert all(map(torch.equal, *(mine[PROGRAMS.index(grow)] for mine in results)))
+
+
+def clipped(job: tw.Job) -> None:
+    """The norm is that of the reduced gradient."""
+    expected, norms = clipped_together()
+    for overlap in (True, False):
+        model, optimizer = made(overlap=overlap, max_grad_norm=0.05, reduce="sum")
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            zoo.loss(model, job.rank, step).backward()
+            optimizer.step()
+            found.append(optimizer.grad_norm)
+        assert found == pytest.approx(norms, rel=1e-6)
+        torch.testing.assert_close(values(model), expected)
+
+
+def clipped_together() -> tuple[dict[str, torch.Tensor], list[float]]:
     model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, overlap=overlap, **OPTIONS)
-    loss = zoo.loss(model, job.rank, 0)
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    optimizer.zero_grad()
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    stock = torch.optim.SGD(model.parameters(), **with_implementation(torch.optim.SGD, OPTIONS))
+    norms = []
+    for step in range(3):
+        stock.zero_grad()
+        (zoo.loss(model, 0, step) + zoo.loss(model, 1, step)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        stock.step()
+    return dict(model.state_dict()), norms
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_graph_older_than_the_last_step_cannot_run_backward(overlap: bool) -> None:
-    for told in run_job(straddling, overlap).ok():
-        assert "modified by an inplace operation" in told
-
-
-def unused(job: tw.Job) -> list[torch.Tensor]:
-    torch.manual_seed(0)
+def unused(job: tw.Job) -> None:
+    """A parameter unused on one worker counts as zero, and one that is used on none stays."""
     layers = [torch.nn.Linear(8, 8) for _ in range(3)]
     model = torch.nn.ModuleList(layers)
     optimizer = tw.torch.StoreOptimizer(
@@ -377,26 +354,37 @@ def unused(job: tw.Job) -> list[torch.Tensor]:
         used.sum().backward()
         optimizer.step()
     optimizer.wait()
-    return [layer.weight.detach() - was for layer, was in zip(layers, start, strict=True)]
+    for layer, was, moved in zip(layers, start, (-3.0, -1.5, 0.0), strict=True):
+        torch.testing.assert_close(layer.weight.detach() - was, torch.full((8, 8), moved))
 
 
-def test_a_parameter_unused_on_one_worker_counts_as_zero_and_on_all_stays() -> None:
-    for both, one, none in run_job(unused, device="tcp").ok():
-        torch.testing.assert_close(both, torch.full((8, 8), -3.0))
-        torch.testing.assert_close(one, torch.full((8, 8), -1.5))
-        assert not none.any()
+def test_gradients_are_those_of_all_workers() -> None:
+    run_job(in_turn, clipped, unused, servers=3, device="tcp").ok()
+
+
+def compiled(job: tw.Job, late: bool) -> dict[str, torch.Tensor]:
+    model, optimizer = made()
+    fast = torch.compile(model, backend="aot_eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        zoo.loss(model if late and step < 2 else fast, job.rank, step).backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_compiled_models(late: bool) -> None:
+    for mine in run_job(compiled, late).ok():
+        assert_same(mine, together("mlp"), "mlp")
 
 
 # ---- what is refused
 
 
-def misuse(job: tw.Job, how: str, thread: bool) -> str:
-    if thread:
+def misuse(job: tw.Job, how: str) -> str:
+    if how in ("twice", "clipped", "replaced"):
         by_thread()
-    model = zoo.build("shared")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
+    model, optimizer = made("shared")
     try:
         optimizer.zero_grad()
         if how == "closure":
@@ -426,30 +414,27 @@ def misuse(job: tw.Job, how: str, thread: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("closure", "Unsupported: with overlap=True step() takes no closure"),
-        ("scaler", "Unsupported: with overlap=True a GradScaler"),
-        ("twice", "GradientModified: parameter 'last.bias' got a second gradient"),
-        ("clipped", "was changed after it had been pushed: clip with StoreOptimizer(max_grad_norm=)"),
-        ("replaced", "GradientModified: the gradient of 'inner.weight' was changed"),
-        ("rate", "ArgumentError: an option of the optimizer changed after the first gradients"),
-        ("group", "ArgumentError: add parameters before backward"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_with_the_reason(how: str, says: str) -> None:
-    for told in run_job(misuse, how, how in ("twice", "clipped", "replaced")).ok():
-        assert says in told
+REFUSED = {
+    "closure": "Unsupported: with overlap=True step() takes no closure",
+    "scaler": "Unsupported: with overlap=True a GradScaler",
+    "rate": "ArgumentError: an option of the optimizer changed after the first gradients",
+    "group": "ArgumentError: add parameters before backward",
+    "twice": "GradientModified: parameter 'last.bias' got a second gradient",
+    "clipped": "was changed after it had been pushed: clip with StoreOptimizer(max_grad_norm=)",
+    "replaced": "GradientModified: the gradient of 'inner.weight' was changed",
+}
+
+
+def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
+    for told in run_job(for_each, misuse, [(how,) for how in REFUSED]).ok():
+        for found, (how, says) in zip(told, REFUSED.items(), strict=True):
+            assert says in found, how
 
 
 def breaks(job: tw.Job) -> tuple[str, str, list[str]]:
     """The first bucket cannot be pushed: what ``step`` and ``close`` say, and which threads are left."""
     by_thread()
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, bucket_bytes=BUCKET, **OPTIONS
-    )
+    model, optimizer = made()
 
     def fail(*_: object) -> None:
         raise errors.WaitTimeout("the channel stayed full")
@@ -473,86 +458,9 @@ def test_an_error_of_the_thread_comes_out_of_the_step_and_the_job_can_end() -> N
     assert (left, threads) == ("StepInterrupted", [])
 
 
-def loaded(job: tw.Job) -> dict[str, torch.Tensor]:
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.0, overlap=True)
-    for step in range(3):
-        optimizer.zero_grad()
-        zoo.loss(model, job.rank, step).backward()
-        optimizer.step()
-        if step == 1:
-            model.load_state_dict(zoo.build("mlp", seed=5 + job.rank).state_dict())
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_load_state_dict_between_overlapped_steps(device: str) -> None:
-    for mine in run_job(loaded, device=device).ok():
-        assert_same(mine, dict(zoo.build("mlp", seed=5).state_dict()), "mlp")
-
-
-def ends_after_backward(job: tw.Job) -> bool:
-    by_thread()
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(
-        model.named_parameters(), torch.optim.SGD, overlap=True, max_grad_norm=1.0, bucket_bytes=BUCKET, **OPTIONS
-    )
-    zoo.loss(model, job.rank, 0).backward()
-    return optimizer.grad_norm is None
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_script_may_end_after_backward(device: str) -> None:
-    assert run_job(ends_after_backward, device=device).ok() == [True, True]
-
-
-def grow(job: tw.Job, overlap: bool) -> list[torch.Tensor]:
-    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    optimizer = tw.torch.StoreOptimizer(first.named_parameters("first"), torch.optim.SGD, lr=1.0, overlap=overlap)
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": list(second.named_parameters("second")), "lr": 0.5})
-        optimizer.zero_grad()
-        (first(torch.ones(1, 4)) + second(torch.ones(1, 4))).sum().backward()
-        optimizer.step()
-    optimizer.wait()
-    assert [g["param_names"] for g in optimizer.param_groups] == [
-        ["first.weight", "first.bias"],
-        ["second.weight", "second.bias"],
-    ]
-    return [p.detach().clone() for p in (first.bias, second.bias)]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_parameters_may_be_added_later(overlap: bool) -> None:
-    results = run_job(grow, overlap).ok()
-    for mine, other in zip(*results, strict=True):
-        assert torch.equal(mine, other)
-
-
-def grow_module(job: tw.Job) -> list[bool]:
-    """Weight and bias of one module are of two groups. Whether they show numbers, got in two ways, after each step."""
-    net = torch.nn.Linear(4, 4)
-    optimizer = tw.torch.StoreOptimizer([("weight", net.weight)], torch.optim.SGD, lr=0.1, overlap=True)
-    optimizer.add_param_group({"params": [("bias", net.bias)]})
-    shown = []
-    for step in range(4):
-        optimizer.zero_grad()
-        net(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        got = [net.weight, net.bias] if step % 2 else list(net.parameters())
-        shown.append(all(bool(p.isfinite().all()) for p in got))
-    return shown
-
-
-def test_a_module_waits_for_the_parameters_of_every_group() -> None:
-    assert run_job(grow_module).ok() == [[True] * 4] * 2
-
-
 def close(job: tw.Job, overlap: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The parameters after the job, and after one more step with a stock optimizer."""
-    model = zoo.build("mlp")
-    optimizer = tw.torch.StoreOptimizer(model.named_parameters(), torch.optim.SGD, overlap=overlap, **OPTIONS)
+    model, optimizer = made(overlap=overlap)
     for step in range(STEPS):
         optimizer.zero_grad()
         zoo.loss(model, job.rank, step).backward()

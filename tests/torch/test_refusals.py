@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 
 Refusal = tuple[type[Exception], str, Callable[[], Any]]
 
@@ -112,13 +112,14 @@ def refuses(kind: type[Exception], says: str, call: Callable[[], Any]) -> str:
 
 
 def construct(job: tw.Job) -> list[str]:
+    """A refused construction says why, and leaves nothing behind."""
     wrong = []
     for kind, says, make in PARAMETERS:
         wrong.append(refuses(kind, says, lambda made=make: optimizer([("p", made())])))
     for refusal in ARGUMENTS:
         wrong.append(refuses(*refusal))
     p = parameter()
-    sgd = optimizer([("a", p)])  # the refused have left nothing behind
+    sgd = optimizer([("a", p)])
     p.grad = torch.ones(3)
     sgd.step()
     if not torch.equal(p.detach(), torch.full((3,), 0.5)):
@@ -126,27 +127,20 @@ def construct(job: tw.Job) -> list[str]:
     return [w for w in wrong if w]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_refused_construction_says_why_and_leaves_nothing_behind(device: str) -> None:
-    assert run_job(construct, device=device).ok() == [[], []]
-
-
 def many_names(job: tw.Job) -> list[str]:
-    """More names than fit into the address book."""
+    """More names than fit into the address book are refused before servers wait for them."""
     import tensorwire.store.store_layout as store_layout
 
-    store_layout.MOST_ENTRY_BYTES = 10_000  # type: ignore[attr-defined]
+    most, store_layout.MOST_ENTRY_BYTES = store_layout.MOST_ENTRY_BYTES, 10_000  # type: ignore[attr-defined]
     long = [(f"{i}" * 300, parameter()) for i in range(50)]
     wrong = refuses(errors.ArgumentError, "shorter names", lambda: optimizer(long))
+    store_layout.MOST_ENTRY_BYTES = most  # type: ignore[attr-defined]
     optimizer([("a", parameter())])
     return [w for w in (wrong,) if w]
 
 
-def test_too_many_names_are_refused_before_servers_wait_for_them() -> None:
-    assert run_job(many_names).ok() == [[], []]
-
-
 def add(job: tw.Job) -> list[str]:
+    """A refused group leaves nothing behind."""
     p, q = parameter(), parameter()
     sgd = optimizer([("a", p)])
     wrong = [
@@ -164,11 +158,7 @@ def add(job: tw.Job) -> list[str]:
     return [w for w in wrong if w]
 
 
-def test_a_refused_group_leaves_nothing_behind() -> None:
-    assert run_job(add).ok() == [[], []]
-
-
-def one_worker_does_not_come(job: tw.Job) -> bool:
+def one_worker_does_not_come(job: tw.Job) -> list[str]:
     """The comparison of plans runs out of time; both workers come again."""
     client = job._worker.member.client
     compare = client.compare
@@ -182,34 +172,7 @@ def one_worker_does_not_come(job: tw.Job) -> bool:
     sgd = optimizer([("a", p)])
     p.grad = torch.ones(3)
     sgd.step()
-    return bool((p == 0.5).all())
-
-
-def test_workers_that_did_not_meet_can_meet_again() -> None:
-    assert run_job(one_worker_does_not_come).ok() == [True, True]
-
-
-def breaks_late(job: tw.Job) -> None:
-    """Something fails after the servers have begun the store."""
-    import tensorwire.store.store_client as client
-
-    if job.rank == 1:
-
-        def fail(*_: Any) -> None:
-            raise errors.OutOfMemory("no room for the window")
-
-        client.Window = fail  # type: ignore[assignment,misc]
-    try:
-        optimizer([("a", parameter())])
-    except errors.OutOfMemory:
-        job._worker.member.client.ended.wait()  # a script that goes on all the same
-
-
-def test_a_construction_that_fails_after_servers_began_ends_the_job() -> None:
-    ended = run_job(breaks_late)
-    assert ended.cause is not None
-    assert str(ended.cause) == "worker 1 raised OutOfMemory: no room for the window"
-    assert "JobEnded" in ended.errors[0]
+    return [] if bool((p == 0.5).all()) else ["the step after it"]
 
 
 def fake_gradient() -> torch.Tensor:
@@ -222,7 +185,8 @@ def freed_gradient() -> torch.Tensor:
     return g
 
 
-def steps(job: tw.Job, overlap: bool) -> list[str]:
+def steps(job: tw.Job, overlap: bool = False) -> list[str]:
+    """A refused step says why, and the next one works."""
     p = parameter()
     sgd = optimizer([("p", p)], overlap=overlap)
     wrong = []
@@ -250,13 +214,12 @@ def steps(job: tw.Job, overlap: bool) -> list[str]:
     return [w for w in wrong if w]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_refused_step_says_why_and_the_next_one_works(overlap: bool) -> None:
-    assert run_job(steps, overlap).ok() == [[], []]
+def steps_with_overlap(job: tw.Job) -> list[str]:
+    return steps(job, overlap=True)
 
 
-def negated(job: tw.Job) -> list[list[float]]:
-    """Tensors that are negative by a mark and not by their bits."""
+def negated(job: tw.Job) -> list[str]:
+    """Tensors that are negative by a mark, and not by their bits, keep their sign."""
     values = torch.complex(torch.ones(3), torch.arange(3.0)).conj().imag
     assert values.is_neg()
     p = torch.nn.Parameter(values)
@@ -264,9 +227,36 @@ def negated(job: tw.Job) -> list[list[float]]:
     found = [p.tolist()]
     p.grad = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
     sgd.step()
-    return [*found, p.tolist()]
+    found.append(p.tolist())
+    return [] if found == [[-0.0, -1.0, -2.0], [1.0, 0.0, -1.0]] else [str(found)]
+
+
+PROGRAMS = [construct, many_names, add, one_worker_does_not_come, steps, steps_with_overlap, negated]
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_lazily_negated_tensors_keep_their_sign(device: str) -> None:
-    assert run_job(negated, device=device).ok() == [[[-0.0, -1.0, -2.0], [1.0, 0.0, -1.0]]] * 2
+def test_what_is_refused(device: str) -> None:
+    assert run_job(in_turn, *PROGRAMS, device=device).ok() == [[[]] * len(PROGRAMS)] * 2
+
+
+def breaks_late(job: tw.Job) -> None:
+    """Something fails after the servers have begun the store."""
+    import tensorwire.store.store_client as client
+
+    if job.rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise errors.OutOfMemory("no room for the window")
+
+        client.Window = fail  # type: ignore[assignment,misc]
+    try:
+        optimizer([("a", parameter())])
+    except errors.OutOfMemory:
+        job._worker.member.client.ended.wait()  # a script that goes on all the same
+
+
+def test_a_construction_that_fails_after_servers_began_ends_the_job() -> None:
+    ended = run_job(breaks_late)
+    assert ended.cause is not None
+    assert str(ended.cause) == "worker 1 raised OutOfMemory: no room for the window"
+    assert "JobEnded" in ended.errors[0]

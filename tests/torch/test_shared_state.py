@@ -13,7 +13,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import EASGD, SGD, SSP, Async, DiLoCo, LocalSGD, Sync
 from tensorwire.store.modes import Local, Mode
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 from tests.levels import mostly_long
 
 RATE, BUCKET = 0.25, 4096
@@ -100,21 +100,20 @@ def check(values: dict[str, torch.Tensor], expected: float, *, integers: bool) -
         assert torch.equal(values[name], right.detach()), (name, values[name].reshape(-1)[:3], expected)
 
 
-@pytest.mark.parametrize(
-    ("case", "device"), mostly_long([(c, d) for c in CASES for d in ("shm", "tcp")], [(c, "shm") for c in CASES])
-)
-def test_all_workers_save_the_same_model(case: Case, device: str) -> None:
-    results = run_job(drift, case, servers=2, device=device).ok()
-    for rank, (own, alone, shared, file) in enumerate(results):
-        integers = not isinstance(case.mode, Local)
-        check(own, case.own[rank], integers=True)
-        check(shared, case.shared, integers=integers)
-        if rank:
-            check(alone, case.shared, integers=integers)
-        saved = Net(0)
-        saved.load_state_dict(torch.load(io.BytesIO(file)))
-        check({n: p.detach() for n, p in saved.named_parameters()}, case.shared, integers=True)
-        assert saved.seen == 1 + rank  # a buffer is the worker's own
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
+def test_all_workers_save_the_same_model(device: str) -> None:
+    results = run_job(for_each, drift, [(case,) for case in CASES], servers=2, device=device).ok()
+    for rank, found in enumerate(results):
+        for case, (own, alone, shared, file) in zip(CASES, found, strict=True):
+            integers = not isinstance(case.mode, Local)
+            check(own, case.own[rank], integers=True)
+            check(shared, case.shared, integers=integers)
+            if rank:
+                check(alone, case.shared, integers=integers)
+            saved = Net(0)
+            saved.load_state_dict(torch.load(io.BytesIO(file)))
+            check({n: p.detach() for n, p in saved.named_parameters()}, case.shared, integers=True)
+            assert saved.seen == 1 + rank  # a buffer is the worker's own
 
 
 def sparse(job: tw.Job, mode: Any) -> list[list[float]]:
@@ -139,17 +138,14 @@ def sparse(job: tw.Job, mode: Any) -> list[list[float]]:
     return [own, shared]
 
 
-@pytest.mark.parametrize("mode", [Sync(), Async(), SSP(staleness=2)], ids=repr)
-def test_rows_of_sparse_gradients_are_the_servers(mode: Any) -> None:
-    if isinstance(mode, Sync):
-        assert run_job(sparse, mode).ok() == [[[-0.5, -0.25, 0.0, 0.0]] * 2] * 2
-        return
-    first, second = run_job(sparse, mode).ok()
-    assert first == [[-0.5, 0.0, 0.0, 0.0], [-1.0, -0.5, 0.0, 0.0]]
-    assert second == [[-1.0, -0.5, 0.0, 0.0]] * 2
+def test_rows_of_sparse_gradients_are_the_servers() -> None:
+    first, second = run_job(for_each, sparse, [(Sync(),), (Async(),), (SSP(staleness=2),)]).ok()
+    assert first[0] == second[0] == [[-0.5, -0.25, 0.0, 0.0]] * 2
+    assert first[1:] == [[[-0.5, 0.0, 0.0, 0.0], [-1.0, -0.5, 0.0, 0.0]]] * 2
+    assert second[1:] == [[[-1.0, -0.5, 0.0, 0.0]] * 2] * 2
 
 
-def loaded(job: tw.Job) -> tuple[list[float], list[float]]:
+def loaded(job: tw.Job) -> None:
     """A state that was loaded is what servers are given with the next step."""
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=LocalSGD(every=5))
@@ -160,37 +156,26 @@ def loaded(job: tw.Job) -> tuple[list[float], list[float]]:
     optimizer.load_state_dict(state)
     before = optimizer.shared_state()["p"].fill_(1.0) + optimizer.shared_state()["p"]
     optimizer.step()
-    return before.tolist(), optimizer.shared_state()["p"].tolist()
+    assert before.tolist() == [8.0] * 3
+    assert optimizer.shared_state()["p"].tolist() == [7.0] * 3
 
 
-def test_a_state_that_waits_for_the_next_step_is_shared() -> None:
-    assert run_job(loaded).ok() == [([8.0] * 3, [7.0] * 3)] * 2
-
-
-def refused(job: tw.Job) -> list[str]:
-    found = []
+def refused(job: tw.Job) -> None:
+    """Not in the middle of a step, nor from servers that have gone."""
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     overlapped = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, overlap=True)
     other = tw.torch.StoreOptimizer([("q", q)], torch.optim.SGD, lr=1.0, mode=Async())
     (p.sum() + 0 * q.sum()).backward()
-    try:
+    with pytest.raises(errors.ArgumentError, match=r"^save and load state between two steps: gradients are in flight$"):
         overlapped.shared_state()
-    except errors.ArgumentError as error:
-        found.append(str(error))
     overlapped.step()
     other.step()
     job.barrier()
     job.close()
-    found.append(str(overlapped.shared_state()["p"].tolist()))
-    try:
+    assert overlapped.shared_state()["p"].tolist() == [-1.0, -1.0, -1.0]
+    with pytest.raises(errors.JobEnded, match=r"save before job.close\(\)"):
         other.shared_state()
-    except errors.JobEnded as error:
-        found.append(str(error))
-    return found
 
 
-def test_not_in_the_middle_of_a_step_nor_from_servers_that_have_gone() -> None:
-    for early, late, gone in run_job(refused).ok():
-        assert early == "save and load state between two steps: gradients are in flight"
-        assert late == "[-1.0, -1.0, -1.0]"
-        assert "save before job.close()" in gone
+def test_a_state_that_waits_for_the_next_step_and_the_end() -> None:
+    run_job(in_turn, loaded, refused).ok()

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store.rules import ELEMENTWISE, WHOLE, with_implementation
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.levels import mostly_long
 
 BUCKET = 32 << 10
@@ -109,75 +110,59 @@ def save_alone(job: tw.Job, cases: list[Case]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def resume(job: tw.Job, cases: list[Case], checkpoints: list[bytes], late: bool) -> list[bytes]:
+def resume(job: tw.Job, cases: list[Case], checkpoints: list[bytes]) -> list[bytes]:
+    """Every other case loads the values after the state."""
     found = []
-    for case, data in zip(cases, checkpoints, strict=True):
+    for late, (case, data) in enumerate(zip(cases, checkpoints, strict=True)):
         model, state = loaded(data)
         params = parameters(case, seed=7)
         module = torch.nn.Module()
         for name, p in params.items():
             module.register_parameter(name, p)
-        if not late:
+        if not late % 2:
             module.load_state_dict(model)
         optimizer = store(params, case)
         optimizer.load_state_dict(state)
-        if late:
+        if late % 2:
             module.load_state_dict(model)
-        assert same(optimizer.state_dict(), state)
+        assert same(optimizer.state_dict(), state), case
         train(optimizer, params, 2, 4)
         found.append(saved(values(params), optimizer.state_dict()))
     return found
 
 
-RESUMED: list[Case] = [("SGD", "float32"), ("AdamW", "float32"), ("Adafactor", "float32"), ("AdamW", "bfloat16")]
+def like_stock(case: Case, checkpoint: bytes, end: bytes) -> None:
+    """What was saved, and what came of it, is what the stock optimizer has; which goes on with it in the same way."""
+    params = parameters(case)
+    optimizer = stock(params, case)
+    train(optimizer, params, 0, 2)
+    assert same(loaded(checkpoint), (values(params), optimizer.state_dict())), case
+    train(optimizer, params, 2, 4)
+    assert same(loaded(end), (values(params), optimizer.state_dict())), case
+    params = parameters(case, seed=9)
+    optimizer = stock(params, case)
+    before, saved_state = loaded(checkpoint)
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(before[name])
+    optimizer.load_state_dict(saved_state)
+    train(optimizer, params, 2, 4)
+    # Stock's own loading turns NAdam's product of float32 into the parameter's type.
+    assert same(loaded(end)[0], values(params)) or case[1] == "float64", case
 
 
-@pytest.mark.parametrize(("device", "servers"), mostly_long([("shm", 2), ("tcp", 1)], [("shm", 2)]))
-def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(device: str, servers: int) -> None:
-    """It has another number of servers, too."""
-    first = run_job(save_alone, RESUMED, servers=3 - servers, device=device).ok()
-    again = run_job(resume, RESUMED, [data for data, _ in first[0]], servers == 2, servers=servers, device=device).ok()
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
+def test_a_job_that_goes_on_with_a_saved_state_has_the_bits_of_one_that_never_stopped(device: str) -> None:
+    """Of every optimizer, and with another number of servers. The state is that of the stock optimizer."""
+    cases = [(name, "float32") for name in (*ELEMENTWISE, *WHOLE)] + [("NAdam", "float64"), ("AdamW", "bfloat16")]
+    first = run_job(save_alone, cases, servers=1, device=device).ok()
+    again = run_job(resume, cases, [data for data, _ in first[0]], servers=2, device=device).ok()
     for ends in (*again, [end for _, end in first[1]]):
-        for found, (_, end) in zip(ends, first[0], strict=True):
-            assert same(loaded(found), loaded(end))
-
-
-def test_the_state_of_every_optimizer_is_that_of_the_stock_one() -> None:
-    cases = [(name, "float32") for name in (*ELEMENTWISE, *WHOLE)] + [("NAdam", "float64")]
-    for case, data in zip(cases, run_job(save_alone, cases, servers=2).ok()[0], strict=True):
-        checkpoint, (model, state) = data[0], loaded(data[1])
-        params = parameters(case)
-        optimizer = stock(params, case)
-        train(optimizer, params, 0, 2)
-        assert same(loaded(checkpoint), (values(params), optimizer.state_dict())), case
-        train(optimizer, params, 2, 4)
-        assert same((model, state), (values(params), optimizer.state_dict())), case
-        # What was saved, taken by another stock optimizer, goes on in the same way.
-        params = parameters(case, seed=9)
-        optimizer = stock(params, case)
-        before, saved_state = loaded(checkpoint)
-        with torch.no_grad():
-            for name, p in params.items():
-                p.copy_(before[name])
-        optimizer.load_state_dict(saved_state)
-        train(optimizer, params, 2, 4)
-        # Stock's own loading turns NAdam's product of float32 into the parameter's type.
-        assert same(model, values(params)) or case[1] == "float64", case
-
-
-def test_a_stock_state_goes_on_in_a_job() -> None:
-    cases = [(name, "float32") for name in (*ELEMENTWISE, *WHOLE)]
-    checkpoints, ends = [], []
-    for case in cases:
-        params = parameters(case)
-        optimizer = stock(params, case)
-        train(optimizer, params, 0, 2)
-        checkpoints.append(saved(values(params), optimizer.state_dict()))
-        train(optimizer, params, 2, 4)
-        ends.append((values(params), optimizer.state_dict()))
-    for mine in run_job(resume, cases, checkpoints, False, servers=2).ok():
-        for case, found, end in zip(cases, mine, ends, strict=True):
-            assert same(loaded(found), end), case
+        for case, found, (_, end) in zip(cases, ends, first[0], strict=True):
+            assert same(loaded(found), loaded(end)), case
+    for case, (checkpoint, end) in zip(cases, first[0], strict=True):
+        if case[1] != "bfloat16":  # for which the store keeps a float32 copy
+            like_stock(case, checkpoint, end)
 
 
 # ---- copies
@@ -200,7 +185,8 @@ def adamw(net: Net) -> tw.torch.StoreOptimizer:
     return tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=0.01)
 
 
-def copies(job: tw.Job) -> list[bool]:
+def copies(job: tw.Job) -> None:
+    """A copy or a pickle is a stock optimizer that goes on alone."""
     net = Net()
     optimizer = adamw(net)
     for step in range(2):
@@ -212,22 +198,17 @@ def copies(job: tw.Job) -> list[bool]:
     for each in (pair, pickled, (net, optimizer)):
         each[0].backward(2)
         each[1].step()
-    found = []
     for model, other in (pair, pickled):
         model.load_state_dict(model.state_dict())  # its own: the store's parameters are not loaded
-        found.append(type(other) is torch.optim.AdamW and other.param_groups[0]["params"][0] is model.first.weight)
-        found.append(same(model.state_dict(), net.state_dict()))
-        found.append(same(other.state_dict(), optimizer.state_dict()))
+        assert type(other) is torch.optim.AdamW
+        assert other.param_groups[0]["params"][0] is model.first.weight
+        assert same(model.state_dict(), net.state_dict())
+        assert same(other.state_dict(), optimizer.state_dict())
     net.backward(3)
     optimizer.step()
-    return found
 
 
-def test_a_copy_or_a_pickle_is_a_stock_optimizer_that_goes_on_alone() -> None:
-    assert run_job(copies).ok() == [[True] * 6] * 2
-
-
-def copies_in_half(job: tw.Job) -> tuple[bool, list[str], torch.dtype]:
+def copies_in_half(job: tw.Job) -> None:
     net = Net(torch.bfloat16)
     optimizer = adamw(net)
     for step in range(2):
@@ -235,22 +216,21 @@ def copies_in_half(job: tw.Job) -> tuple[bool, list[str], torch.dtype]:
         optimizer.step()
     state = optimizer.state_dict()["state"]
     master = state[0]["master"]
-    rounded = torch.equal(master.bfloat16(), net.first.weight) and not torch.equal(master, net.first.weight.float())
+    assert torch.equal(master.bfloat16(), net.first.weight)
+    assert not torch.equal(master, net.first.weight.float())
+    assert state[0]["exp_avg"].dtype == torch.float32
     made = copy.deepcopy(optimizer)
     made.param_groups[0]["params"][0].grad = torch.ones(30, 40, dtype=torch.bfloat16)
     made.step()
     values = made.state[made.param_groups[0]["params"][0]]
-    return rounded and state[0]["exp_avg"].dtype == torch.float32, sorted(values), values["exp_avg"].dtype
-
-
-def test_state_of_half_precision() -> None:
-    assert run_job(copies_in_half, workers=1).ok() == [(True, ["exp_avg", "exp_avg_sq", "step"], torch.bfloat16)]
+    assert sorted(values) == ["exp_avg", "exp_avg_sq", "step"]
+    assert values["exp_avg"].dtype == torch.bfloat16
 
 
 # ---- loading
 
 
-def pending(job: tw.Job) -> list[bool]:
+def pending(job: tw.Job) -> None:
     """What was loaded counts with the next step; worker 0's, whatever the others loaded."""
     net, calls = Net(), []
     optimizer = adamw(net)
@@ -268,10 +248,11 @@ def pending(job: tw.Job) -> list[bool]:
     optimizer.register_state_dict_pre_hook(lambda o: calls.append("before save"))
     optimizer.register_state_dict_post_hook(lambda o, d: calls.append("after save"))
     optimizer.load_state_dict(mine)
-    found = [same(optimizer.state_dict()["state"], mine["state"]), same(net.state_dict(), before)]
-    found.append(calls == ["before load", "after load", "before save", "after save"])
+    assert same(optimizer.state_dict()["state"], mine["state"])
+    assert same(net.state_dict(), before)
+    assert calls == ["before load", "after load", "before save", "after save"]
     group = optimizer.param_groups[0]
-    found += [group["lr"] == 0.5 + job.rank, group["initial_lr"] == 0.5, group["fused"] is True]
+    assert (group["lr"], group["initial_lr"], group["fused"]) == (0.5 + job.rank, 0.5, True)
     net.backward(2)
     twin = Net()
     twin.load_state_dict(net.state_dict())
@@ -281,20 +262,13 @@ def pending(job: tw.Job) -> list[bool]:
     twin.backward(2)
     other.step()
     optimizer.step()
-    found += [
-        same(net.state_dict(), twin.state_dict()),
-        same(optimizer.state_dict()["state"], other.state_dict()["state"]),
-    ]
+    assert same(net.state_dict(), twin.state_dict())
+    assert same(optimizer.state_dict()["state"], other.state_dict()["state"])
     empty = {**early, "state": {}}
     optimizer.load_state_dict(empty)
     net.backward(3)
     optimizer.step()
-    return [*found, float(optimizer.state_dict()["state"][0]["step"]) == 1.0]
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_loaded_state_counts_with_the_next_step(device: str) -> None:
-    assert run_job(pending, device=device).ok() == [[True] * 9] * 2
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 1.0
 
 
 def changed(state: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
@@ -329,31 +303,24 @@ REFUSED: list[tuple[list[Any], Any, str]] = [
 ]
 
 
-def refusals(job: tw.Job) -> list[str]:
+def refusals(job: tw.Job) -> None:
+    """A state that does not fit is refused, and nothing changes."""
     net = Net()
     optimizer = adamw(net)
     net.backward(0)
     optimizer.step()
     before = optimizer.state_dict()
-    found = []
-    for path, value, _ in REFUSED:
+    for path, value, part in REFUSED:
         with pytest.raises(errors.ArgumentError) as caught:
             optimizer.load_state_dict(changed(before, path, value))
         assert "\n" not in str(caught.value)
-        found.append(str(caught.value))
+        assert part in str(caught.value), (path, value)
         assert same(optimizer.state_dict(), before)
     adagrad = tw.torch.StoreOptimizer(Net().named_parameters(), torch.optim.Adagrad, lr=0.1)
     with pytest.raises(errors.ArgumentError, match="no 'step', which Adagrad needs"):
         adagrad.load_state_dict(changed(adagrad.state_dict(), ["state", 2], {}))
     net.backward(1)
     optimizer.step()
-    return found
-
-
-def test_a_state_that_does_not_fit_is_refused_and_nothing_changed() -> None:
-    for messages in run_job(refusals, workers=1).ok():
-        for message, (path, value, part) in zip(messages, REFUSED, strict=True):
-            assert part in message, (path, value)
 
 
 def load_alone(job: tw.Job) -> None:
@@ -371,7 +338,7 @@ def test_loading_on_one_worker_only_ends_the_job() -> None:
     assert all("JobEnded" in e for e in ended.errors)
 
 
-def masters(job: tw.Job) -> list[bool]:
+def masters(job: tw.Job) -> None:
     """A master that is not what the parameter was rounded from does not move the parameter."""
     net = Net(torch.bfloat16)
     optimizer = adamw(net)
@@ -383,15 +350,11 @@ def masters(job: tw.Job) -> list[bool]:
     before = net.first.weight.detach().clone()
     net.zero_grad()
     optimizer.step()
-    found = [torch.equal(net.first.weight, before)]
+    assert torch.equal(net.first.weight, before)
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    return [*found, bool((net.first.weight - before).abs().max() < 1.0)]
-
-
-def test_loading_an_optimizer_moves_no_parameter() -> None:
-    assert run_job(masters, workers=1).ok() == [[True, True]]
+    assert (net.first.weight - before).abs().max() < 1.0
 
 
 # ---- overlap, and parameters added later
@@ -411,7 +374,7 @@ def steps(net: Net, optimizer: torch.optim.Optimizer, start: int, stop: int) -> 
         optimizer.step()
 
 
-def overlapping(job: tw.Job, dtype: torch.dtype) -> list[bool]:
+def overlapping(job: tw.Job, dtype: torch.dtype) -> None:
     net = Net(dtype)
     optimizer = several_stores(net)
     steps(net, optimizer, 0, 3)
@@ -436,19 +399,15 @@ def overlapping(job: tw.Job, dtype: torch.dtype) -> list[bool]:
     steps(twin, other, 3, 5)
     other.wait()
     again = [(n.state_dict(), o.state_dict()) for n, o in ((net, optimizer), (twin, other))]
-    found = [len(end[1]["state"]) == 4, end[1]["param_groups"][1]["params"] == [2, 3]]
-    return [*found, *(same(a, end) for a in again)]
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("shm", torch.bfloat16), ("tcp", torch.float32)])
-def test_with_overlap_and_several_stores(device: str, dtype: torch.dtype) -> None:
-    assert run_job(overlapping, dtype, servers=2, device=device).ok() == [[True] * 4] * 2
+    assert len(end[1]["state"]) == 4
+    assert end[1]["param_groups"][1]["params"] == [2, 3]
+    assert all(same(a, end) for a in again)
 
 
 # ---- who asks, and when
 
 
-def ask_at_once(job: tw.Job) -> bool:
+def ask_at_once(job: tw.Job) -> None:
     """Both workers ask, several times, of two stores."""
     nets = [Net(), Net()]
     optimizers = [adamw(net) for net in nets]
@@ -463,23 +422,21 @@ def ask_at_once(job: tw.Job) -> bool:
     states += [[optimizer.state_dict() for optimizer in optimizers] for _ in range(6)]
     job.barrier()
     assert len(list(Path("/proc/self/fd").iterdir())) == files  # what an ask opened is gone with it
-    return all(same(state, states[0][0]) for both in states for state in both)
+    gc.enable()
+    assert all(same(state, states[0][0]) for both in states for state in both)
+
+
+def after_the_end(job: tw.Job) -> None:
+    optimizer = adamw(Net())
+    job.close()
+    with pytest.raises(errors.TensorwireError, match=r"save before job.close\(\)"):
+        optimizer.state_dict()
+
+
+PROGRAMS = [ask_at_once, copies, copies_in_half, pending, refusals, masters]
+OVERLAPPING = [partial(overlapping, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_workers_that_ask_at_once(device: str) -> None:
-    assert run_job(ask_at_once, servers=2, device=device).ok() == [True, True]
-
-
-def after_the_end(job: tw.Job) -> str:
-    optimizer = adamw(Net())
-    job.close()
-    try:
-        optimizer.state_dict()
-    except errors.TensorwireError as error:
-        return str(error)
-    return ""
-
-
-def test_after_the_job_there_is_no_state() -> None:
-    assert all("save before job.close()" in message for message in run_job(after_the_end).ok())
+def test_what_users_do_with_state(device: str) -> None:
+    run_job(in_turn, *PROGRAMS, *OVERLAPPING, after_the_end, servers=2, device=device).ok()

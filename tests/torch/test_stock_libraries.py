@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 import tensorwire as tw
 from tests.harness.jobs import run_job
 from tests.harness.sandbox import Sandbox
+from tests.levels import mostly_slow
 from tests.torch.recipes import recipe
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -67,10 +68,6 @@ def check_recipe(results: list[dict[str, Any]]) -> None:
     (before, first), (_, second) = (found["recipe"] for found in results)
     assert [k for k in first if not torch.equal(first[k], second[k])] == []
     assert [k for k in first if torch.equal(first[k], before[k])] == []
-
-
-def part(results: list[dict[str, Any]], case: str) -> list[tuple[Outcome, Outcome]]:
-    return [found[case] for found in results]
 
 
 # ---- Lightning
@@ -323,85 +320,32 @@ def run_cases(job: tw.Job, library: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def results(library: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_job(run_cases, library, tmp_path_factory.mktemp(library)).ok()
+# What the runs of each case saw, in the same way in the job and alone.
+SEEN: dict[str, Callable[[Any], bool]] = {
+    "lightning_automatic": lambda seen: (*seen[:2], len(set(seen[2]))) == (1, 8, 4),
+    "lightning_manual": lambda seen: (*seen[:2], len(set(seen[2]))) == (1, 8, 4),
+    "lightning_resumed": lambda seen: (seen[0], len(seen[1])) == (16, 8),
+    "lightning_finetuning": lambda seen: seen == [2, 2],
+    "accelerate_loop": lambda seen: seen[0] == 1 and len(seen[1]) == 12 and seen[1][1] > 0.1,  # something was clipped
+    "accelerate_resumed": lambda seen: len(seen) == 8,
+    "transformers_training": lambda seen: seen[0] == 1 and whole(seen[1]),
+    "transformers_resumed": lambda seen: seen[0] is True,
+}
 
 
-@pytest.fixture(scope="module")
-def lightning(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results("lightning", tmp_path_factory)
+def whole(history: list[dict[str, float]]) -> bool:
+    """All steps of a training are in its log, with losses and norms of gradients."""
+    logs = all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
+    return logs and [entry["step"] for entry in history] == [2, 4, 6, 6]
 
 
-@pytest.fixture(scope="module")
-def accelerate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results("accelerate", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def transformers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results("transformers", tmp_path_factory)
-
-
-@pytest.mark.slow
-def test_lightnings_automatic_optimization(lightning: list[dict[str, Any]]) -> None:
-    world, steps, rates = check(part(lightning, "lightning_automatic"))
-    assert (world, steps, len(set(rates))) == (1, 8, 4)
-
-
-@pytest.mark.slow
-def test_lightnings_manual_optimization(lightning: list[dict[str, Any]]) -> None:
-    world, steps, rates = check(part(lightning, "lightning_manual"))
-    assert (world, steps, len(set(rates))) == (1, 8, 4)
-
-
-@pytest.mark.slow
-def test_lightning_goes_on_from_its_checkpoint(lightning: list[dict[str, Any]]) -> None:
-    steps, rates = check(part(lightning, "lightning_resumed"))
-    assert (steps, len(rates)) == (16, 8)
-
-
-@pytest.mark.slow
-def test_lightning_adds_parameters_without_names(lightning: list[dict[str, Any]]) -> None:
-    assert check(part(lightning, "lightning_finetuning")) == [2, 2]
-
-
-@pytest.mark.slow
-def test_lightning_as_documented(lightning: list[dict[str, Any]]) -> None:
-    check_recipe(lightning)
-
-
-def test_accelerate(accelerate: list[dict[str, Any]]) -> None:
-    world, seen = check(part(accelerate, "accelerate_loop"))
-    assert world == 1
-    assert seen[1] > 0.1  # there was something to clip
-    assert len(seen) == 12
-
-
-def test_accelerate_loads_what_it_saved(accelerate: list[dict[str, Any]]) -> None:
-    assert len(check(part(accelerate, "accelerate_resumed"))) == 8
-
-
-def test_accelerate_as_documented(accelerate: list[dict[str, Any]]) -> None:
-    check_recipe(accelerate)
-
-
-@pytest.mark.slow
-def test_the_trainer_of_transformers(transformers: list[dict[str, Any]]) -> None:
-    world, history = check(part(transformers, "transformers_training"))
-    assert world == 1
-    assert [entry["step"] for entry in history] == [2, 4, 6, 6]
-    assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in history[:3])
-
-
-@pytest.mark.slow
-def test_the_trainer_goes_on_from_its_checkpoint(transformers: list[dict[str, Any]]) -> None:
-    again, _ = check(part(transformers, "transformers_resumed"))
-    assert again
-
-
-@pytest.mark.slow
-def test_transformers_as_documented(transformers: list[dict[str, Any]]) -> None:
-    check_recipe(transformers)
+@pytest.mark.parametrize("library", mostly_slow([*LIBRARIES], {"accelerate"}))
+def test_a_library_trains_on_the_store_as_on_a_stock_optimizer_and_as_documented(library: str, tmp_path: Path) -> None:
+    results = run_job(run_cases, library, tmp_path).ok()
+    for case in (case.__name__ for case in LIBRARIES[library]):
+        seen = check([found[case] for found in results])
+        assert SEEN[case](seen), (case, seen)
+    check_recipe(results)
 
 
 @pytest.mark.slow

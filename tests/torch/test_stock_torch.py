@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import tensorwire as tw
 from tensorwire.store.rules import with_implementation
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 
 STEPS = 9
 WORKERS = (0, 1)
@@ -93,24 +93,17 @@ def scheduled(net: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str,
     return seen
 
 
-def schedule_all(job: tw.Job) -> dict[str, tuple[bool, Options, Options]]:
-    found = {}
+def schedule_all(job: tw.Job) -> None:
+    """With the bits of the stock optimizer."""
     for name, (kind, _) in SCHEDULES.items():
         ours, theirs = model(), model()
         optimizer = getattr(torch.optim, kind)
         store = tw.torch.StoreOptimizer(ours.named_parameters(), optimizer, **BASE[kind])
         mine = scheduled(ours, store, name, (job.rank,))
         alone = scheduled(theirs, stock(theirs, optimizer, **BASE[kind]), name, WORKERS)
-        found[name] = (same(state(ours), state(theirs)), mine, alone)
-    return found
-
-
-def test_schedulers_have_the_bits_of_the_stock_optimizer() -> None:
-    for found in run_job(schedule_all).ok():
-        for name, (equal, mine, alone) in found.items():
-            assert equal, name
-            assert mine == alone, name
-            assert len({options["lr"] for options in mine}) > 1, f"{name} changed nothing"
+        assert same(state(ours), state(theirs)), name
+        assert mine == alone, name
+        assert len({options["lr"] for options in mine}) > 1, f"{name} changed nothing"
 
 
 # ---- GradScaler
@@ -134,8 +127,8 @@ def scaled(net: torch.nn.Module, optimizer: torch.optim.Optimizer, unscale: bool
     return scales, states
 
 
-def scale_twice(job: tw.Job) -> list[tuple[bool, list[float], bool]]:
-    found = []
+def scale_twice(job: tw.Job) -> None:
+    """A step with an inf is skipped."""
     for unscale in (True, False):
         ours, theirs = model(), model()
         options = {"lr": 0.1, "momentum": 0.9}
@@ -144,17 +137,11 @@ def scale_twice(job: tw.Job) -> list[tuple[bool, list[float], bool]]:
         )
         # Without fused: torch would unscale inside of the fused step, in another order of operations.
         alone, expected = scaled(theirs, torch.optim.SGD(theirs.parameters(), **options, fused=unscale), unscale)
-        equal = mine == alone and all(same(a, b) for a, b in zip(states, expected, strict=True))
-        found.append((equal, mine, same(states[1], states[2]) and not same(states[2], states[3])))
-    return found
-
-
-def test_gradscaler_skips_a_step_with_an_inf() -> None:
-    for found in run_job(scale_twice).ok():
-        for equal, scales, skipped in found:
-            assert equal
-            assert scales[1:3] == [2.0**16, 2.0**15]
-            assert skipped
+        assert mine == alone
+        assert all(map(same, states, expected))
+        assert mine[1:3] == [2.0**16, 2.0**15]
+        assert same(states[1], states[2])
+        assert not same(states[2], states[3])
 
 
 def infinite_on_one(job: tw.Job, unscale: bool, max_grad_norm: float | None) -> tuple[bool, list[float]]:
@@ -182,13 +169,14 @@ def infinite_on_one(job: tw.Job, unscale: bool, max_grad_norm: float | None) -> 
     return same(state(ours), state(theirs)), scales
 
 
-@pytest.mark.parametrize(("unscale", "max_grad_norm"), [(True, None), (False, 1e9)])
-def test_an_inf_of_one_worker_is_skipped_by_all(unscale: bool, max_grad_norm: float | None) -> None:
-    (equal, scales), (equal_1, scales_1) = run_job(infinite_on_one, unscale, max_grad_norm).ok()
-    assert equal
-    assert equal_1
-    assert scales == [2.0**16] * (STEPS - 1) + [2.0**15]
-    assert scales_1 == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
+def test_an_inf_of_one_worker_is_skipped_by_all() -> None:
+    for (equal, scales), (equal_1, scales_1) in zip(
+        *run_job(for_each, infinite_on_one, [(True, None), (False, 1e9)]).ok(), strict=True
+    ):
+        assert equal
+        assert equal_1
+        assert scales == [2.0**16] * (STEPS - 1) + [2.0**15]
+        assert scales_1 == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
 
 
 # ---- hooks
@@ -219,18 +207,17 @@ def hooked(optimizer: torch.optim.Optimizer, net: torch.nn.Module, workers: tupl
     return told
 
 
-def hook_twice(job: tw.Job) -> tuple[bool, list[str], list[str]]:
+def hook_twice(job: tw.Job) -> None:
     ours, theirs = model(), model()
     mine = hooked(tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, lr=0.1), ours, (job.rank,))
     alone = hooked(stock(theirs, torch.optim.SGD, lr=0.1), theirs, WORKERS)
-    return same(state(ours), state(theirs)), mine, alone
+    assert same(state(ours), state(theirs))
+    assert mine == alone
+    assert len(mine) == 12
 
 
-def test_hooks_of_a_step_run_as_with_the_stock_optimizer() -> None:
-    for equal, mine, alone in run_job(hook_twice).ok():
-        assert equal
-        assert mine == alone
-        assert len(mine) == 12
+def test_schedulers_scalers_and_hooks_do_as_with_the_stock_optimizer() -> None:
+    run_job(in_turn, schedule_all, scale_twice, hook_twice).ok()
 
 
 # ---- torch.compile

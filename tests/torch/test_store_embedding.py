@@ -17,7 +17,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.keyvalue.row_sums import RowSums
 from tensorwire.store import Async, Sync
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 
 PIXELS, GRAYS, WIDTH = 64, 17, 8
 
@@ -98,22 +98,22 @@ def stock(name: str, options: dict[str, Any], before: torch.Tensor, workers: int
 OPTIMIZERS = [("SGD", {"lr": 0.5}), ("Adagrad", {"lr": 0.1}), ("SparseAdam", {"lr": 0.01, "betas": (0.8, 0.99)})]
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_it_trains_as_a_table_in_memory_and_goes_on_from_a_folder(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_it_trains_as_a_table_in_memory_and_goes_on_from_a_folder(tmp_path: Path) -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # or it warns
-    folder = str(tmp_path / "table")
-    results = run_job(train, name, options, Sync(), folder, workers=2, servers=2).ok()
-    before, after, _ = results[0]
-    assert torch.equal(results[1][1], after)
-    expected, one = stock(name, options, before, 2, sparse=True)
-    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.tensor(results[0][2]), torch.tensor(one[::2]), rtol=1e-5, atol=1e-6)
-    if name != "SparseAdam":
-        torch.testing.assert_close(after, stock(name, options, before, 2, sparse=False)[0], rtol=1e-4, atol=1e-6)
-    for found in run_job(go_on, name, options, folder, workers=2, servers=1).ok():
-        assert torch.equal(found, after)
+    folders = {name: str(tmp_path / name) for name, _ in OPTIMIZERS}
+    cases = [(name, options, Sync(), folders[name]) for name, options in OPTIMIZERS]
+    results = run_job(for_each, train, cases, workers=2, servers=2).ok()
+    again = [(name, options, folders[name]) for name, options in OPTIMIZERS]
+    going_on = run_job(for_each, go_on, again, workers=2, servers=1).ok()
+    for at, (name, options) in enumerate(OPTIMIZERS):
+        (before, after, first), (_, other, _) = results[0][at], results[1][at]
+        assert torch.equal(other, after)
+        expected, one = stock(name, options, before, 2, sparse=True)
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(first), torch.tensor(one[::2]), rtol=1e-5, atol=1e-6)
+        if name != "SparseAdam":
+            torch.testing.assert_close(after, stock(name, options, before, 2, sparse=False)[0], rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(found[at], after) for found in going_on)
 
 
 def test_each_workers_gradients_are_applied_by_themselves() -> None:
@@ -175,21 +175,21 @@ def in_many_ways(job: tw.Job, name: str, options: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_gradients_are_summed_until_a_step(name: str, options: dict[str, Any]) -> None:
+def test_gradients_are_summed_until_a_step() -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # or it warns
-    if name == "SGD":
-        options = {"lr": 0.0001}
-    for how, (first, last) in zip(WAYS, run_job(in_many_ways, name, options).ok()[0], strict=True):
-        stock = torch.nn.Embedding.from_pretrained(first.clone(), freeze=False, sparse=True)
-        optimizer = getattr(torch.optim, name)(stock.parameters(), **options)
-        for step in range(4):
-            optimizer.zero_grad()
-            for rank in range(2):
-                share = 0.5**0.5 if how == "two lookups" else 0.5  # of a product
-                backward(stock, how, step, rank, share)
-            optimizer.step()
-        torch.testing.assert_close(last, stock.weight.detach(), rtol=1e-4, atol=1e-5, msg=how)
+    cases = [("SGD", {"lr": 0.0001}), *OPTIMIZERS[1:]]
+    (found, _) = run_job(for_each, in_many_ways, cases).ok()
+    for (name, options), ways in zip(cases, found, strict=True):
+        for how, (first, last) in zip(WAYS, ways, strict=True):
+            stock = torch.nn.Embedding.from_pretrained(first.clone(), freeze=False, sparse=True)
+            optimizer = getattr(torch.optim, name)(stock.parameters(), **options)
+            for step in range(4):
+                optimizer.zero_grad()
+                for rank in range(2):
+                    share = 0.5**0.5 if how == "two lookups" else 0.5  # of a product
+                    backward(stock, how, step, rank, share)
+                optimizer.step()
+            torch.testing.assert_close(last, stock.weight.detach(), rtol=1e-4, atol=1e-5, msg=f"{name}, {how}")
 
 
 def not_right(job: tw.Job) -> None:
@@ -213,10 +213,6 @@ def not_right(job: tw.Job) -> None:
     with pytest.raises(errors.Unsupported, match="no max_grad_norm"):
         store.step()
     embedding.zero_grad()
-
-
-def test_what_would_be_wrong_is_refused() -> None:
-    run_job(not_right, workers=1).ok()
 
 
 def clip(model: torch.nn.Module, how: str) -> None:
@@ -275,10 +271,6 @@ def clipped(job: tw.Job) -> None:
     assert float(rows.anchor) == 0
 
 
-def test_gradients_that_were_clipped_without_those_of_the_rows_are_refused() -> None:
-    run_job(clipped, workers=1).ok()
-
-
 def test_gradients_that_no_step_pushes_are_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[Any] = []
     worker = SimpleNamespace(at_close=lambda call, owner: calls.append(call))
@@ -312,5 +304,5 @@ def misuse(job: tw.Job) -> None:
         embedding.set_options(speed=3)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    run_job(misuse, workers=1).ok()
+def test_what_would_be_wrong_is_refused() -> None:
+    run_job(in_turn, not_right, clipped, misuse, workers=1).ok()

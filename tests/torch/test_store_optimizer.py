@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tensorwire import errors
 from tensorwire.edge import Producer
 from tensorwire.observe import counters, pickles_counted
 from tensorwire.torch import optimizer as optimizer_module
-from tests.harness.jobs import Ended, run_job
+from tests.harness.jobs import in_turn, run_job
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:
@@ -44,21 +46,17 @@ def sgd(net: torch.nn.Module, **options: Any) -> tw.torch.StoreOptimizer:
 # ---- values
 
 
-def first_values(job: tw.Job) -> dict[str, torch.Tensor]:
+def first_values(job: tw.Job) -> None:
+    """Worker 0's values win at the start."""
     net = model(seed=job.rank)
     sgd(net)
-    return state(net)
+    assert same(state(net), state(model(0)))
 
 
-def test_worker_0s_values_win_at_the_start() -> None:
-    for mine in run_job(first_values).ok():
-        assert same(mine, state(model(0)))
-
-
-def watch_between_steps(job: tw.Job) -> bool:
+def watch_between_steps(job: tw.Job) -> None:
+    """Parameters do not change between steps."""
     net = model()
     optimizer = sgd(net)
-    steady = True
     for step in range(5):
         backward(net, job.rank, step)
         optimizer.step()
@@ -68,16 +66,12 @@ def watch_between_steps(job: tw.Job) -> bool:
         else:
             backward(net, job.rank, step + 1)
             job.barrier()
-        steady = steady and same(before, state(net))
-    return steady
+        assert same(before, state(net))
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_parameters_do_not_change_between_steps(device: str) -> None:
-    assert run_job(watch_between_steps, device=device).ok() == [True, True]
+def saved_sizes(job: tw.Job) -> None:
+    """Saving one parameter writes one."""
 
-
-def saved_sizes(job: tw.Job) -> tuple[int, int]:
     def size(net: torch.nn.Module) -> int:
         file = io.BytesIO()
         torch.save(net[0].bias, file)
@@ -86,15 +80,11 @@ def saved_sizes(job: tw.Job) -> tuple[int, int]:
     net = model()
     before = size(net)
     sgd(net)
-    return before, size(net)
+    assert size(net) < before + 512
 
 
-def test_saving_one_parameter_writes_one() -> None:
-    for before, after in run_job(saved_sizes).ok():
-        assert after < before + 512
-
-
-def load(job: tw.Job, whole: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def load(job: tw.Job, whole: bool) -> dict[str, torch.Tensor]:
+    """``load_state_dict`` writes through the store."""
     net = model()
     optimizer = sgd(net, momentum=0.0)
     backward(net, job.rank, 0)
@@ -118,38 +108,12 @@ def load(job: tw.Job, whole: bool) -> tuple[dict[str, torch.Tensor], dict[str, t
     with torch.no_grad():
         for p in other.parameters():
             p -= 0.1 * (p.grad / 2)
-    return state(net), state(other)
+    torch.testing.assert_close(state(net), state(other))
+    return state(net)
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_load_state_dict_writes_through_the_store(device: str, whole: bool) -> None:
-    results = run_job(load, whole, device=device).ok()
-    for ours, expected in results:
-        for key in ours:
-            torch.testing.assert_close(ours[key], expected[key])
-    assert same(results[0][0], results[1][0])
-
-
-def load_alone(job: tw.Job) -> None:
-    net = model()
-    optimizer = sgd(net)
-    if job.rank == 1:
-        net.load_state_dict(model(3).state_dict())
-    backward(net, job.rank, 0)
-    optimizer.step()
-
-
-def test_loading_on_one_worker_only_ends_the_job() -> None:
-    ended = run_job(load_alone)
-    assert ended.cause is not None
-    assert str(ended.cause) == (
-        "worker 1 loaded parameters before step 1 and worker 0 did not: call load_state_dict on every worker"
-    )
-    assert all("JobEnded" in e for e in ended.errors)
-
-
-def write_intended(job: tw.Job) -> dict[str, torch.Tensor]:
+def write_intended(job: tw.Job) -> None:
+    """``write_parameters`` takes worker 0's values."""
     net = model()
     optimizer = sgd(net)
     with torch.no_grad():
@@ -159,13 +123,7 @@ def write_intended(job: tw.Job) -> dict[str, torch.Tensor]:
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    return state(net)
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_write_parameters_takes_worker_0s_values(device: str) -> None:
-    for mine in run_job(write_intended, device=device).ok():
-        assert all(torch.equal(v, torch.ones_like(v)) for v in mine.values())
+    assert all(torch.equal(v, torch.ones_like(v)) for v in state(net).values())
 
 
 # ---- what must be noticed
@@ -188,33 +146,25 @@ def new_data(net: torch.nn.Sequential) -> None:
     net[0].bias.data = torch.zeros(64)
 
 
-def modify(job: tw.Job, change: Callable[[torch.nn.Sequential], None]) -> str:
-    net = model()
-    optimizer = sgd(net)
-    for step in range(2):
-        backward(net, job.rank, step)
-        optimizer.step()
-    job.barrier()
-    backward(net, job.rank, 2)
-    change(net)
-    try:
-        optimizer.step()
-    except errors.ParameterModified as error:
-        return str(error)
-    return ""
+CHANGES = {in_place: "2.bias", through_data: "0.weight", to_half: "0.weight", new_data: "0.bias"}
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [(in_place, "2.bias"), (through_data, "0.weight"), (to_half, "0.weight"), (new_data, "0.bias")],
-)
-def test_changed_parameters_are_noticed(change: Callable[[torch.nn.Sequential], None], name: str, device: str) -> None:
-    for message in run_job(modify, change, device=device).ok():
-        assert f"parameter '{name}'" in message
+def modify(job: tw.Job) -> None:
+    """Changed parameters are noticed."""
+    for change, name in CHANGES.items():
+        net = model()
+        optimizer = sgd(net)
+        for step in range(2):
+            backward(net, job.rank, step)
+            optimizer.step()
+        job.barrier()
+        backward(net, job.rank, 2)
+        change(net)
+        with pytest.raises(errors.ParameterModified, match=f"parameter '{name}'"):
+            optimizer.step()
 
 
-def stray_write(job: tw.Job) -> bool:
+def stray_write(job: tw.Job) -> None:
     """A stray write of one worker is not seen by the other, and hurts nobody's memory."""
     net = model()
     sgd(net)
@@ -222,83 +172,76 @@ def stray_write(job: tw.Job) -> bool:
     if job.rank == 0:
         net[0].weight.data.fill_(9.0)
     job.barrier()
-    return same(before, state(net))
+    assert same(before, state(net)) == (job.rank != 0)
 
 
-def test_a_stray_write_stays_with_its_worker() -> None:
-    assert run_job(stray_write).ok() == [False, True]
-
-
-def refused(job: tw.Job) -> list[str]:
+def refused(job: tw.Job) -> None:
+    """What cannot work is refused with the reason."""
     net = model()
-    found = []
 
-    def attempt(kind: type[Exception], call: Callable[[], Any]) -> None:
-        try:
+    def attempt(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(kind, match=says):
             call()
-        except kind as error:
-            found.append(str(error))
 
     opt = tw.torch.StoreOptimizer
-    attempt(errors.Unsupported, lambda: opt(net.named_parameters(), torch.optim.LBFGS))
-    attempt(errors.ArgumentError, lambda: opt(net.parameters(), torch.optim.SGD, lr=0.1))
-    attempt(errors.ArgumentError, lambda: opt(net.named_parameters(), torch.optim.SGD, lr=-1.0))
-    attempt(errors.ArgumentError, lambda: opt(net.named_parameters(), torch.optim.SGD, lr=0.1, momentun=0.9))
-    attempt(errors.Unsupported, lambda: opt(net.named_parameters(), torch.optim.SGD, lr=torch.tensor(0.1)))
-    attempt(errors.ArgumentError, lambda: opt([], torch.optim.SGD, lr=0.1))
-    attempt(errors.ArgumentError, lambda: opt([("a", net[0].bias), ("a", net[2].bias)], torch.optim.SGD, lr=0.1))
+    sgd, named = torch.optim.SGD, [*net.named_parameters()]
+    attempt(errors.Unsupported, "LBFGS", lambda: opt(named, torch.optim.LBFGS))
+    attempt(errors.ArgumentError, "named_parameters", lambda: opt(net.parameters(), sgd, lr=0.1))
+    attempt(errors.ArgumentError, "Invalid learning rate", lambda: opt(named, sgd, lr=-1.0))
+    attempt(errors.ArgumentError, "momentun", lambda: opt(named, sgd, lr=0.1, momentun=0.9))
+    attempt(errors.Unsupported, "'lr' is a Tensor", lambda: opt(named, sgd, lr=torch.tensor(0.1)))
+    attempt(errors.ArgumentError, "no parameters", lambda: opt([], sgd, lr=0.1))
+    alike = [("a", net[0].bias), ("a", net[2].bias)]
+    attempt(errors.ArgumentError, "two parameters have the name 'a'", lambda: opt(alike, sgd, lr=0.1))
     embedding = torch.nn.Embedding(10, 4)
-    optimizer = opt(embedding.named_parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = opt(embedding.named_parameters(), sgd, lr=0.1)
     embedding.sparse = True
     embedding(torch.tensor([1, 2])).sum().backward()
-    attempt(errors.Unsupported, optimizer.step)
+    attempt(errors.Unsupported, "sparse gradient", optimizer.step)
     optimizer.zero_grad()
-    attempt(errors.ArgumentError, lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]}))
-    attempt(errors.Unsupported, lambda: embedding.load_state_dict(embedding.state_dict(), assign=True))
-    return found
+    nameless = {"params": [torch.nn.Parameter(torch.zeros(3))]}
+    attempt(errors.ArgumentError, "has no name", lambda: optimizer.add_param_group(nameless))
+    attempt(errors.Unsupported, "assign", lambda: embedding.load_state_dict(embedding.state_dict(), assign=True))
 
 
-def test_what_cannot_work_is_refused_with_the_reason() -> None:
-    expected = [
-        "LBFGS",
-        "named_parameters",
-        "Invalid learning rate",
-        "momentun",
-        "'lr' is a Tensor",
-        "no parameters",
-        "two parameters have the name 'a'",
-        "sparse gradient",
-        "has no name",
-        "assign",
-    ]
-    for messages in run_job(refused).ok():
-        assert len(messages) == len(expected)
-        for message, part in zip(messages, expected, strict=True):
-            assert part in message
+def load_alone(job: tw.Job) -> None:
+    net = model()
+    optimizer = sgd(net)
+    if job.rank == 1:
+        net.load_state_dict(model(3).state_dict())
+    backward(net, job.rank, 0)
+    optimizer.step()
 
 
 def unequal_models(job: tw.Job) -> None:
-    net = torch.nn.Linear(4, 4 + job.rank)
-    sgd(net)
-
-
-def test_unequal_models_end_the_job_with_a_diff() -> None:
-    ended: Ended = run_job(unequal_models)
-    assert ended.cause is not None
-    text = str(ended.cause)
-    assert "weight [4, 4] float32" in text
-    assert "weight [5, 4] float32" in text
-    assert all(e.startswith(("JobEnded", "PlanMismatch")) for e in ended.errors)
+    sgd(torch.nn.Linear(4, 4 + job.rank))
 
 
 def unequal_options(job: tw.Job) -> None:
     sgd(model(), momentum=0.5 + job.rank)
 
 
-def test_unequal_options_end_the_job() -> None:
-    ended = run_job(unequal_options)
-    assert ended.cause is not None
-    assert "'momentum': 1.5" in str(ended.cause)
+def other_software(job: tw.Job) -> None:
+    import tensorwire.torch.part as module
+
+    if job.rank == 1:
+        module.versions = lambda: "tensorwire 9.9, torch 1.0"  # type: ignore[attr-defined]
+    sgd(model())
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (load_alone, ["worker 1 loaded parameters before step 1 and worker 0 did not: call load_state_dict on every"]),
+        (unequal_models, ["weight [4, 4] float32", "weight [5, 4] float32"]),
+        (unequal_options, ["'momentum': 1.5"]),
+        (other_software, ["tensorwire 9.9, torch 1.0"]),
+    ],
+)
+def test_workers_that_differ_end_the_job_and_learn_in_what(program: Callable[[tw.Job], None], says: list[str]) -> None:
+    ended = run_job(program)
+    assert all(part in str(ended.cause) for part in says)
+    assert all(e.startswith(("JobEnded", "PlanMismatch")) for e in ended.errors)
 
 
 # ---- models and groups
@@ -360,6 +303,7 @@ def test_tied_and_frozen_parameters_groups_and_a_scheduler() -> None:
 
 
 def closure_step(job: tw.Job) -> float:
+    """A step takes a closure, and returns the workers' mean of its losses."""
     net = model()
     optimizer = sgd(net)
 
@@ -370,15 +314,10 @@ def closure_step(job: tw.Job) -> float:
     return float(optimizer.step(closure))
 
 
-def test_step_takes_a_closure() -> None:
-    first, second = run_job(closure_step).ok()
-    assert first == second != 0.0
-
-
 # ---- counters
 
 
-def steady_state(job: tw.Job) -> tuple[Any, int, int]:
+def steady_state(job: tw.Job) -> None:
     net = model()
     optimizer = sgd(net, momentum=0.9)
     for step in range(2):
@@ -389,70 +328,38 @@ def steady_state(job: tw.Job) -> tuple[Any, int, int]:
         for step in range(10):
             backward(net, job.rank, step)
             optimizer.step()
-        after = counters.since(before)
-    return after, len(optimizer._parts[0].client.order), sum(p.nbytes for p in net.parameters())
-
-
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_the_training_loop_in_steady_state(device: str) -> None:
-    for counted, buckets, nbytes in run_job(steady_state, device=device).ok():
-        assert counted.rpcs == 0
-        assert counted.registrations == 0
-        assert counted.pickles == 0
-        assert counted.messages == 10 * (buckets + 1)  # one a bucket, and the round's head
-        assert counted.copied_bytes == 10 * nbytes  # from private gradients to the slots, once
-
-
-def pickling(job: tw.Job) -> int:
-    import pickle
-
+        counted = counters.since(before)
+    assert counted.rpcs == counted.registrations == counted.pickles == 0
+    assert counted.messages == 10 * (len(optimizer._parts[0].client.order) + 1)  # one a bucket, and the round's head
+    assert counted.copied_bytes == 10 * sum(p.nbytes for p in net.parameters())  # from gradients to the slots, once
     with pickles_counted():
-        before = counters.pickles
+        before = counters.snapshot()
         pickle.loads(pickle.dumps(1))
-        return counters.pickles - before
+        assert counters.since(before).pickles == 2
 
 
-def test_pickles_are_counted() -> None:
-    assert run_job(pickling, workers=1).ok() == [2]
-
-
-def other_software(job: tw.Job) -> None:
-    import tensorwire.torch.part as module
-
-    if job.rank == 1:
-        module.versions = lambda: "tensorwire 9.9, torch 1.0"  # type: ignore[attr-defined]
-    sgd(model())
-
-
-def test_workers_with_other_software_end_the_job() -> None:
-    ended = run_job(other_software)
-    assert ended.cause is not None
-    assert "tensorwire 9.9, torch 1.0" in str(ended.cause)
-
-
-def reload(job: tw.Job, again: bool) -> dict[str, torch.Tensor]:
-    net = model().bfloat16()
-    optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-4)
-    for step in range(6):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
-        net.zero_grad()
-        net(x).square().mean().backward()
-        if again and step == 3:
-            net.load_state_dict(net.state_dict())
-        optimizer.step()
-    return state(net)
-
-
-def test_loading_the_values_that_are_there_changes_nothing() -> None:
-    with_loading, without = (run_job(reload, again).ok()[0] for again in (True, False))
-    assert same(with_loading, without)
+def reload(job: tw.Job) -> None:
+    """Loading the values that are there changes nothing."""
+    found = []
+    for again in (True, False):
+        net = model().bfloat16()
+        optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-4)
+        for step in range(6):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            net.zero_grad()
+            net(x).square().mean().backward()
+            if again and step == 3:
+                net.load_state_dict(net.state_dict())
+            optimizer.step()
+        found.append(state(net))
+    assert same(*found)
 
 
 OPTIMIZER = optimizer_module.__file__
 
 
-def call_paths(job: tw.Job) -> list[list[str]]:
-    """The calls from ``step()`` to each ``Producer.send``, which signals; both included."""
+def call_paths(job: tw.Job) -> None:
+    """The signal of a bucket is at most five calls below ``step()``, both included, which end in ``Producer.send``."""
     net = model()
     optimizer = sgd(net)
     paths: list[list[str]] = []
@@ -472,12 +379,19 @@ def call_paths(job: tw.Job) -> list[list[str]]:
         sys.setprofile(watch)
         optimizer.step()
         sys.setprofile(None)
-    return paths
+    buckets = [path for path in paths if "push" in path]
+    assert 0 < max(len(path) for path in buckets) <= 5, buckets  # the last of them calls the channel's signal()
+
+
+PROGRAMS = [
+    *(steady_state, call_paths, first_values, watch_between_steps, saved_sizes, write_intended, reload),
+    *(modify, stray_write, refused),
+]
+COMPARED = [partial(load, whole=True), partial(load, whole=False), closure_step]
 
 
 @pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_the_signal_of_a_bucket_is_at_most_five_calls_below_step(device: str) -> None:
-    for paths in run_job(call_paths, device=device).ok():
-        buckets = [path for path in paths if "push" in path]
-        assert buckets
-        assert max(len(path) for path in buckets) <= 5, buckets  # the last of them calls the channel's signal()
+def test_what_users_do(device: str) -> None:
+    first, second = run_job(in_turn, *COMPARED, *PROGRAMS, device=device).ok()
+    assert all(map(same, first[:2], second[:2]))
+    assert first[2] == second[2] != 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 
 
 def model() -> torch.nn.Sequential:
@@ -39,7 +40,8 @@ def error_of(call: Callable[[], Any]) -> str:
     return found[0] if found else ""
 
 
-def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+def one_in_step(job: tw.Job, overlap: bool) -> None:
+    """A second thread is refused, and the first one continues."""
     net = model()
     optimizer = tw.torch.StoreOptimizer(net.named_parameters(), torch.optim.SGD, lr=0.1, overlap=overlap)
     backward(net)
@@ -61,16 +63,23 @@ def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tenso
         with optimizer.no_sync():
             pass
 
-    calls: list[Callable[[], Any]] = [
-        optimizer.step,
-        optimizer.wait,
-        optimizer.state_dict,
-        optimizer.write_parameters,
-        lambda: optimizer.load_state_dict({}),
-        lambda: optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.zeros(2)))]}),
-        *((paused, lambda: backward(net)) if overlap else ()),
-    ]
-    errors_ = [error_of(call) for call in calls]
+    calls: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "wait": optimizer.wait,
+        "state_dict": optimizer.state_dict,
+        "write_parameters": optimizer.write_parameters,
+        "load_state_dict": lambda: optimizer.load_state_dict({}),
+        "add_param_group": lambda: optimizer.add_param_group(
+            {"params": [("late", torch.nn.Parameter(torch.zeros(2)))]}
+        ),
+        **({"no_sync": paused, "backward": lambda: backward(net)} if overlap else {}),
+    }
+    for name, call in calls.items():
+        message = error_of(call)
+        assert message.startswith(
+            f"ArgumentError: {name}() was called while another thread is in step() of this optimizer: "
+        )
+        assert "from one thread" in message
     go_on.set()
     stepping.join()
     setattr(part, check.__name__, check)
@@ -84,23 +93,10 @@ def one_in_step(job: tw.Job, overlap: bool) -> tuple[list[str], list[torch.Tenso
         sgd.zero_grad()
         backward(stock)
         sgd.step()
-    return errors_, [p.detach().clone() for p in net.parameters()], [p.detach() for p in stock.parameters()]
+    assert all(map(torch.equal, net.parameters(), stock.parameters()))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_second_thread_is_refused_and_the_first_continues(overlap: bool) -> None:
-    names = ["step", "wait", "state_dict", "write_parameters", "load_state_dict", "add_param_group"]
-    names += ["no_sync", "backward"] if overlap else []
-    for messages, ours, stock in run_job(one_in_step, overlap, workers=1).ok():
-        for name, message in zip(names, messages, strict=True):
-            assert message.startswith(
-                f"ArgumentError: {name}() was called while another thread is in step() of this optimizer: "
-            )
-            assert "from one thread" in message
-        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
-
-
-def taking_turns(job: tw.Job) -> list[float]:
+def taking_turns(job: tw.Job) -> None:
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
     mine = threading.Lock()
@@ -116,14 +112,10 @@ def taking_turns(job: tw.Job) -> list[float]:
         thread.start()
     for thread in threads:
         thread.join()
-    return p.tolist()
+    assert p.tolist() == [-20.0] * 4
 
 
-def test_threads_may_take_turns() -> None:
-    assert run_job(taking_turns).ok() == [[-20.0] * 4] * 2
-
-
-def at_once(job: tw.Job) -> bool:
+def at_once(job: tw.Job) -> None:
     """Threads without any order: each step is done or refused, and the job lives."""
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0)
@@ -144,14 +136,16 @@ def at_once(job: tw.Job) -> bool:
     for thread in threads:
         thread.join()
     refused = [message for message in done if message]
-    return len(done) == 80 and all("another thread" in m for m in refused) and p.tolist() == [len(refused) - 80.0] * 4
+    assert len(done) == 80
+    assert all("another thread" in message for message in refused)
+    assert p.tolist() == [len(refused) - 80.0] * 4
 
 
-def test_steps_of_many_threads_at_once_corrupt_nothing() -> None:
-    assert run_job(at_once, workers=1).ok() == [True]
+def test_an_optimizer_of_one_worker() -> None:
+    run_job(in_turn, partial(one_in_step, overlap=False), partial(one_in_step, overlap=True), at_once, workers=1).ok()
 
 
-def parallel_backward(job: tw.Job) -> tuple[list[float], list[float]]:
+def parallel_backward(job: tw.Job) -> None:
     """Two backward passes in two threads, of two halves of the parameters, while gradients are pushed."""
     first, second = torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)
     named = [*first.named_parameters("first"), *second.named_parameters("second")]
@@ -166,9 +160,9 @@ def parallel_backward(job: tw.Job) -> tuple[list[float], list[float]]:
             thread.join()
         optimizer.step()
     optimizer.wait()
-    return [float((p.detach() - s).mean()) for (_, p), s in zip(named, start, strict=True)], [-5.0] * 4
+    moved = [float((p.detach() - s).mean()) for (_, p), s in zip(named, start, strict=True)]
+    assert moved == pytest.approx([-5.0] * 4, rel=1e-4)
 
 
-def test_backward_passes_of_several_threads_take_turns() -> None:
-    for ours, expected in run_job(parallel_backward).ok():
-        assert ours == pytest.approx(expected, rel=1e-4)
+def test_threads_that_take_turns() -> None:
+    run_job(in_turn, taking_turns, parallel_backward).ok()

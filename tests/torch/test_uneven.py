@@ -10,7 +10,8 @@ import torch
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
+from tests.levels import mostly_long
 
 SHAPES = {"wide": (300, 40), "bias": (7,), "rare": (5,), "never": (3,)}
 BUCKET = 16 << 10
@@ -87,7 +88,7 @@ def reference() -> list[dict[str, torch.Tensor]]:
     return [{k: p.detach().clone() for k, p in m.items()} for m in models]
 
 
-@pytest.mark.parametrize(("device", "servers"), [("shm", 1), ("tcp", 2)])
+@pytest.mark.parametrize(("device", "servers"), mostly_long([("shm", 1), ("tcp", 2)], [("tcp", 2)]))
 def test_a_worker_whose_loop_ended_counts_as_zero(device: str, servers: int) -> None:
     expected = reference()
     for values, updates, state in run_job(uneven, workers=3, servers=servers, device=device).ok():
@@ -121,12 +122,11 @@ def with_overlap(job: tw.Job, max_norm: float | None) -> tuple[list[torch.Tensor
     return [p.detach().clone() for p in net.parameters()], store._parts[0].client.updates
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_with_overlap(max_norm: float | None) -> None:
-    (first, steps), (second, others) = run_job(with_overlap, max_norm).ok()
-    assert steps == others == 5
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(bool(p.isfinite().all()) for p in first)
+def test_with_overlap() -> None:
+    for (first, steps), (second, others) in zip(*run_job(for_each, with_overlap, [(None,), (0.5,)]).ok(), strict=True):
+        assert steps == others == 5
+        assert all(map(torch.equal, first, second))
+        assert all(bool(p.isfinite().all()) for p in first)
 
 
 def finishes_early(job: tw.Job) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import tensorwire as tw
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
+from tests.levels import mostly_long
 
 WORKERS = {"": 0, "0": 1}
 OF_NOBODY = {"": 0, "1": 1}  # worker 1 has no parameter
@@ -27,6 +28,7 @@ def late(job: tw.Job) -> list[Any]:
     found: list[Any] = []
     x = torch.ones(4, 8)
     for workers in (WORKERS, OF_NOBODY):
+        torch.compiler.reset()
         mine = model()
         alone = copy.deepcopy(mine)
         compiled = torch.compile(mine, backend="tensorwire")
@@ -45,34 +47,18 @@ def late(job: tw.Job) -> list[Any]:
     return found
 
 
-def test_a_model_may_be_placed_after_it_ran_compiled() -> None:
-    for rank, found in enumerate(run_job(late, workers=2, servers=0).ok()):
-        (first, *halves), (second, *others) = found[:5], found[5:]
-        assert first
-        assert second
-        assert halves == [True, (True, 2)] * 2
-        assert others == [True, (True, (4, 0)[rank])] * 2
-
-
-def placed_twice(job: tw.Job) -> list[str]:
+def placed_twice(job: tw.Job) -> None:
     """Places a model that has its workers from the options; and runs what another model was compiled for."""
-    mine, said = model(), []
+    mine = model()
     torch.compile(mine, backend="tensorwire", options={"workers": WORKERS})(torch.ones(4, 8))
-    with pytest.raises(tw.errors.ArgumentError) as refused:
+    with pytest.raises(
+        tw.errors.ArgumentError, match=r"^this model already has its workers, from place\(\) or from the"
+    ):
         tw.torch.place(mine, WORKERS)
-    said.append(str(refused.value))
-    return said
 
 
-def test_a_model_that_has_its_workers_from_options_is_not_placed() -> None:
-    expected = "this model already has its workers, from place() or from the options of torch.compile: place it once, "
-    for said in run_job(placed_twice, workers=2, servers=0).ok():
-        assert all(one.startswith(expected) for one in said)
-
-
-def reading(job: tw.Job) -> list[Any]:
+def reading(job: tw.Job) -> None:
     """What each way to place a model leaves to read here: names, and what reading the others raises."""
-    found: list[Any] = []
     for how in ("place", "options"):
         torch._dynamo.reset()
         mine, alone, x = model(), model(), torch.ones(4, 8)
@@ -87,7 +73,7 @@ def reading(job: tw.Job) -> list[Any]:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        right, said = alone.state_dict(), set[str]()
+        right, said, found = alone.state_dict(), set[str](), []
         for name, value in mine.state_dict().items():
             try:
                 found.append((name, torch.equal(value, right[name])))
@@ -101,14 +87,9 @@ def reading(job: tw.Job) -> list[Any]:
             with pytest.raises(tw.errors.NotOnThisWorker):
                 read()
         tw.torch.unplace(mine, right)
-        found.append((said, torch.equal(mine(x), alone(x))))
-    return found
-
-
-def test_what_lives_on_another_worker_is_not_read_here_however_it_was_placed() -> None:
-    for rank, found in enumerate(run_job(reading, workers=2, servers=0).ok()):
-        here = [(f"{2 - 2 * rank}.{what}", True) for what in ("weight", "bias")]
-        assert found == [*here, ({f"worker {1 - rank}"}, True)] * 2
+        assert found == [(f"{2 - 2 * job.rank}.{what}", True) for what in ("weight", "bias")], how
+        assert said == {f"worker {1 - job.rank}"}
+        assert torch.equal(mine(x), alone(x))
 
 
 def renormed(job: tw.Job) -> list[str]:
@@ -136,25 +117,8 @@ def renormed(job: tw.Job) -> list[str]:
     return wrong
 
 
-def test_a_weight_that_changes_in_forward_changes_where_it_lives() -> None:
-    assert run_job(renormed, workers=2, servers=0).ok() == [[], []]
-
-
-def nested(job: tw.Job) -> None:
-    mine = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-    tw.torch.place(mine, {"": 0, "0": 1})
-    given = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
-    torch.compile(mine, backend="tensorwire")(given)
-
-
-def test_a_result_that_is_a_nested_tensor_is_refused() -> None:
-    ended = run_job(nested, workers=2, servers=0)
-    said = "Unsupported: the model returns a NestedTensor, and a model that is cut over workers returns strided tensors"
-    assert any(said in error for error in ended.errors)
-
-
-def hooked(job: tw.Job) -> list[Any]:
-    found: list[Any] = []
+def hooked(job: tw.Job) -> None:
+    """Hooks on gradients are called where the parameter lives."""
     for how in ("before place", "after place", "options"):
         mine, calls = model(), list[str]()
         torch._dynamo.reset()
@@ -180,13 +144,29 @@ def hooked(job: tw.Job) -> list[Any]:
         alone(torch.ones(4, 8)).sum().backward()
         pairs = zip(mine.parameters(), alone.parameters(), strict=True)
         doubled = [torch.equal(a.grad, 2 * b.grad) for a, b in pairs if a.grad is not None]  # type: ignore[operator]
-        found.append((doubled, sorted(calls)))
-    return found
+        assert doubled == [True, True], how
+        assert sorted(calls) == ["1 dimensions", "2 dimensions", "gradient", "gradient"], how
 
 
-def test_hooks_on_gradients_are_called_where_the_parameter_lives() -> None:
-    for found in run_job(hooked, workers=2, servers=0).ok():
-        assert found == [([True, True], ["1 dimensions", "2 dimensions", "gradient", "gradient"])] * 3
+def test_placed_models_in_a_job() -> None:
+    programs = in_turn, placed_twice, reading, hooked, late, renormed
+    for rank, (*_, (first, *found), wrong) in enumerate(run_job(*programs, workers=2, servers=0).ok()):
+        assert first
+        assert found == [*[True, (True, 2)] * 2, True, *[True, (True, (4, 0)[rank])] * 2]
+        assert wrong == []
+
+
+def nested(job: tw.Job) -> None:
+    mine = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    tw.torch.place(mine, {"": 0, "0": 1})
+    given = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    torch.compile(mine, backend="tensorwire")(given)
+
+
+def test_a_result_that_is_a_nested_tensor_is_refused() -> None:
+    ended = run_job(nested, workers=2, servers=0)
+    said = "Unsupported: the model returns a NestedTensor, and a model that is cut over workers returns strided tensors"
+    assert any(said in error for error in ended.errors)
 
 
 def sparse(job: tw.Job, kind: type[nn.Module]) -> None:
@@ -196,7 +176,7 @@ def sparse(job: tw.Job, kind: type[nn.Module]) -> None:
     torch.compile(mine, backend="tensorwire")(torch.zeros(4, 8, dtype=torch.int64)).sum().backward()
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("kind", mostly_long([nn.Embedding, nn.EmbeddingBag], [nn.Embedding]))
 def test_sparse_gradients_are_refused_by_the_name_of_the_module(kind: type[nn.Module]) -> None:
     ended = run_job(sparse, kind, workers=2, servers=0)
     said = f"Unsupported: 0 ({kind.__name__}) makes a sparse gradient, which is not supported"

@@ -11,7 +11,7 @@ import torch
 
 import tensorwire as tw
 from tensorwire.observe import counters
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.torch.graph import zoo
 
 WORKERS = {"": 0, "model.layers.1": 1, "model.layers.2": 1}  # of the zoo's llama
@@ -134,24 +134,18 @@ def test_clipping_by_the_norm_of_all_gradients() -> None:
         assert same == [True] * 9
 
 
-def drop(job: tw.Job) -> list[bool]:
+def drop(job: tw.Job) -> None:
+    """Dropout as in one process."""
     model = zoo.build("bert", dropout=0.1)
     alone = copy.deepcopy(model)
     options = {"workers": zoo.cut(model, 2, 1), "replay_random": True}
     compiled = torch.compile(model, backend="tensorwire", options=options)
-    same = []
     for step in range(3):
         for one in (compiled, alone):
             torch.manual_seed(step)
             zoo.loss_of(one(**zoo.inputs("bert", step))).backward()
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))  # type: ignore[arg-type]
-    return same
-
-
-@pytest.mark.filterwarnings("ignore:.*is tied to")
-def test_dropout_as_in_one_process() -> None:
-    assert run_job(drop, workers=2, servers=0).ok() == [[True] * 3] * 2
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None)  # type: ignore[arg-type]
 
 
 def place(job: tw.Job) -> dict[str, Any]:
@@ -198,52 +192,42 @@ class Two(torch.nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
-def large(job: tw.Job, outputs: str) -> str:
+def two() -> Two:
+    """Nothing was compiled before."""
+    torch.compiler.reset()
     torch.manual_seed(0)
-    model = Two()
+    return Two()
+
+
+def large(job: tw.Job) -> None:
+    """With ``outputs="all"``, a large output is everywhere."""
+    model = two()
     alone = copy.deepcopy(model)
-    options = {"workers": {"body": 0, "head": 1}, "outputs": outputs}
-    compiled = torch.compile(model, backend="tensorwire", options=options)
+    options = {"workers": {"body": 0, "head": 1}, "outputs": "all"}
     x = torch.randn(32, 64)
-    logits = compiled(x)
-    assert logits.shape == (32, 600)
-    try:
-        right = torch.equal(logits, alone(x))
-    except tw.errors.NotOnThisWorker as error:
-        return str(error)
+    logits = torch.compile(model, backend="tensorwire", options=options)(x)
+    assert torch.equal(logits, alone(x))
     logits.square().mean().backward()
     alone(x).square().mean().backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return str(right and all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None)  # type: ignore[arg-type]
 
 
-def test_a_large_output_is_where_it_was_made() -> None:
-    zero, one = run_job(large, "all", workers=2, servers=0).ok()
-    assert (zero, one) == ("True", "True")
-
-
-def peek(job: tw.Job) -> str:
-    """Reads what is elsewhere, and goes on."""
-    torch.manual_seed(0)
+def peek(job: tw.Job) -> None:
+    """Otherwise it is where it was made; who reads it elsewhere goes on after the error."""
     options = {"workers": {"body": 0, "head": 1}}
-    logits = torch.compile(Two(), backend="tensorwire", options=options)(torch.randn(32, 64))
-    try:
-        return f"{tuple(logits.shape)} {logits.sum().isfinite().item()}"
-    except tw.errors.NotOnThisWorker as error:
-        return str(error)
+    logits = torch.compile(two(), backend="tensorwire", options=options)(torch.randn(32, 64))
+    assert logits.shape == (32, 600)
+    if job.rank == 1:
+        assert logits.sum().isfinite()
+        return
+    with pytest.raises(tw.errors.NotOnThisWorker, match=r"is on worker 1.*'outputs': 'all'"):
+        logits.sum()
 
 
-def test_reading_a_large_output_of_another_worker_raises() -> None:
-    zero, one = run_job(peek, workers=2, servers=0).ok()
-    assert one == "(32, 600) True"
-    assert "is on worker 1" in zero
-    assert "'outputs': 'all'" in zero
-
-
-def loss_outside(job: tw.Job) -> list[bool]:
+def loss_outside(job: tw.Job) -> None:
     """The loss is a graph of its own, as in many models of transformers: it is computed where its input is."""
-    torch.manual_seed(0)
-    model = Two()
+    model = two()
     alone = copy.deepcopy(model)
     compiled = torch.compile(model, backend="tensorwire", options={"workers": {"body": 0, "head": 1}})
     criterion = torch.compile(torch.nn.functional.cross_entropy, backend="tensorwire")
@@ -252,22 +236,17 @@ def loss_outside(job: tw.Job) -> list[bool]:
     mine.backward()
     its.backward()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    same = [torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None]  # type: ignore[arg-type]
-    return [torch.equal(mine, its), *same]
+    assert torch.equal(mine, its)
+    assert [torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None] == [True, True]  # type: ignore[arg-type]
 
 
-def test_a_loss_in_a_graph_of_its_own() -> None:
-    assert run_job(loss_outside, workers=2, servers=0).ok() == [[True] * 3] * 2
-
-
-def sizes(job: tw.Job) -> dict[str, Any]:
-    """Batches of every size, below a bound that was said."""
-    torch.manual_seed(0)
-    model = Two()
+def sizes(job: tw.Job) -> None:
+    """Batches of every size, below a bound that was said, are planned once."""
+    model = two()
     alone = copy.deepcopy(model)
     options = {"workers": {"body": 0, "head": 1}, "outputs": "all"}
     compiled = torch.compile(model, backend="tensorwire", options=options)
-    same, counted = [], []
+    counted = []
     for size in (5, 31, 2, 17, 64, 3):
         x = torch.randn(size, 64)
         torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
@@ -276,11 +255,10 @@ def sizes(job: tw.Job) -> dict[str, Any]:
         counted.append(counters.since(before).rpcs)
         alone(x).sum().backward()
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None))  # type: ignore[arg-type]
-    return {"same": same, "asked": counted}
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None)  # type: ignore[arg-type]
+    assert counted[1:] == [0] * 5
 
 
-def test_batches_of_many_sizes_under_a_bound() -> None:
-    for result in run_job(sizes, workers=2, servers=0).ok():
-        assert result["same"] == [True] * 6
-        assert result["asked"][1:] == [0] * 5  # planned once
+@pytest.mark.filterwarnings("ignore:.*is tied to")
+def test_dropout_outputs_losses_and_sizes() -> None:
+    run_job(in_turn, drop, large, peek, loss_outside, sizes, workers=2, servers=0).ok()

@@ -6,7 +6,6 @@ Each scenario runs twice in one job: compiled, and as it is. Losses, gradients a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.harness.jobs import run_job
 from tests.torch.graph import zoo
 
 Optimizer = tw.torch.StoreOptimizer
-DEVICES = [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)]  # with that many servers
 
 
 class Net(torch.nn.Module):
@@ -65,15 +63,16 @@ class Run:
         self.seen.append(loss.detach().clone())
         return loss
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around what a step does before ``optimizer.step()``."""
-        before = counters.snapshot()
-        yield
-        self.seen.extend(p.grad.clone() for p in self.net.parameters() if p.grad is not None)
-        self.optimizer.step()
-        self.copies.append(asdict(counters.since(before))["copies"])
-        self.seen.extend(p.detach().clone() for p in self.net.parameters())
+    def steps(self, **cleared: bool) -> Iterator[int]:
+        """Three; the body of the loop is what each does before ``optimizer.step()``."""
+        for number in range(3):
+            before = counters.snapshot()
+            self.optimizer.zero_grad(**cleared)
+            yield number
+            self.seen.extend(p.grad.clone() for p in self.net.parameters() if p.grad is not None)
+            self.optimizer.step()
+            self.copies.append(asdict(counters.since(before))["copies"])
+            self.seen.extend(p.detach().clone() for p in self.net.parameters())
 
     def born(self) -> list[str]:
         """The parameters whose gradients lie in their slots."""
@@ -90,26 +89,19 @@ TRAINED = 8  # parameters of Net that have gradients
 Scenario = Callable[[Run], None]
 
 
-def both(job: tw.Job, scenario: Scenario, **options: Any) -> tuple[list[int], list[int]]:
+def both(job: tw.Job, scenario: Scenario) -> tuple[list[int], list[int]]:
     """Copies of each step, compiled and not."""
     runs = []
     for compiled in (True, False):
+        torch._dynamo.reset()
         torch.manual_seed(0)
-        run = Run(job, compiled, Net(), **options)
+        run = Run(job, compiled, Net(), overlap=scenario is overlapped)
         scenario(run)
         runs.append(run)
     ours, stock = runs
     assert len(ours.seen) == len(stock.seen) > 0
-    assert all(map(torch.equal, ours.seen, stock.seen))
+    assert all(map(torch.equal, ours.seen, stock.seen)), scenario.__name__
     return ours.copies, stock.copies
-
-
-def check(scenario: Scenario, device: str, servers: int) -> tuple[list[int], list[int]]:
-    """The copies of each step; all workers have as many."""
-    first, second = run_job(both, scenario, device=device, servers=servers).ok()
-    assert first == second
-    copies: tuple[list[int], list[int]] = first
-    return copies
 
 
 # ---- whole models
@@ -157,221 +149,138 @@ def test_a_step_copies_nothing(name: str, device: str, servers: int) -> None:
 
 
 def plain(run: Run) -> None:
-    for number in range(4):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            assert len(run.born()) == (TRAINED if run.compiled else 0)
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_tied_frozen_and_unused_parameters(device: str, servers: int) -> None:
-    ours, stock = check(plain, device, servers)
-    assert ours[1:] == [0, 0, 0]
-    assert min(stock) > 0
+    for number in run.steps():
+        run.loss(number).backward()
+        assert len(run.born()) == (TRAINED if run.compiled else 0)
 
 
 def accumulate(run: Run) -> None:
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            for part in range(3):
-                run.loss(10 * number + part).backward()
-            assert len(run.born()) == (TRAINED if run.compiled else 0)
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_accumulation_over_three_backward_passes(device: str, servers: int) -> None:
-    assert check(accumulate, device, servers)[0][1:] == [0, 0]
+    for number in run.steps():
+        for part in range(3):
+            run.loss(10 * number + part).backward()
+        assert len(run.born()) == (TRAINED if run.compiled else 0)
 
 
 def zeros(run: Run) -> None:
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad(set_to_none=False)
-            run.loss(number).backward()
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_that_are_set_to_zero_stay_in_their_slots(device: str, servers: int) -> None:
-    assert check(zeros, device, servers)[0][1:] == [0, 0]
+    """Gradients that are set to zero stay in their slots."""
+    for number in run.steps(set_to_none=False):
+        run.loss(number).backward()
 
 
 def own(run: Run) -> None:
-    for number in range(3):
-        with run.step():
-            for p in run.net.parameters():
-                p.grad = torch.full_like(p, 0.5)
-            run.loss(number).backward()
-            assert not run.born()
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_of_users_are_added_to_and_copied(device: str, servers: int) -> None:
-    ours, stock = check(own, device, servers)
-    assert ours == stock
+    """What is added to gradients of the user is copied."""
+    for number in run.steps():
+        for p in run.net.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        run.loss(number).backward()
+        assert not run.born()
 
 
 def altered(run: Run) -> None:
     """A gradient that begins where its slot does, and shows one element of it many times."""
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            bias = run.net.get_parameter("first.bias")
-            assert bias.grad is not None
-            bias.grad = bias.grad[:1].expand(64)
-
-
-def test_a_gradient_that_shows_its_slot_in_another_way_is_copied() -> None:
-    check(altered, "shm", 1)
-
-
-def negated(job: tw.Job) -> list[float]:
-    p = torch.nn.Parameter(torch.zeros(8))
-    optimizer = Optimizer([("p", p)], torch.optim.SGD, lr=1.0)
-    p.grad = torch._neg_view(torch.ones(8))
-    optimizer.step()
-    found: list[float] = p.tolist()
-    return found
-
-
-def test_a_gradient_that_is_negated_when_it_is_read() -> None:
-    assert run_job(negated, workers=1).ok() == [[1.0] * 8]
+    for number in run.steps():
+        run.loss(number).backward()
+        bias = run.net.get_parameter("first.bias")
+        assert bias.grad is not None
+        bias.grad = bias.grad[:1].expand(64)
 
 
 def retained(run: Run) -> None:
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            loss = run.loss(number)
-            loss.backward(retain_graph=True)
-            with torch.no_grad():
-                run.net.eval()
-                run.loss(100 + number)
-                run.net.train()
-            loss.backward()
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_a_graph_that_is_retained_and_an_evaluation_between(device: str, servers: int) -> None:
-    assert check(retained, device, servers)[0][1:] == [0, 0]
+    """A graph goes back twice, with an evaluation between."""
+    for number in run.steps():
+        loss = run.loss(number)
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            run.net.eval()
+            run.loss(100 + number)
+            run.net.train()
+        loss.backward()
 
 
 def clipped(run: Run) -> None:
+    """Here and on the servers."""
     run.optimizer.max_grad_norm = 0.01
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.1)
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_clipping_before_and_on_the_servers(device: str, servers: int) -> None:
-    assert check(clipped, device, servers)[0][1:] == [0, 0]
+    for number in run.steps():
+        run.loss(number).backward()
+        torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.1)
 
 
 def changed(run: Run) -> None:
+    """In place, replaced, and dropped."""
     weight, bias, norm = run.net.first.weight, run.net.first.bias, run.net.norm.weight
-    for number in range(4):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            weight.grad.mul_(0.5)
-            bias.grad = bias.grad + 1
-            norm.grad = None
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_that_are_changed_replaced_and_dropped(device: str, servers: int) -> None:
-    assert check(changed, device, servers)[0][1:] == [1, 1, 1]  # what was replaced
+    for number in run.steps():
+        run.loss(number).backward()
+        weight.grad.mul_(0.5)
+        bias.grad = bias.grad + 1
+        norm.grad = None
 
 
 def swapped(run: Run) -> None:
     """Gradients in each other's slots."""
     one, other = run.net.tied.bias, run.net.norm.weight
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            one.grad, other.grad = other.grad, one.grad
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_that_are_swapped(device: str, servers: int) -> None:
-    check(swapped, device, servers)
+    for number in run.steps():
+        run.loss(number).backward()
+        one.grad, other.grad = other.grad, one.grad
 
 
 def held(run: Run) -> None:
     """Whoever keeps a gradient has its values, whatever is pushed later."""
     kept, copies = [], []
-    for number in range(4):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            kept.extend(p.grad for p in run.net.parameters() if p.grad is not None)
-            copies.extend(p.grad.clone() for p in run.net.parameters() if p.grad is not None)
+    for number in run.steps():
+        run.loss(number).backward()
+        kept.extend(p.grad for p in run.net.parameters() if p.grad is not None)
+        copies.extend(p.grad.clone() for p in run.net.parameters() if p.grad is not None)
     assert all(map(torch.equal, kept, copies))
     run.seen.extend(kept)
 
 
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_that_users_keep(device: str, servers: int) -> None:
-    check(held, device, servers)
-
-
 def asked(run: Run) -> None:
     """torch.autograd.grad gives what is the caller's, and backward(inputs=) some of the gradients."""
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            mine = torch.autograd.grad(run.loss(number), [run.net.first.weight, run.net.norm.bias])
-            before = [m.clone() for m in mine]
-            run.loss(10 + number).backward(inputs=[run.net.tied.weight, run.net.first.weight])
-        assert all(map(torch.equal, mine, before))
+    for number in run.steps():
+        mine = torch.autograd.grad(run.loss(number), [run.net.first.weight, run.net.norm.bias])
+        before = [m.clone() for m in mine]
+        run.loss(10 + number).backward(inputs=[run.net.tied.weight, run.net.first.weight])
         run.seen.extend(mine)
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_gradients_that_are_asked_for(device: str, servers: int) -> None:
-    assert check(asked, device, servers)[0][1:] == [0, 0]
+        assert all(map(torch.equal, mine, before))
 
 
 def loaded(run: Run) -> None:
     """Values that are loaded take the way of gradients, and before them."""
-    for number in range(3):
-        with run.step():
-            run.optimizer.zero_grad()
-            run.loss(number).backward()
-            run.net.load_state_dict({k: v * 0.5 for k, v in run.net.state_dict().items()})
-
-
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_values_that_are_loaded_between_backward_and_step(device: str, servers: int) -> None:
-    first, second = run_job(both, loaded, device=device, servers=servers).ok()
-    assert first[0][1:] > second[0][1:] == [0, 0]  # worker 0 pushes the values
+    for number in run.steps():
+        run.loss(number).backward()
+        run.net.load_state_dict({k: v * 0.5 for k, v in run.net.state_dict().items()})
 
 
 def overlapped(run: Run) -> None:
-    for number in range(4):
-        with run.step():
-            run.optimizer.zero_grad()
-            with run.optimizer.no_sync():
-                run.loss(10 + number).backward()
-            run.loss(number).backward()
+    for number in run.steps():
+        with run.optimizer.no_sync():
+            run.loss(10 + number).backward()
+        run.loss(number).backward()
     run.optimizer.wait()
 
 
-def with_overlap(job: tw.Job) -> tuple[list[int], list[int]]:
-    return both(job, overlapped, overlap=True)
+SCENARIOS: list[Scenario] = [
+    *(plain, accumulate, zeros, retained, clipped, asked, overlapped, changed),
+    *(own, altered, swapped, held, loaded),
+]
 
 
-@pytest.mark.parametrize(("device", "servers"), DEVICES)
-def test_pushing_while_backward_runs(device: str, servers: int) -> None:
-    for ours, stock in run_job(with_overlap, device=device, servers=servers).ok():
-        assert ours[1:] == [0, 0, 0]
+def scenarios(job: tw.Job) -> dict[str, tuple[list[int], list[int]]]:
+    return {scenario.__name__: both(job, scenario) for scenario in SCENARIOS}
+
+
+@pytest.mark.parametrize(("device", "servers"), [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)])
+def test_what_users_do_with_gradients(device: str, servers: int) -> None:
+    first, second = run_job(scenarios, device=device, servers=servers).ok()
+    loads, does_not = first.pop("loaded"), second.pop("loaded")
+    assert first == second
+    for scenario in SCENARIOS[:7]:
+        ours, stock = first[scenario.__name__]
+        assert ours[1:] == [0, 0], scenario.__name__
         assert min(stock) > 0
+    assert first["changed"][0][1:] == [1, 1]  # what was replaced
+    assert first["own"][0] == first["own"][1]
+    assert loads[0][1:] > does_not[0][1:] == [0, 0]  # worker 0 pushes the values
 
 
 # ---- one graph for several modules, and what nobody placed
@@ -399,57 +308,42 @@ class Layers(torch.nn.Module):
         return x.square().mean()
 
 
-def layer_by_layer(job: tw.Job) -> list[int]:
+def layer_by_layer(job: tw.Job) -> None:
     runs = []
     for compiled in (True, False):
         torch.manual_seed(0)
         run = Run(job, False, Layers())
         for layer in run.net.layers if compiled else ():
             layer.compile(backend="tensorwire")
-        for number in range(3):
-            with run.step():
-                run.optimizer.zero_grad()
-                run.loss(number).backward()
-                assert len(run.born()) == (8 if compiled else 0)
+        for number in run.steps():
+            run.loss(number).backward()
+            assert len(run.born()) == (8 if compiled else 0)
         runs.append(run)
     assert all(map(torch.equal, runs[0].seen, runs[1].seen))
-    return runs[0].copies
+    assert runs[0].copies[-1] == 0
 
 
 def test_one_graph_for_several_modules() -> None:
-    for copies in run_job(layer_by_layer, device="shm").ok():
-        assert copies[-1] == 0
+    run_job(layer_by_layer, device="shm").ok()
 
 
-def alone(job: tw.Job) -> tuple[int, list[bool]]:
-    """The requests, and whether gradients are those of eager code, on a worker that is the only one to compile."""
+def alone(job: tw.Job) -> None:
+    """A worker that is the only one to compile sends no requests; an error in a model is the user's."""
     torch.manual_seed(job.rank)
     net = Net()
     before = counters.snapshot()
+    run = torch.compile(net, backend="tensorwire")
     if job.rank == 0:
-        torch.compile(net, backend="tensorwire")(batch(job, 0)).backward()
-    rpcs = counters.since(before).rpcs
+        run(batch(job, 0)).backward()
+    assert counters.since(before).rpcs == 0
     got = [p.grad for p in net.parameters()]
     net.zero_grad()
     net(batch(job, 0)).backward()
     wanted = [p.grad for p in net.parameters()]
-    return rpcs, [g is None or torch.equal(g, w) for g, w in zip(got, wanted, strict=True)]
+    assert all(g is None or torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+    with pytest.raises(Exception, match=r"shape|size"):
+        run(torch.zeros(8, 33))
 
 
 def test_a_model_that_nobody_placed_asks_nobody() -> None:
-    for rpcs, same in run_job(alone, servers=0).ok():
-        assert rpcs == 0
-        assert all(same)
-
-
-def refused(job: tw.Job) -> str:
-    run = torch.compile(Net(), backend="tensorwire")
-    try:
-        run(torch.zeros(8, 33))
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
-def test_an_error_in_a_replica_is_the_users_alone() -> None:
-    assert all(run_job(refused, servers=0).ok())
+    run_job(alone, servers=0).ok()
