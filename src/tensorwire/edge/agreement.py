@@ -13,13 +13,13 @@ from tensorwire.errors import ArgumentError
 Side = Literal["producer", "consumer"]
 
 
-class Offer(msgspec.Struct, frozen=True):
+class EdgeOffer(msgspec.Struct, frozen=True):
     """One end's message."""
 
     side: Side
 
 
-AnOffer = TypeVar("AnOffer", bound=Offer)
+AnOffer = TypeVar("AnOffer", bound=EdgeOffer)
 
 
 def agree(

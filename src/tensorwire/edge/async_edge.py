@@ -16,7 +16,7 @@ from tensorwire._native import HEADER, AsyncConsumer, AsyncPath, AsyncProducer, 
 from tensorwire.device import Channel, Device, Region, RemoteRegion, RemoteView
 from tensorwire.device.meeting import Meeting
 from tensorwire.device.tcp import TcpChannel, TcpDevice
-from tensorwire.edge.agreement import Offer, Side, agree
+from tensorwire.edge.agreement import EdgeOffer, Side, agree
 from tensorwire.edge.async_posts import AsyncPosts, WriteSlot
 from tensorwire.errors import OutOfMemory
 from tensorwire.sizes import round_up
@@ -25,7 +25,7 @@ _LINE = 64  # bytes from one word or slot to the next: no two share a cache line
 MOST_EDGES = 1 << 14  # of a device
 
 
-class _Offer(Offer, frozen=True, tag="tensorwire async edge 2", forbid_unknown_fields=True):
+class _Offer(EdgeOffer, frozen=True, tag="tensorwire async edge 2", forbid_unknown_fields=True):
     """One end's message: what it takes the edge for, and where its word and its slots lie."""
 
     carries: str

@@ -14,7 +14,7 @@ import msgspec
 from tensorwire.device import Channel, RemoteRegion
 from tensorwire.device.meeting import Meeting
 from tensorwire.device.region import Access
-from tensorwire.edge.agreement import Offer, Side, agree
+from tensorwire.edge.agreement import EdgeOffer, Side, agree
 from tensorwire.edge.bank import MOST_BANKS
 from tensorwire.edge.ends import ConsumerEnd, ProducerEnd, StaticConsumer, StaticProducer
 from tensorwire.edge.garbage_collection import garbage_collection
@@ -44,7 +44,7 @@ class _Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound: Count = 0
 
 
-class _Offer(Offer, frozen=True, tag="tensorwire edge 2", forbid_unknown_fields=True):
+class _Offer(EdgeOffer, frozen=True, tag="tensorwire edge 2", forbid_unknown_fields=True):
     """One end's message: its side, the edge, and where its memory lies."""
 
     edge: _Edge
