@@ -10,10 +10,10 @@ from tensorwire.errors import WaitTimeout
 
 def test_a_wait_for_what_does_not_come_sleeps() -> None:
     with TcpDevice() as device:
-        before = device.sleeps
+        before = device._engine.sleeps
         with pytest.raises(WaitTimeout):
             device.allocate(64).wait(0, 1, 0.05)
-        assert device.sleeps[0] > before[0]
+        assert device._engine.sleeps > before
 
 
 def test_a_write_wakes_the_thread_of_a_target_that_does_not_wait() -> None:
@@ -21,7 +21,7 @@ def test_a_write_wakes_the_thread_of_a_target_that_does_not_wait() -> None:
         region = target.allocate(64)
         channel = source.connect(target.address)
         there = RemoteRegion.unpack(region.remote().pack())
-        before = target.sleeps
+        before = target._engine.wake_ups
         channel.write(source.allocate(8).view(), there.view(0, 8), (there.view(8, 8), 1)).wait()
-        assert target.sleeps[1] > before[1]
+        assert target._engine.wake_ups > before
         assert region.load(8) == 1

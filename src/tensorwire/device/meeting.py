@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeVar, Union
 
 import msgspec
 
@@ -13,6 +13,7 @@ from tensorwire.device.contract import Channel, Device
 from tensorwire.device.handshake import receive_exactly
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
 
+Message = TypeVar("Message", bound=msgspec.Struct)
 MOST_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 
@@ -38,9 +39,6 @@ class _Hello(msgspec.Struct, frozen=True, tag="tensorwire device 1", forbid_unkn
     address: bytes
 
 
-_hello = msgspec.msgpack.Decoder(_Hello)
-
-
 def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channel:
     """Connects to the device of the process at the other end of ``pipe``, which calls this function, too.
 
@@ -60,16 +58,24 @@ def connect_peer(device: Device, pipe: Meeting, timeout: float = 60.0) -> Channe
         WaitTimeout: The other process did not answer in time.
         ProtocolError: Something other than Tensorwire answered.
     """
-    answer = exchange(pipe, msgspec.msgpack.encode(_Hello(device.name, device.address)), timeout)
-    try:
-        theirs = _hello.decode(answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ProtocolError(
-            "the other process does not connect a device here: both must call connect_peer, with the same version"
-        ) from None
+    theirs = introduce(pipe, _Hello(device.name, device.address), timeout, "a device", "connect_peer")
     if theirs.device != device.name:
         raise ArgumentError(f"the devices differ: {device.name} here, {theirs.device} there")
     return device.connect(theirs.address, timeout)
+
+
+def introduce(pipe: Meeting, ours: Message, timeout: float, what: str, call: str) -> Message:
+    """Sends a struct, and returns the other process's of the same type. Raises as ``connect_peer`` does.
+
+    ``what`` both connect by which ``call``, for messages.
+    """
+    try:
+        return msgspec.msgpack.decode(exchange(pipe, msgspec.msgpack.encode(ours), timeout), type=type(ours))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ProtocolError(
+            f"the other process does not connect {what} here: both must call {call}, in the same order, with the same "
+            "version"
+        ) from None
 
 
 def exchange(pipe: Meeting, ours: bytes, timeout: float) -> bytes:

@@ -78,11 +78,6 @@ class TcpDevice(IpDevice):
     def for_job(cls, *, interface: str, heartbeat: float, lost_after: float) -> TcpDevice:
         return cls(interface, heartbeat=heartbeat, lost_after=lost_after)
 
-    @property
-    def sleeps(self) -> tuple[int, int]:
-        """How often a waiter has slept, and how often the device's own thread was woken; for benchmarks."""
-        return self._engine.sleeps, self._engine.wake_ups
-
     def _purpose(self) -> bytes:
         return _PURPOSE + _TERMS.pack(self._address.device, self._address.beat)
 

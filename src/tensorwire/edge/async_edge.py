@@ -8,28 +8,26 @@ header of `tensorwire.edge.header` precedes each tensor.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from tensorwire._native import HEADER, AsyncConsumer, AsyncPath, AsyncProducer, Memory, Watcher
 from tensorwire.device import Channel, Device, Region, RemoteRegion, RemoteView
-from tensorwire.device.meeting import Meeting, exchange
+from tensorwire.device.meeting import Meeting
 from tensorwire.device.tcp import TcpChannel, TcpDevice
+from tensorwire.edge.agreement import EdgeOffer, Side, agree
 from tensorwire.edge.async_posts import AsyncPosts, WriteSlot
-from tensorwire.errors import ArgumentError, OutOfMemory, ProtocolError
+from tensorwire.errors import OutOfMemory
 from tensorwire.sizes import round_up
 
 _LINE = 64  # bytes from one word or slot to the next: no two share a cache line
 MOST_EDGES = 1 << 14  # of a device
 
-Side = Literal["producer", "consumer"]
 
-
-class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 2", forbid_unknown_fields=True):
+class _Offer(EdgeOffer, frozen=True, tag="tensorwire async edge 2", forbid_unknown_fields=True):
     """One end's message: what it takes the edge for, and where its word and its slots lie."""
 
-    side: Side
     carries: str
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     depth: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -37,9 +35,6 @@ class _Offer(msgspec.Struct, frozen=True, tag="tensorwire async edge 2", forbid_
     word: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     slots: bytes = b""
     lends: bytes = b""
-
-
-_offer = msgspec.msgpack.Decoder(_Offer)
 
 
 class AsyncEdges:
@@ -106,7 +101,7 @@ class AsyncEdges:
         shown = b"" if side == "producer" or slots is None else slots.remote("write").pack()
         lends = b"" if side == "consumer" or self._lends is None else self._lends.remote("read").pack()
         ours = _Offer(side, carries, nbytes, depth, self._words.remote("write").pack(), word, shown, lends)
-        theirs = _agree(ours, pipe, timeout)
+        theirs = agree(ours, _alike, pipe, timeout, "AsyncEdges.connect")
         path = self._path(channel, theirs, slots if side == "producer" else None, sends=side == "producer")
         awaited = self._watcher, word, channel.liveness, self._seconds if seconds is None else seconds
         end: AsyncProducer | AsyncConsumer
@@ -145,6 +140,10 @@ class AsyncEdges:
             self._posts.close()
 
 
+def _alike(offer: _Offer) -> dict[str, object]:
+    return {"carries": offer.carries, "nbytes": offer.nbytes, "depth": offer.depth}
+
+
 def _map(channel: Channel, region: bytes) -> Memory:
     found = channel.map(RemoteRegion.unpack(region).view())
     assert found is not None  # the device maps
@@ -160,19 +159,3 @@ def _writes(channel: Channel, word: RemoteView, source: Region | None, there: Re
         return channel.write(source.view(at, nbytes), there.view(at, nbytes), (word, signal))
 
     return write
-
-
-def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:
-    """The other end's offer. Raises `ProtocolError` or `ArgumentError`."""
-    message = exchange(pipe, msgspec.msgpack.encode(ours), timeout)
-    try:
-        theirs = _offer.decode(message)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ProtocolError("the other process does not connect an edge here: use the same version in both") from None
-    if theirs.side == ours.side:
-        raise ArgumentError(f"both ends are the {ours.side}'s: one process sends, the other receives")
-    for name in ("carries", "nbytes", "depth"):
-        here, there = getattr(ours, name), getattr(theirs, name)
-        if here != there:
-            raise ArgumentError(f"the two ends differ: {name} is {here!r} here and {there!r} there")
-    return theirs

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, overload
 import msgspec
 
 from tensorwire.device import Channel, RemoteRegion
-from tensorwire.device.meeting import Meeting, exchange
+from tensorwire.device.meeting import Meeting
 from tensorwire.device.region import Access
+from tensorwire.edge.agreement import EdgeOffer, Side, agree
 from tensorwire.edge.bank import MOST_BANKS
 from tensorwire.edge.ends import ConsumerEnd, ProducerEnd, StaticConsumer, StaticProducer
 from tensorwire.edge.garbage_collection import garbage_collection
@@ -24,14 +25,13 @@ from tensorwire.edge.pool import Pool
 from tensorwire.edge.static import Consumer, Producer, Word
 from tensorwire.edge.tensor import Spec
 from tensorwire.edge.varying import BoundedProducer, DynamicProducer, VaryingConsumer
-from tensorwire.errors import ArgumentError, ProtocolError
+from tensorwire.errors import ArgumentError
 from tensorwire.sizes import round_up
 
 _LINE = 64  # bytes between two slots: no two share a cache line
 _PAGE = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Side = Literal["producer", "consumer"]
 
 
 class _Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,15 +44,11 @@ class _Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound: Count = 0
 
 
-class _Offer(msgspec.Struct, frozen=True, tag="tensorwire edge 2", forbid_unknown_fields=True):
-    """One end's message: the edge, this end's side, and where its memory lies."""
+class _Offer(EdgeOffer, frozen=True, tag="tensorwire edge 2", forbid_unknown_fields=True):
+    """One end's message: its side, the edge, and where its memory lies."""
 
     edge: _Edge
-    side: Side
     memory: bytes
-
-
-_offer = msgspec.msgpack.Decoder(_Offer)
 
 
 @overload
@@ -174,22 +170,7 @@ def _describe(spec: Spec | None, bound: int | None, depth: int) -> _Edge:
 
 
 def _agree(ours: _Offer, pipe: Meeting, timeout: float) -> _Offer:
-    """The other end's offer. Raises `ProtocolError` or `ArgumentError`."""
-    message = exchange(pipe, msgspec.msgpack.encode(ours), timeout)
-    try:
-        theirs = _offer.decode(message)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise ProtocolError(
-            "the other process does not connect an edge here: both must call connect_edge, in the same order, with the "
-            "same version"
-        ) from None
-    if theirs.side == ours.side:
-        raise ArgumentError(f"both ends are the {ours.side}'s: one process is the producer, the other the consumer")
-    for name in _Edge.__struct_fields__:
-        here, there = getattr(ours.edge, name), getattr(theirs.edge, name)
-        if here != there:
-            raise ArgumentError(f"the two ends differ: {name} is {here!r} here and {there!r} there")
-    return theirs
+    return agree(ours, lambda offer: msgspec.structs.asdict(offer.edge), pipe, timeout, "connect_edge")
 
 
 # ---- static: the consumer's memory has the arrival word and the slots, the producer's the credit and what is written
@@ -201,7 +182,7 @@ def _static(
     alone = side == "producer" and channel.device.capabilities.maps  # no slots of its own
     here = channel.device.allocate(_LINE if alone else _at(spec, edge.depth))
     try:
-        theirs = _agree(_Offer(edge, side, here.remote().pack()), pipe, timeout)
+        theirs = _agree(_Offer(side, edge, here.remote().pack()), pipe, timeout)
         there = RemoteRegion.unpack(theirs.memory)
         if side == "producer":
             slots, source = _slots(spec, edge, there), [] if alone else _slots(spec, edge, here)
@@ -275,6 +256,6 @@ def _peers(edge: _Edge, channel: Channel, pipe: Meeting, side: Side, timeout: fl
         ours.append(value)
 
     def lookup(what: str, peer: str) -> bytes:
-        return _agree(_Offer(edge, side, ours.pop()), pipe, timeout).memory
+        return _agree(_Offer(side, edge, ours.pop()), pipe, timeout).memory
 
     return Peers("this edge", side, lambda _: channel, publish, lookup, lambda peer, number: None)

@@ -27,8 +27,8 @@ from tensorwire.errors import (
     TensorwireError,
 )
 from tensorwire.launch.carrier import Carrier, Offer
-from tensorwire.launch.reduce import Form, combine, flatten
-from tensorwire.launch.values import Bytes, pack, unpack
+from tensorwire.launch.reduce import combine, flatten
+from tensorwire.launch.values import Bytes, Form, pack, unpack
 
 # What all workers' values of one call take together when they still travel with the requests.
 SMALL_BYTES = 512 << 10

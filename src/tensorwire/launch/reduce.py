@@ -5,56 +5,18 @@ Values are combined in the order of the ranks, element by element, so all worker
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tensorwire.errors import ArgumentError
-from tensorwire.launch.values import Bytes, array_bytes, is_tensor, tensor_bytes
+from tensorwire.launch.values import Bytes, Form, bytes_of, form_of
 
 OPERATIONS = ("sum", "mean", "max", "min")
 _TENSOR_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _WHAT = "job.all_reduce"
-
-
-@dataclass(frozen=True)
-class Form:
-    """What all workers have to agree on: the type, dtype and shape of the value.
-
-    ``kind`` is int, float, bool, array, scalar (of numpy) or tensor; ``dtype`` is numpy's name or torch's.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return self.kind if self.kind in ("int", "float", "bool") else f"{self.dtype} {self.kind} {list(self.shape)}"
-
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    def elements(self, data: Bytes) -> Any:
-        """``data`` as a flat array or tensor of this dtype. It shares the memory."""
-        if self.kind == "tensor":
-            import torch
-
-            flat = torch.from_numpy(data) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-            return flat.view(getattr(torch, self.dtype))
-        return data.view(np.dtype(self.dtype))
-
-    def value(self, data: Bytes) -> Any:
-        """``data``, which is nobody else's, as a value of this form."""
-        found = self.elements(data).reshape(self.shape)
-        if self.kind in ("array", "tensor"):
-            return found
-        return found[()] if self.kind == "scalar" else found.item()
 
 
 def flatten(value: Any, op: str) -> tuple[Form, Bytes]:
@@ -63,17 +25,13 @@ def flatten(value: Any, op: str) -> tuple[Form, Bytes]:
         raise ArgumentError(f"{_WHAT} takes op={', '.join(map(repr, OPERATIONS))}, not {op!r}")
     if type(value) in (bool, int, float):
         form, data = _number(value, op)
-    elif is_tensor(value):
-        form = Form("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape))
-        if form.dtype not in _TENSOR_DTYPES:
+    elif found := form_of(value):
+        form = found
+        if form.kind == "tensor" and form.dtype not in _TENSOR_DTYPES:
             raise ArgumentError(f"{_WHAT} takes tensors of {', '.join(_TENSOR_DTYPES)}, not of {form.dtype}")
-        data = tensor_bytes(value, _WHAT)
-    elif isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        form = Form("array" if isinstance(value, np.ndarray) else "scalar", array.dtype.str, array.shape)
-        if array.dtype.kind not in "biuf":
-            raise ArgumentError(f"{_WHAT} takes arrays of floats, integers and bools, not of {array.dtype}")
-        data = array_bytes(value if isinstance(value, np.ndarray) else array, _WHAT)
+        if form.kind != "tensor" and value.dtype.kind not in "biuf":
+            raise ArgumentError(f"{_WHAT} takes arrays of floats, integers and bools, not of {value.dtype}")
+        data = bytes_of(value, _WHAT)
     else:
         raise ArgumentError(
             f"{_WHAT} takes int, float, bool, numpy arrays and torch tensors, not {type(value).__name__}"

@@ -26,6 +26,54 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True)
+class Form:
+    """The type, dtype and shape of a value.
+
+    ``kind`` is int, float, bool, array, scalar (of numpy) or tensor; ``dtype`` is numpy's name or torch's.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("int", "float", "bool") else f"{self.dtype} {self.kind} {list(self.shape)}"
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * int(self._dtype().itemsize)
+
+    def _dtype(self) -> Any:
+        if self.kind != "tensor":
+            return np.dtype(self.dtype)
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    def elements(self, data: Bytes) -> Any:
+        """``data`` as a flat array or tensor of this dtype. It shares the memory."""
+        if self.kind != "tensor":
+            return data.view(self._dtype())
+        import torch
+
+        flat = torch.from_numpy(data) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+        return flat.view(self._dtype())
+
+    def value(self, data: Bytes) -> Any:
+        """``data``, which is nobody else's, as a value of this form."""
+        found = self.elements(data).reshape(self.shape)
+        if self.kind in ("array", "tensor"):
+            return found
+        return found[()] if self.kind == "scalar" else found.item()
+
+
+@dataclass(frozen=True)
 class Packed:
     """A value as bytes: the tree in msgpack, then each array at a multiple of `ALIGNMENT`."""
 
@@ -89,6 +137,22 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def form_of(value: Any) -> Form | None:
+    """The form of a tensor, an array or a scalar of numpy; None: it is something else."""
+    if is_tensor(value):
+        return Form("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return Form("array" if isinstance(value, np.ndarray) else "scalar", value.dtype.str, value.shape)
+    return None
+
+
+def bytes_of(value: Any, what: str, where: str = "") -> Bytes:
+    """The elements of what has a form, in the order of their indices. Raises `ArgumentError` for what cannot travel."""
+    if is_tensor(value):
+        return tensor_bytes(value, what, where)
+    return _array_bytes(value if isinstance(value, np.ndarray) else np.asarray(value), what, where)
+
+
 def tensor_bytes(tensor: Any, what: str, where: str = "") -> Bytes:
     """The elements of a torch tensor in the order of their indices. Raises `ArgumentError` if it has none here."""
     torch = sys.modules["torch"]
@@ -104,8 +168,7 @@ def tensor_bytes(tensor: Any, what: str, where: str = "") -> Bytes:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
-def array_bytes(array: NDArray[Any], what: str, where: str = "") -> Bytes:
-    """The elements of a numpy array in the order of their indices. Raises `ArgumentError` for Python objects."""
+def _array_bytes(array: NDArray[Any], what: str, where: str) -> Bytes:
     if type(array) is not np.ndarray:
         raise _refused(what, _named(array), where, "send a plain array")
     if array.dtype.hasobject or array.dtype.kind == "V":
@@ -128,15 +191,9 @@ def _tree(value: Any, arrays: list[Bytes], what: str, where: str, depth: int) ->
             pairs.append(_tree(key, arrays, what, f"{where} (a key)", depth + 1))
             pairs.append(_tree(item, arrays, what, f"{where}[{key!r}]", depth + 1))
         return pairs
-    if is_tensor(value):
-        arrays.append(tensor_bytes(value, what, where))
-        return ["tensor", str(value.dtype).removeprefix("torch."), *value.shape]
-    if isinstance(value, np.ndarray):
-        arrays.append(array_bytes(value, what, where))
-        return ["array", value.dtype.str, *value.shape]
-    if isinstance(value, np.generic):
-        arrays.append(array_bytes(np.asarray(value), what, where))
-        return ["scalar", value.dtype.str]
+    if form := form_of(value):
+        arrays.append(bytes_of(value, what, where))
+        return [form.kind, form.dtype, *form.shape]
     allowed = "None, numbers, str, bytes, arrays and CPU tensors, in lists, tuples and dicts"
     raise _refused(what, _named(value), where, f"it carries {allowed}")
 
@@ -168,21 +225,10 @@ class _Reader:
             values = [self.value(item) for item in rest]
             pairs = zip(values[::2], values[1::2], strict=True)
             return dict(pairs) if kind == "dict" else OrderedDict(pairs)
-        if kind == "tensor":
-            return self._tensor(rest[0], rest[1:])
-        if kind in ("array", "scalar"):
-            dtype = np.dtype(rest[0])
-            shape = tuple(rest[1:])
-            array = self._take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-            return array if kind == "array" else array[()]
+        if kind in ("tensor", "array", "scalar"):
+            found = Form(kind, rest[0], tuple(rest[1:]))
+            return found.value(self._take(found.nbytes))
         raise ValueError(f"no kind of value is called {kind!r}")
-
-    def _tensor(self, name: str, shape: list[int]) -> Any:
-        import torch
-
-        dtype = getattr(torch, name)
-        data = self._take(math.prod(shape) * dtype.itemsize)
-        return torch.from_numpy(data).view(dtype).reshape(shape) if data.nbytes else torch.empty(shape, dtype=dtype)
 
     def _take(self, nbytes: int) -> Bytes:
         start = round_up(self._end, ALIGNMENT)

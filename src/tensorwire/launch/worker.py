@@ -44,10 +44,14 @@ _status = 0  # of this process, where leaving the job at the end of the script h
 @atexit.register
 def _exit() -> None:
     if _status:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush()
         os._exit(_status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 class UnevenStore(Protocol):
@@ -233,9 +237,7 @@ class Worker:
             with open(os.devnull, "w") as nowhere:
                 faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)  # should a full pipe keep us
                 self.print_end(self._cause)
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(OSError, ValueError):
-                        stream.flush()
+                _flush()
         finally:
             os._exit(1)  # also where no descriptor was left
 

@@ -9,7 +9,7 @@ import msgspec
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
-from tensorwire.edge.async_edge import Side
+from tensorwire.edge.agreement import Side
 from tensorwire.graph.analysis import Analysis
 from tensorwire.graph.passes.causality import sends_before
 from tensorwire.tensorflow.escapes import RECEIVE, SEND, copy_what_escapes

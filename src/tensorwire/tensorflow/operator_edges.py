@@ -17,7 +17,8 @@ from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.device import Device
-from tensorwire.edge.async_edge import AsyncEdges, Side
+from tensorwire.edge.agreement import Side
+from tensorwire.edge.async_edge import AsyncEdges
 from tensorwire.edge.header import HEADER, MOST_DIMENSIONS
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ArgumentError, TensorwireError, Unsupported

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tensorwire.control.names import member_name
-from tensorwire.edge.async_edge import Side
+from tensorwire.edge.agreement import Side
 from tensorwire.errors import ArgumentError
 from tensorwire.tensorflow.escapes import when_traced
 from tensorwire.tensorflow.operator_edges import Carried, edge_ends, edge_name, load_operators, operator_edges

@@ -24,7 +24,7 @@ from tensorwire.torch.origin import Origin
 from tensorwire.torch.overlap import Overlap
 from tensorwire.torch.owned_stores import OwnedStores
 from tensorwire.torch.part import Part, StoreSettings
-from tensorwire.torch.roots import with_names
+from tensorwire.torch.roots import named_parameters, with_names
 from tensorwire.torch.sparse_rows import SparseRows, check_dense, sparse_parameters
 from tensorwire.torch.stepping import Stepping
 
@@ -70,10 +70,9 @@ class OptimizerParts(torch.optim.Optimizer):
         else:
             self._inner = build(self._class, self.param_groups)
         self._link_inner()
-        named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
         self._local = LocalTraining(
             self._worker,
-            named,
+            named_parameters(self),
             mode,
             self._inner.step,
             bucket_bytes,
@@ -150,8 +149,7 @@ class OptimizerParts(torch.optim.Optimizer):
             raise ArgumentError("add parameters before backward(): gradients are in flight")
         self.wait()
         group = named_group(len(self.param_groups), with_names(param_group, self, self._model))
-        there = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
-        check_parameters([*there, *group["params"]])
+        check_parameters([*named_parameters(self), *group["params"]])
         super().add_param_group(group)
         try:
             added = self.param_groups[-1:]

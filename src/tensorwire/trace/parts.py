@@ -258,22 +258,20 @@ def typical(parts: Iterable[Parts], *, skip: int = WARM_UP_STEPS) -> Parts:
     steps it stands for. Raises `ArgumentError` if none is left.
     """
     kept = settled(parts, skip=skip)
-    if not kept:
-        raise ArgumentError(f"the trace holds no step after the first {skip}")
     kept.sort(key=lambda p: p.seconds)
     quarter = len(kept) // 4
-    return _mean(kept[quarter : len(kept) - quarter], len(kept))
+    return _mean(kept[quarter : len(kept) - quarter], len(kept), skip)
 
 
 def average(parts: Iterable[Parts], *, skip: int = WARM_UP_STEPS) -> Parts:
     """As `typical`, but the mean over all steps: for workers that communicate in some of their steps only."""
     kept = settled(parts, skip=skip)
-    if not kept:
+    return _mean(kept, len(kept), skip)
+
+
+def _mean(parts: Sequence[Parts], count: int, skip: int) -> Parts:
+    if not parts:
         raise ArgumentError(f"the trace holds no step after the first {skip}")
-    return _mean(kept, len(kept))
-
-
-def _mean(parts: Sequence[Parts], count: int) -> Parts:
     return Parts(-1, count, *(statistics.fmean(getattr(p, name) for p in parts) for name in ("seconds", *PARTS)))
 
 

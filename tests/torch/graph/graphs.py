@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tensorwire.graph import Analysis, Output, analyze
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
-from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.cuts import same_bits
 from tests.torch.graph.together import Together
@@ -65,7 +65,7 @@ def run(
 
     def work(group: WorkerGroup) -> list[Any]:
         edges = group.connect(analysis.plan)
-        call = partition(module, analysis, group.me, transfers(edges, analysis.plan))
+        call = Partition(module, analysis, group.me, transfers(edges, analysis.plan)).build()
         returned, copies = [], []
         for given in (*before, *[examples] * times):
             edges.begin()

@@ -15,7 +15,7 @@ from tensorwire.graph.kinds import DYNAMIC
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
-from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.graphs import captured
 from tests.torch.graph.together import Together
@@ -43,7 +43,7 @@ class Runs:
 
     def __init__(self, group: WorkerGroup, module: Any, analysis: Analysis) -> None:
         self.edges = group.connect(analysis.plan)
-        self._call = partition(module, analysis, group.me, Transfers(self.edges, analysis.plan))
+        self._call = Partition(module, analysis, group.me, Transfers(self.edges, analysis.plan)).build()
 
     def __call__(self, value: torch.Tensor, use: Callable[[Any], Any] = lambda results: None) -> Any:
         """What ``use`` makes of the results before the run ends."""

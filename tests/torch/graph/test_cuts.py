@@ -17,7 +17,7 @@ from torch import fx
 import tensorwire as tw
 from tensorwire.graph import Analysis
 from tensorwire.torch.graph.execution.job_group import group_of
-from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
@@ -93,7 +93,7 @@ def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
         analysis = cut(module, seed, job.num_workers, copies=False)
         right = module(*examples)
         edges = group.connect(analysis.plan)
-        call = partition(module, analysis, group.me, Transfers(edges, analysis.plan))
+        call = Partition(module, analysis, group.me, Transfers(edges, analysis.plan)).build()
         for step in range(3):
             edges.begin()
             results = call(list(examples))

@@ -17,7 +17,7 @@ from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
-from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.memory.strided import fill
 from tests.torch.graph.graphs import captured
@@ -64,7 +64,7 @@ def second(
 
         def prepare(group: WorkerGroup) -> tuple[Any, Any]:
             edges = group.connect(analysis.plan)
-            return edges, partition(module, analysis, group.me, Transfers(edges, analysis.plan))
+            return edges, Partition(module, analysis, group.me, Transfers(edges, analysis.plan)).build()
 
         prepared = together.each(prepare)
 
@@ -254,7 +254,7 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
         def once(group: WorkerGroup) -> torch.Tensor | None:
             edges = group.connect(analysis.plan)
             transfers = Transfers(edges, analysis.plan)
-            call = partition(module, analysis, group.me, transfers)
+            call = Partition(module, analysis, group.me, transfers).build()
             found = None
             for step in range(2):
                 if group.me == WORKERS[0] and not step:

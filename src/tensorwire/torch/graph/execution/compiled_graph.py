@@ -18,7 +18,7 @@ from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph, s
 from tensorwire.torch.graph.capture.joint import Boxed, given, returned
 from tensorwire.torch.graph.compile_options import CompileOptions
 from tensorwire.torch.graph.execution.job_group import group_of
-from tensorwire.torch.graph.execution.partition import partition
+from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.replica import gradients, replica, slots_of_inputs
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.placement.gradient_hooks import only_with_gradient
@@ -105,7 +105,7 @@ class CompiledGraph:
             if edge.lent and edge.source == self.group.me:
                 transfers.adopt(index, args[places[edge.name]])
         shown = [output.name for output in graph.outputs if output.caller] if self.keeps else ()
-        return partition(
+        return Partition(
             self.module,
             self.analysis,
             self.group.me,
@@ -114,7 +114,7 @@ class CompiledGraph:
             changed=self.changed(),
             keeps=self.keeps,
             replays=self.options.replay_random,
-        )
+        ).build()
 
     def _import(self, args: list[Any]) -> Graph:
         name = f"{self.group.next_number} ({self.what})"

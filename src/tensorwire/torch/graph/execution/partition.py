@@ -18,38 +18,26 @@ from tensorwire.torch.graph.execution.transfers import Transfers
 from tensorwire.torch.graph.placement.placeholders import kept_placeholder, length_of, shown_placeholder
 
 
-def partition(
-    module: fx.GraphModule,
-    analysis: Analysis,
-    me: str,
-    transfers: Transfers,
-    *,
-    shown: Collection[str] = (),
-    changed: Mapping[str, str] = MappingProxyType({}),
-    keeps: bool = False,
-    replays: bool = False,
-) -> Boxed:
-    """The function of ``me``: takes the list of all arguments, which it empties, and returns all outputs.
+class Partition:
+    """Builds the function of ``me``: it takes the list of all arguments, which it empties, and returns all outputs.
 
     What ``me`` does not hold is None; but for outputs in ``shown``, which people see, it is a tensor of the right shape
     without memory, and with ``keeps`` an empty tensor for what is kept for the backward graph. ``changed``: by output,
     the argument that it is copied to afterwards, which stands for it where ``me`` does not hold it. With ``replays``
     random numbers are drawn for the operators of other workers, too.
     """
-    return _Builder(module, analysis, me, transfers, set(shown), changed, keeps, replays).build()
 
-
-class _Builder:
     def __init__(
         self,
         module: fx.GraphModule,
         analysis: Analysis,
         me: str,
         transfers: Transfers,
-        shown: set[str],
-        changed: Mapping[str, str],
-        keeps: bool,
-        replays: bool,
+        *,
+        shown: Collection[str] = (),
+        changed: Mapping[str, str] = MappingProxyType({}),
+        keeps: bool = False,
+        replays: bool = False,
     ) -> None:
         self.module, self.analysis, self.me, self.transfers = module, analysis, me, transfers
         self.shown, self.changed, self.keeps, self.replays = shown, changed, keeps, replays
