@@ -230,65 +230,38 @@ def test_the_best_data_there_is_are_found(monkeypatch: pytest.MonkeyPatch, idx_f
     assert data.load(None).name == "digits"
 
 
-def _remove(folder: Path) -> None:
-    (folder / FILES[2]).unlink()
-
-
-def _cut(folder: Path) -> None:
-    content = (folder / FILES[0]).read_bytes()
-    (folder / FILES[0]).write_bytes(content[: len(content) // 2])
-
-
-def _cut_compressed(folder: Path) -> None:
-    path = folder / f"{FILES[1]}.gz"
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def _not_compressed(folder: Path) -> None:
-    (folder / f"{FILES[1]}.gz").write_bytes(b"labels")
-
-
-def _no_idx(folder: Path) -> None:
-    (folder / FILES[0]).write_bytes(b"P5 28 28 255")
-
-
-def _huge(folder: Path) -> None:
-    (folder / FILES[0]).write_bytes(b"\0\0\x08\x03" + b"\xff" * 12)
-
-
-def _small_images(folder: Path) -> None:
-    (folder / FILES[0]).write_bytes(idx2numpy.convert_to_string(np.zeros((600, 8, 8), np.uint8)))
-
-
-def _wide_images(folder: Path) -> None:
-    (folder / FILES[0]).write_bytes(idx2numpy.convert_to_string(np.zeros((600, 28, 28), np.float32)))
-
-
-def _few_labels(folder: Path) -> None:
-    (folder / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx2numpy.convert_to_string(np.zeros(599, np.uint8))))
-
-
-def _high_labels(folder: Path) -> None:
-    (folder / f"{FILES[1]}.gz").write_bytes(gzip.compress(idx2numpy.convert_to_string(np.full(600, 10, np.uint8))))
+def idx(*shape: int, value: int = 0, dtype: type = np.uint8) -> bytes:
+    written: bytes = idx2numpy.convert_to_string(np.full(shape, value, dtype))
+    return written
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("number", "change", "message"),
     [
-        (_remove, r"holds no t10k-images-idx3-ubyte, with or without \.gz"),
-        (_cut, "train-images-idx3-ubyte is not an IDX file"),
-        (_cut_compressed, r"train-labels-idx1-ubyte\.gz is not an IDX file"),
-        (_not_compressed, r"train-labels-idx1-ubyte\.gz is not an IDX file"),
-        (_no_idx, "train-images-idx3-ubyte is not an IDX file"),
-        (_huge, "train-images-idx3-ubyte is not an IDX file"),
-        (_small_images, r"train images in .* are uint8 of shape \[600, 8, 8\], not uint8 \[n, 28, 28\]"),
-        (_wide_images, r"train images in .* are >f4 of shape \[600, 28, 28\]|train images in .* are float32"),
-        (_few_labels, r"train labels in .* are uint8 of shape \[599\], not uint8 \[600\]"),
-        (_high_labels, "train labels in .* go up to 10, not 9"),
+        (2, None, r"holds no t10k-images-idx3-ubyte, with or without \.gz"),
+        (0, lambda content: content[: len(content) // 2], "train-images-idx3-ubyte is not an IDX file"),
+        (1, lambda content: content[:-20], r"train-labels-idx1-ubyte\.gz is not an IDX file"),
+        (1, lambda _: b"labels", r"train-labels-idx1-ubyte\.gz is not an IDX file"),
+        (0, lambda _: b"P5 28 28 255", "train-images-idx3-ubyte is not an IDX file"),
+        (0, lambda _: b"\0\0\x08\x03" + b"\xff" * 12, "train-images-idx3-ubyte is not an IDX file"),
+        (0, lambda _: idx(600, 8, 8), r"train images in .* are uint8 of shape \[600, 8, 8\], not uint8 \[n, 28, 28\]"),
+        (
+            0,
+            lambda _: idx(600, 28, 28, dtype=np.float32),
+            r"train images in .* are (>f4 of shape \[600, 28, 28\]|float32)",
+        ),
+        (1, lambda _: gzip.compress(idx(599)), r"train labels in .* are uint8 of shape \[599\], not uint8 \[600\]"),
+        (1, lambda _: gzip.compress(idx(600, value=10)), "train labels in .* go up to 10, not 9"),
     ],
 )
-def test_wrong_files_are_refused_in_one_line(idx_folder: Path, spoil: Callable[[Path], None], message: str) -> None:
-    spoil(idx_folder)
+def test_wrong_files_are_refused_in_one_line(
+    idx_folder: Path, number: int, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    path = next(idx_folder.glob(f"{FILES[number]}*"))
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ArgumentError, match=message) as caught:
         data.load(str(idx_folder))
     assert "\n" not in str(caught.value)

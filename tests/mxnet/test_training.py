@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import tensorwire as tw
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
+from tests.levels import long
 from tests.mxnet.own import train_on_its_own
 
 STATIC = {"static_alloc": True, "static_shape": True}
 SETTINGS = [
     ({"optimizer": "sgd", "options": {"learning_rate": 0.05, "wd": 1e-3, "momentum": 0.9}}, "shm", 1),
     ({"optimizer": "adam"}, "tcp", 2),
-    ({"optimizer": "sgd", "hybridize": STATIC}, "shm", 2),
+    long(({"optimizer": "sgd", "hybridize": STATIC}, "shm", 2)),
 ]
 
 
@@ -45,9 +46,8 @@ def test_the_same_parameters_as_on_mxnets_own_store(
 def test_a_network_that_was_cast_trains_as_without_a_store() -> None:
     """MXNet's own store is no peer here: its servers compute in single precision."""
     settings = {"optimizer": "adam", "cast": "float64", "workers": 1}
-    (served,), (alone,) = (
-        run_job(train_on_ours, settings, kind, workers=1).ok() for kind in ("dist_tensorwire_sync", "local")
-    )
+    kinds = "dist_tensorwire_sync", "local"
+    ((served, alone),) = run_job(for_each, train_on_ours, [(settings, kind) for kind in kinds], workers=1).ok()
     for mine, wanted in zip(served, alone, strict=True):
         assert mine.dtype == np.float64
         np.testing.assert_array_equal(mine, wanted)
@@ -61,24 +61,22 @@ def test_gradients_that_are_pushed_while_others_are_computed_change_nothing() ->
             np.testing.assert_array_equal(array, other)
 
 
-@pytest.mark.parametrize("wide", [64, 2100])
-def test_workers_that_update_have_the_parameters_of_servers_that_do(wide: int) -> None:
+def test_workers_that_update_have_the_parameters_of_servers_that_do() -> None:
     """MXNet's own store gives others from run to run: its pull may overwrite a gradient that is still summed."""
-    workers, servers = (
-        run_job(train_on_ours, {"optimizer": "adam", "wide": wide, "update_on_kvstore": on}).ok()
-        for on in (False, True)
-    )
-    for rank in range(2):
-        for mine, theirs in zip(workers[rank], servers[rank], strict=True):
+    cases = [
+        ({"optimizer": "adam", "wide": wide, "update_on_kvstore": on},) for wide in (64, 2100) for on in (False, True)
+    ]
+    for narrow, narrow_served, wide, wide_served in run_job(for_each, train_on_ours, cases).ok():
+        for mine, theirs in zip(narrow + wide, narrow_served + wide_served, strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("hybridize", [{}, STATIC], ids=str)
-def test_evaluations_between_steps_change_nothing(hybridize: dict[str, bool]) -> None:
+def test_evaluations_between_steps_change_nothing() -> None:
     """oneDNN rewrites the weights of a convolution in place, in a layout of its own."""
-    settings = {"convolutions": True, "shape": [3, 8, 8], "hybridize": hybridize, "workers": 1}
-    (without,) = run_job(train_on_ours, settings, workers=1).ok()
-    (evaluated,) = run_job(train_on_ours, {**settings, "evaluate": True}, workers=1).ok()
-    trained = [n for n, array in enumerate(without) if not np.array_equal(array, without[n] * 0)]
-    for number in trained[:4]:
-        np.testing.assert_array_equal(evaluated[number], without[number])
+    settings = {"convolutions": True, "shape": [3, 8, 8], "workers": 1}
+    cases = [({**settings, "hybridize": how, "evaluate": also},) for how in ({}, STATIC) for also in (False, True)]
+    ((plain, evaluated, static, static_evaluated),) = run_job(for_each, train_on_ours, cases, workers=1).ok()
+    for without, others in ((plain, evaluated), (static, static_evaluated)):
+        trained = [n for n, array in enumerate(without) if not np.array_equal(array, without[n] * 0)]
+        for number in trained[:4]:
+            np.testing.assert_array_equal(others[number], without[number])

@@ -11,7 +11,7 @@ import pytest
 
 import tensorwire as tw
 from tensorwire.testing.patience import patient
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.tensorflow.test_distribute import check_bits, run
 
 
@@ -58,10 +58,6 @@ def cross(job: tw.Job) -> list[Any]:
     return wrong
 
 
-def test_what_crosses_is_not_copied() -> None:
-    assert run_job(cross, servers=0, device="shm").ok() == [[], []]
-
-
 def change_a_variable(job: tw.Job) -> list[float]:
     """What was sent of a variable stays as it was, although the variable is changed in place before it is read."""
     use_arena()
@@ -90,8 +86,9 @@ def change_a_variable(job: tw.Job) -> list[float]:
     return found
 
 
-def test_a_variable_may_change_after_it_was_sent() -> None:
-    (_, found) = run_job(change_a_variable, servers=0, device="shm").ok()
+def test_what_crosses_is_not_copied_and_stays() -> None:
+    (wrong, _), (other, found) = run_job(in_turn, cross, change_a_variable, servers=0, device="shm").ok()
+    assert wrong == other == []
     assert found == [float(step) for step in range(10) for _ in range(2)]
 
 

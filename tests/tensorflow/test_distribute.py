@@ -13,8 +13,8 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
-from tests.harness.jobs import for_each, run_job
-from tests.levels import long
+from tests.harness.jobs import for_each, in_turn, run_job
+from tests.levels import long, mostly_long
 from tests.tensorflow.functions import FUNCTIONS
 from tests.tensorflow.test_operators import load
 
@@ -83,10 +83,6 @@ def captures(job: tw.Job) -> list[Any]:
     return [found["product"].numpy().tolist(), found["pair"][0].numpy().tolist(), float(found["pair"][1])]
 
 
-def test_captured_tensors_and_nested_arguments() -> None:
-    assert run_job(captures, servers=0).ok() == [[[2.0, 4.0, 6.0], [0.0, 0.0], 26.0]] * 2
-
-
 def kept_results(job: tw.Job) -> list[float]:
     """Every result is kept, as users keep losses."""
     tf, twt = load()
@@ -100,11 +96,6 @@ def kept_results(job: tw.Job) -> list[float]:
 
     kept = [step(tf.fill([100], float(number))) for number in range(8)]
     return [float(value[0]) for pair in kept for value in pair]
-
-
-def test_results_may_be_kept() -> None:
-    wanted = [value for number in range(8) for value in (number + 1.0, number * 2.0 + 2.0)]
-    assert run_job(kept_results, servers=0).ok() == [wanted] * 2
 
 
 def refused(job: tw.Job) -> list[str]:
@@ -165,23 +156,26 @@ def refused(job: tw.Job) -> list[str]:
     return said
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    first, _ = run_job(refused, servers=0).ok()
-    parts = [
-        "has operators of worker 0 and worker 1 in it",
-        "takes variables of worker 0 and worker 1",
-        "is a resource, which cannot leave its own",
-        "is on worker 2, and the job has 2",
-        "'/job:chief/task:0",
-        "is on server 0, and the job has 0 of them: start more servers",
-        "a variable is on worker 7",
-        "takes a function",
-        "rank must be 0 or more",
-        "index must be 0 or more",
-    ]
-    assert len(first) == len(parts)
-    for said, part in zip(first, parts, strict=True):
-        assert part in said
+REFUSED = [
+    "has operators of worker 0 and worker 1 in it",
+    "takes variables of worker 0 and worker 1",
+    "is a resource, which cannot leave its own",
+    "is on worker 2, and the job has 2",
+    "'/job:chief/task:0",
+    "is on server 0, and the job has 0 of them: start more servers",
+    "a variable is on worker 7",
+    "takes a function",
+    "rank must be 0 or more",
+    "index must be 0 or more",
+]
+
+
+def test_arguments_and_results_of_cut_functions_and_what_cannot_be_cut() -> None:
+    for captured, kept, said in run_job(in_turn, captures, kept_results, refused, servers=0).ok():
+        assert captured == [[2.0, 4.0, 6.0], [0.0, 0.0], 26.0]
+        assert kept == [value for number in range(8) for value in (number + 1.0, number * 2.0 + 2.0)]
+        for each, part in zip(said, REFUSED, strict=True):
+            assert part in each
 
 
 def differ(job: tw.Job) -> None:
@@ -222,7 +216,7 @@ def steady_state(job: tw.Job) -> list[float]:
     return [spent.rpcs, spent.registrations, spent.pickles]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_a_call_in_the_steady_state_asks_nobody(device: str) -> None:
     assert run_job(steady_state, workers=3, servers=0, device=device).ok() == [[0, 0, 0]] * 3
 
@@ -260,7 +254,7 @@ def die_in_a_call(job: tw.Job) -> str:
     return ""
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["tcp"]))
 def test_a_killed_worker_ends_the_calls_of_the_others(device: str) -> None:
     ended = run_job(die_in_a_call, servers=0, device=device)
     assert str(ended.cause).startswith("worker 1 is gone")

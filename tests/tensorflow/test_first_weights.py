@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import tensorwire as tw
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 from tests.tensorflow.test_operators import load
 
 
@@ -35,13 +34,14 @@ def started(job: tw.Job, how: str) -> tuple[dict[str, Any], dict[str, Any], Any]
     return before, {v.path: v.numpy() for v in model.weights}, dropout.seed_generator.state.numpy()
 
 
-@pytest.mark.parametrize("how", ["fit", "servers", "apply"])
-def test_weights_that_are_not_trained_begin_as_worker_0s(how: str) -> None:
-    (wanted, first, seed), (other, second, own) = run_job(started, how).ok()
-    assert len(wanted) == 8
-    differ = [name for name in wanted if not np.array_equal(wanted[name], other[name])]
-    assert {name.rpartition("/")[2] for name in differ} == {"kernel", "moving_mean"}
-    for name in wanted:
-        np.testing.assert_array_equal(first[name], wanted[name])
-        np.testing.assert_array_equal(second[name], wanted[name])
-    assert not np.array_equal(seed, own)
+def test_weights_that_are_not_trained_begin_as_worker_0s() -> None:
+    for (wanted, first, seed), (other, second, own) in zip(
+        *run_job(for_each, started, [("fit",), ("servers",), ("apply",)]).ok(), strict=True
+    ):
+        assert len(wanted) == 8
+        differ = [name for name in wanted if not np.array_equal(wanted[name], other[name])]
+        assert {name.rpartition("/")[2] for name in differ} == {"kernel", "moving_mean"}
+        for name in wanted:
+            np.testing.assert_array_equal(first[name], wanted[name])
+            np.testing.assert_array_equal(second[name], wanted[name])
+        assert not np.array_equal(seed, own)

@@ -14,7 +14,7 @@ import pytest
 import tensorwire as tw
 from tensorwire.errors import TensorwireError
 from tests.harness.interrupts import interrupt_at
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
 
@@ -75,19 +75,20 @@ def alone(job: tw.Job, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["async", "localsgd", "easgd"])
-def test_an_interrupted_step_is_taken_back_or_refuses_the_next_one(kind: str) -> None:
+def test_an_interrupted_step_is_taken_back_or_refuses_the_next_one() -> None:
     """Its values are no others: either it had not begun, or what it changed is not what the servers know."""
-    (found,) = run_job(alone, kind, workers=1, servers=2).ok()
-    refused = [each for each in found if "call optimizer.write_parameters() on every worker" in each]
-    assert refused
-    whole = [each for each in found if each not in refused]
-    assert whole[0] == found[0]
-    if kind == "easgd":  # which mixes what it has with what the servers have
-        assert all("," not in each for each in whole)
-    else:
-        assert whole[0] == "{1.0}"
-        assert set(whole) <= {"{1.0}", "{1001.0}"}
+    kinds = ["async", "localsgd", "easgd"]
+    (several,) = run_job(for_each, alone, [(kind,) for kind in kinds], workers=1, servers=2).ok()
+    for kind, found in zip(kinds, several, strict=True):
+        refused = [each for each in found if "call optimizer.write_parameters() on every worker" in each]
+        assert refused
+        whole = [each for each in found if each not in refused]
+        assert whole[0] == found[0]
+        if kind == "easgd":  # which mixes what it has with what the servers have
+            assert all("," not in each for each in whole)
+        else:
+            assert whole[0] == "{1.0}"
+            assert set(whole) <= {"{1.0}", "{1001.0}"}
 
 
 def beside_another(job: tw.Job, kind: str, part: float) -> list[float]:
@@ -125,6 +126,5 @@ def in_a_function(job: tw.Job, kind: str) -> int:
     return interrupt_at(lambda: subject.act(1.0), 0)
 
 
-@pytest.mark.parametrize("kind", MODES)
-def test_a_step_in_a_function_runs_no_line_that_could_be_interrupted(kind: str) -> None:
-    assert run_job(in_a_function, kind, workers=1).ok() == [0]
+def test_a_step_in_a_function_runs_no_line_that_could_be_interrupted() -> None:
+    assert run_job(for_each, in_a_function, [(kind,) for kind in MODES], workers=1).ok() == [[0] * len(MODES)]

@@ -12,7 +12,7 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
 from tests.tensorflow.test_operators import load
 
 ROWS, WIDTH, BATCH, LENGTH, STEPS = 40, 3, 6, 4, 3
@@ -103,15 +103,16 @@ def on_servers(job: tw.Job, way: dict[str, Any]) -> tuple[Any, Any, Any, int]:
     return first, embedding(np.arange(ROWS)).numpy(), w.numpy(), int(embedding.optimizer.iterations)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_has_the_sum_of_its_gradients_as_in_one_process(way: str) -> None:
-    found = run_job(on_servers, WAYS[way]).ok()
-    ((wanted, weights),) = run_job(alone, WAYS[way], found[0][0], workers=1, servers=0).ok()
-    for _, values, mine, count in found:
-        np.testing.assert_array_equal(values, found[0][1])
-        np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(mine, weights, rtol=1e-4, atol=1e-5)
-        assert count == STEPS
+def test_a_step_has_the_sum_of_its_gradients_as_in_one_process() -> None:
+    first, second = run_job(for_each, on_servers, [(way,) for way in WAYS.values()]).ok()
+    begun = [(way, found[0]) for way, found in zip(WAYS.values(), first, strict=True)]
+    (alone_,) = run_job(for_each, alone, begun, workers=1, servers=0).ok()
+    for name, *found, (wanted, weights) in zip(WAYS, first, second, alone_, strict=True):
+        for _, values, mine, count in found:
+            np.testing.assert_array_equal(values, found[0][1], name)
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(mine, weights, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert count == STEPS
 
 
 def both(keras: Any, embedding: Any) -> Any:
@@ -165,12 +166,12 @@ def samples(ranks: list[int]) -> tuple[list[Any], Any]:
     return np.split(x, 2, axis=1), y
 
 
-@pytest.mark.parametrize("executions", [1, 4])
-def test_fit_with_two_lookups_in_a_layer_is_fit_with_an_ordinary_one(executions: int) -> None:
-    found = run_job(fitted, executions).ok()
-    (wanted,) = run_job(fitted_alone, found[0][0], workers=1, servers=0).ok()
-    for _, values in found:
-        np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
+def test_fit_with_two_lookups_in_a_layer_is_fit_with_an_ordinary_one() -> None:
+    for several in run_job(for_each, fitted, [(1,), (4,)]).ok():
+        (wanted,) = run_job(fitted_alone, several[0][0], workers=1, servers=0).ok()
+        for first, values in several:
+            np.testing.assert_array_equal(first, several[0][0])
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
 
 
 def refused(job: tw.Job) -> None:
@@ -230,10 +231,6 @@ def refused(job: tw.Job) -> None:
     np.testing.assert_array_equal(embedding(np.arange(ROWS)).numpy(), kept)
 
 
-def test_what_would_change_an_embeddings_gradients_otherwise_is_refused_by_name() -> None:
-    run_job(refused, workers=1).ok()
-
-
 def left_over(job: tw.Job) -> str:
     tf, twt = load()
     embedding = twt.StoreEmbedding(ROWS, WIDTH, "sgd")
@@ -245,6 +242,6 @@ def left_over(job: tw.Job) -> str:
     return said.getvalue()
 
 
-def test_gradients_without_a_step_are_told_at_the_end() -> None:
-    (said,) = run_job(left_over, workers=1).ok()
-    assert "warning: gradients of StoreEmbedding 'store_embedding' from 1 backward passes were not pushed" in said
+def test_what_would_change_gradients_otherwise_is_refused_and_those_without_a_step_are_told() -> None:
+    ((_, said),) = run_job(in_turn, refused, left_over, workers=1).ok()
+    assert "warning: gradients of StoreEmbedding 'store_embedding_1' from 1 backward passes were not pushed" in said

@@ -14,8 +14,9 @@ import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters, pickles_counted
 from tests.harness.jobs import for_each, run_job
+from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
-from tests.tensorflow.test_store_optimizer import BATCH, FEATURES, SAMPLES, backed_up, half_batches, model, share
+from tests.tensorflow.test_store_optimizer import BATCH, SAMPLES, backed_up, half_batches, model, share
 
 OPTIMIZERS = {
     "sgd": ("SGD", {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -80,12 +81,13 @@ def test_in_sync_all_workers_have_the_values_of_one_process(device: str, servers
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("mode", [tw.store.Async(), tw.store.SSP(1)])
-def test_one_worker_has_the_values_of_one_process_in_other_modes(mode: Any) -> None:
+def test_one_worker_has_the_values_of_one_process_in_other_modes() -> None:
     (wanted,) = run_job(alone, "adamw", 6, 1, workers=1, servers=0).ok()
-    (found,) = run_job(on_servers, "adamw", 6, mode, True, workers=1, servers=2).ok()
-    for mine, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+    cases = [("adamw", 6, mode, True) for mode in (tw.store.Async(), tw.store.SSP(1))]
+    (found,) = run_job(for_each, on_servers, cases, workers=1, servers=2).ok()
+    for values in found:
+        for mine, other in zip(values, wanted, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def fit(job: tw.Job, mode: Any, epochs: int, compression: str | None = None) -> dict[str, Any]:
@@ -106,12 +108,11 @@ def fitted(job: tw.Job, mode: Any, compression: str | None) -> tuple[list[float]
     return found["loss"], found["values"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "compression"), [(tw.store.Sync(), "bf16"), (tw.store.Async(), None), (tw.store.SSP(1), "int8")]
-)
-def test_every_mode_learns(mode: Any, compression: str | None) -> None:
-    for losses, _ in run_job(fitted, mode, compression, servers=2).ok():
-        assert losses[-1] < 0.2 * losses[0], losses
+def test_every_mode_learns() -> None:
+    cases = [(tw.store.Sync(), "bf16"), (tw.store.Async(), None), (tw.store.SSP(1), "int8")]
+    for worker in run_job(for_each, fitted, cases, servers=2).ok():
+        for case, (losses, _) in zip(cases, worker, strict=True):
+            assert losses[-1] < 0.2 * losses[0], (case, losses)
 
 
 def steady(job: tw.Job) -> tuple[Any, int, int]:
@@ -132,7 +133,7 @@ def test_a_step_copies_each_gradient_and_each_value_once_and_does_nothing_else_t
 # ---- files
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", mostly_long([0, 1], [1]))
 def test_a_training_that_was_killed_goes_on_with_what_the_servers_kept(tmp_path: Path, dies: int) -> None:
     whole = run_job(backed_up, str(tmp_path / "whole"), -1, True).ok()
     folder = str(tmp_path / "backup")
@@ -166,25 +167,6 @@ def test_a_model_that_is_loaded_trains_on_as_the_one_that_was_saved(tmp_path: Pa
 
 
 # ---- what goes wrong
-
-
-def one_changes(job: tw.Job, writes: bool) -> list[Any]:
-    found = fit(job, tw.store.Sync(), 1)
-    if job.rank == 1:
-        found["model"].trainable_variables[0].assign_add(np.ones((FEATURES, 40), np.float32))
-    if writes:
-        found["model"].optimizer.write_parameters()
-    found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
-    return list(found["model"].get_weights())
-
-
-def test_parameters_that_changed_on_one_worker_are_found() -> None:
-    cause = run_job(one_changes, False).cause
-    assert cause is not None
-    assert "write_parameters() on " in str(cause)
-    first, second = run_job(one_changes, True).ok()
-    for mine, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 def refusals(job: tw.Job) -> None:
@@ -235,10 +217,10 @@ def own(job: tw.Job, folder: str, name: str) -> Any:
     return variable.numpy().tolist()
 
 
-@pytest.mark.parametrize("name", ["Doubled", "Registered"])
-def test_servers_run_an_optimizer_of_ones_own(tmp_path: Path, name: str) -> None:
+def test_servers_run_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own_optimizers.py").write_text(OWN)
-    assert run_job(own, str(tmp_path), name, workers=1).ok() == [[0.0, 3.0]]
+    cases = [(str(tmp_path), name) for name in ("Doubled", "Registered")]
+    assert run_job(for_each, own, cases, workers=1).ok() == [[[0.0, 3.0]] * 2]
 
 
 def unknown(job: tw.Job) -> None:

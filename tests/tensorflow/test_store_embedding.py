@@ -11,7 +11,8 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
+from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
 
 ROWS, WIDTH, SAMPLES, LENGTH, BATCH = 3000, 6, 64, 4, 8
@@ -79,23 +80,26 @@ def trained_on_servers(job: tw.Job, name: str, mode: Any, executions: int) -> tu
 
 
 @pytest.mark.parametrize(("device", "servers", "executions"), [("shm", 2, 1), ("tcp", 1, 4)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_sync_rows_have_the_values_of_one_process(name: str, device: str, servers: int, executions: int) -> None:
-    found = run_job(trained_on_servers, name, tw.store.Sync(), executions, device=device, servers=servers).ok()
-    (wanted,) = run_job(alone, name, found[0][0], workers=1, servers=0).ok()
-    for first, values in found:
-        np.testing.assert_array_equal(first, found[0][0])
-        np.testing.assert_array_equal(values, found[0][1])
-        np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6)
-        assert np.abs(first).max() <= 0.05
+def test_in_sync_rows_have_the_values_of_one_process(device: str, servers: int, executions: int) -> None:
+    cases = [(name, tw.store.Sync(), executions) for name in OPTIMIZERS]
+    results = run_job(for_each, trained_on_servers, cases, device=device, servers=servers).ok()
+    begun = [(name, first) for name, (first, _) in zip(OPTIMIZERS, results[0], strict=True)]
+    (alone_,) = run_job(for_each, alone, begun, workers=1, servers=0).ok()
+    for worker in results:
+        for (name, start), (_, same), (first, values), wanted in zip(begun, results[0], worker, alone_, strict=True):
+            np.testing.assert_array_equal(first, start, name)
+            np.testing.assert_array_equal(values, same, name)
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+            assert np.abs(first).max() <= 0.05
 
 
-@pytest.mark.parametrize("mode", [tw.store.Async(), tw.store.SSP(1)])
-def test_other_modes_change_the_rows_that_were_named_and_no_other(mode: Any) -> None:
+def test_other_modes_change_the_rows_that_were_named_and_no_other() -> None:
     named = np.unique(data()[0])
-    for first, values in run_job(trained_on_servers, "adagrad", mode, 1).ok():
-        changed = np.flatnonzero((first != values).any(1))
-        np.testing.assert_array_equal(changed, named)
+    cases = [("adagrad", mode, 1) for mode in (tw.store.Async(), tw.store.SSP(1))]
+    for worker in run_job(for_each, trained_on_servers, cases).ok():
+        for first, values in worker:
+            changed = np.flatnonzero((first != values).any(1))
+            np.testing.assert_array_equal(changed, named)
 
 
 def reads(job: tw.Job) -> tuple[Any, Any]:
@@ -136,10 +140,6 @@ def reads(job: tw.Job) -> tuple[Any, Any]:
     return row, embedding(np.arange(10)).numpy()
 
 
-def test_any_shape_is_looked_up_and_only_a_gradient_is_pushed() -> None:
-    run_job(reads, workers=1).ok()
-
-
 def kept(job: tw.Job, folder: str, loads: bool) -> Any:
     tf, twt = load()
     import keras
@@ -165,7 +165,7 @@ def kept(job: tw.Job, folder: str, loads: bool) -> Any:
     return embedding(np.arange(ROWS)).numpy()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), mostly_long([(1, 2), (2, 1)], [(2, 1)]))
 def test_rows_are_saved_and_loaded_with_what_the_optimizer_keeps(tmp_path: Path, before: int, after: int) -> None:
     folder = str(tmp_path / "rows")
     wanted, _ = run_job(kept, folder, False, servers=before).ok()
@@ -194,8 +194,8 @@ def refusals(job: tw.Job) -> None:
         twt.StoreEmbedding(9, 2, "sgd").wait()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_job(refusals, workers=1).ok()
+def test_any_shape_is_looked_up_only_a_gradient_is_pushed_and_what_cannot_be_is_refused() -> None:
+    run_job(in_turn, reads, refusals, workers=1).ok()
 
 
 def without_servers(job: tw.Job) -> None:

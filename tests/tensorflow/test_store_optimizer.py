@@ -17,7 +17,7 @@ from tensorwire import errors
 from tensorwire.errors import ArgumentError
 from tensorwire.observe import counters, pickles_counted
 from tests.harness.jobs import for_each, run_job
-from tests.levels import mostly_long
+from tests.levels import long, mostly_long
 from tests.tensorflow.test_operators import load
 
 SAMPLES, FEATURES, BATCH = 96, 12, 8
@@ -139,7 +139,7 @@ def fit_whole(job: tw.Job, epochs: int) -> tuple[list[float], list[Any]]:
     return history.history["loss"], trained.get_weights()
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_fit_on_two_workers_is_fit_in_one_process_within_a_millionth(device: str) -> None:
     ((losses, wanted),) = run_job(fit_whole, 4, workers=1, servers=0).ok()
     first, second = run_job(fitted, tw.store.Sync(), 4, {}, device=device).ok()
@@ -160,25 +160,22 @@ MODES = {
 }
 
 
-CASES = [(name, device) for name in MODES for device in ("shm", "tcp")]
-A_MODE_OF_EACH_CLASS = [("Async, int8", "shm"), ("EASGD", "shm"), ("DiLoCo", "shm"), ("Sync, bf16", "tcp")]
-
-
-@pytest.mark.parametrize(("name", "device"), mostly_long(CASES, A_MODE_OF_EACH_CLASS))
-def test_every_mode_learns(name: str, device: str) -> None:
-    mode, options = MODES[name]
-    found = run_job(fitted, mode, 6, {"bucket_bytes": 4096, **options}, device=device, servers=2).ok()
-    for losses, _ in found:
-        assert losses[-1] < 0.2 * losses[0], losses
-    if isinstance(mode, (tw.store.Sync, tw.store.LocalSGD)):  # 36 steps: the last one ends with an exchange
-        for mine, same in zip(found[0][1], found[1][1], strict=True):
-            np.testing.assert_array_equal(mine, same)
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["tcp"]))
+def test_every_mode_learns(device: str) -> None:
+    cases = [(mode, 6, {"bucket_bytes": 4096, **options}) for mode, options in MODES.values()]
+    for (mode, *_), *found in zip(cases, *run_job(for_each, fitted, cases, device=device, servers=2).ok(), strict=True):
+        for losses, _ in found:
+            assert losses[-1] < 0.2 * losses[0], (mode, losses)
+        if isinstance(mode, (tw.store.Sync, tw.store.LocalSGD)):  # 36 steps: the last one ends with an exchange
+            for mine, same in zip(found[0][1], found[1][1], strict=True):
+                np.testing.assert_array_equal(mine, same)
 
 
 def test_one_worker_is_as_good_as_without_a_store() -> None:
     ((losses, wanted),) = run_job(fit_whole, 3, workers=1, servers=0).ok()
-    for mode in (tw.store.Async(), tw.store.SSP(), tw.store.LocalSGD(2)):
-        ((mine, values),) = run_job(fit_of_one, mode, 3, workers=1).ok()
+    cases = [(mode, 3) for mode in (tw.store.Async(), tw.store.SSP(), tw.store.LocalSGD(2))]
+    (found,) = run_job(for_each, fit_of_one, cases, workers=1).ok()
+    for mine, values in found:
         np.testing.assert_allclose(mine, losses, rtol=1e-4)
         for value, other in zip(values, wanted, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
@@ -252,12 +249,12 @@ def heads(job: tw.Job, traced: bool, on_servers: bool) -> list[list[Any]]:
     return [[v.numpy() for v in each] for each in (variables, wanted)]
 
 
-@pytest.mark.parametrize(("traced", "on_servers"), [(False, False), (True, False), (True, True)])
-def test_a_gradient_that_one_worker_lacks_counts_as_zero(traced: bool, on_servers: bool) -> None:
-    for found, wanted in run_job(heads, traced, on_servers).ok():
-        for mine, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-5)
-        np.testing.assert_array_equal(found[3], wanted[3])
+def test_a_gradient_that_one_worker_lacks_counts_as_zero() -> None:
+    for worker in run_job(for_each, heads, [(False, False), (True, False), (True, True)]).ok():
+        for found, wanted in worker:
+            for mine, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(mine, other, rtol=1e-5)
+            np.testing.assert_array_equal(found[3], wanted[3])
 
 
 # ---- mixed precision
@@ -339,7 +336,7 @@ def backed_up(job: tw.Job, folder: str, dies: int, on_servers: bool = False) -> 
     return len(history.history["loss"]), trained.get_weights()
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", mostly_long([0, 1], [0]))
 def test_a_training_that_was_killed_goes_on_from_its_backup_with_the_same_bits(tmp_path: Path, dies: int) -> None:
     whole = run_job(backed_up, str(tmp_path / "whole"), -1).ok()
     folder = str(tmp_path / "backup")
@@ -377,8 +374,8 @@ def test_a_model_is_saved_and_loaded_with_its_optimizer(tmp_path: Path) -> None:
 # ---- what goes wrong
 
 
-def one_changes(job: tw.Job, mode: Any, writes: bool) -> list[Any]:
-    found = fit(job, mode, 1)
+def one_changes(job: tw.Job, mode: Any, on_servers: bool, writes: bool) -> list[Any]:
+    found = fit(job, mode, 1, on_servers=on_servers)
     if job.rank == 1:
         found["model"].trainable_variables[0].assign_add(np.ones((FEATURES, 40), np.float32))
     if writes:
@@ -387,12 +384,14 @@ def one_changes(job: tw.Job, mode: Any, writes: bool) -> list[Any]:
     return list(found["model"].get_weights())
 
 
-@pytest.mark.parametrize("mode", [tw.store.Sync(), tw.store.Async()])
-def test_parameters_that_changed_on_one_worker_are_found(mode: Any) -> None:
-    cause = run_job(one_changes, mode, False).cause
+@pytest.mark.parametrize(
+    ("mode", "on_servers"), [(tw.store.Sync(), False), (tw.store.Sync(), True), long((tw.store.Async(), False))]
+)
+def test_parameters_that_changed_on_one_worker_are_found(mode: Any, on_servers: bool) -> None:
+    cause = run_job(one_changes, mode, on_servers, False).cause
     assert cause is not None
     assert "write_parameters() on " in str(cause)
-    first, second = run_job(one_changes, mode, True).ok()
+    first, second = run_job(one_changes, mode, on_servers, True).ok()
     if isinstance(mode, tw.store.Sync):
         for mine, other in zip(first, second, strict=True):
             np.testing.assert_array_equal(mine, other)
@@ -446,8 +445,8 @@ def test_what_cannot_be_is_refused() -> None:
 def test_diloco_with_a_plain_outer_optimizer_is_local_sgd() -> None:
     """An outer rate of 1 without momentum makes the mean of the workers' variables, up to rounding."""
     outer = tw.store.SGD(lr=1.0, momentum=0.0, nesterov=False)
-    found = run_job(fitted, tw.store.DiLoCo(every=2, outer=outer), 2, {}).ok()
-    for (losses, _), (wanted, _) in zip(found, run_job(fitted, tw.store.LocalSGD(every=2), 2, {}).ok(), strict=True):
+    cases = [(mode, 2, {}) for mode in (tw.store.DiLoCo(every=2, outer=outer), tw.store.LocalSGD(every=2))]
+    for (losses, _), (wanted, _) in run_job(for_each, fitted, cases).ok():
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
@@ -481,8 +480,8 @@ def sweeps(job: tw.Job, mode: Any) -> list[Any]:
     return held
 
 
-@pytest.mark.parametrize("name", ["Sync", "Async"])
-def test_closed_optimizers_hold_nothing(name: str) -> None:
-    for held in run_job(sweeps, getattr(tw.store, name)()).ok():
-        assert held[1] == held[2] == held[3]
-        assert {threads for _, threads in held} == {0}
+def test_closed_optimizers_hold_nothing() -> None:
+    for worker in run_job(for_each, sweeps, [(tw.store.Sync(),), (tw.store.Async(),)]).ok():
+        for held in worker:
+            assert held[1] == held[2] == held[3]
+            assert {threads for _, threads in held} == {0}

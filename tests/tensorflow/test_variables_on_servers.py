@@ -15,7 +15,8 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.testing.patience import patient
-from tests.harness.jobs import for_each, run_job
+from tests.harness.jobs import for_each, in_turn, run_job
+from tests.levels import mostly_long
 from tests.tensorflow.functions import FUNCTIONS
 from tests.tensorflow.test_distribute import STEPS, flat, run
 from tests.tensorflow.test_operators import load
@@ -71,12 +72,6 @@ def many(job: tw.Job) -> list[Any]:
     return [np.asarray(each).tolist() for each in (*first, *flat(tf, [read()]))]
 
 
-def test_servers_have_variables_of_all_kinds() -> None:
-    before = [190.0, b"a", True, [], [1.0], [[1, 2], [3, 4]]]
-    after = [250.0, b"abbb", False, [], [1.0, 3.0, 4.0, 6.0], [[8, 20], [20, 32]]]
-    assert run_job(many, servers=2).ok() == [before + after] * 2
-
-
 def arguments_on_a_server(job: tw.Job) -> list[float]:
     """A server is not called with the arguments: they cross, or what workers make of them."""
     tf, twt = load()
@@ -99,10 +94,6 @@ def arguments_on_a_server(job: tw.Job) -> list[float]:
     return [each.tolist() for each in flat(tf, [found])]
 
 
-def test_a_server_gets_arguments_from_workers() -> None:
-    assert run_job(arguments_on_a_server).ok() == [[[10.0, 15.0], 3.0, [1.0, 2.0]]] * 2
-
-
 def beside_a_store(job: tw.Job) -> list[float]:
     """The job's servers have a store, too, made before or after."""
     tf, twt = load()
@@ -119,10 +110,6 @@ def beside_a_store(job: tw.Job) -> list[float]:
         w = tf.Variable(1.0)
     step = twt.distribute(lambda: w.assign_add(1.0))
     return [first, float(step()), trained(), float(step())]
-
-
-def test_servers_have_stores_and_variables_at_once() -> None:
-    assert run_job(beside_a_store).ok() == [pytest.approx([0.6, 2.0, 0.6, 3.0])] * 2
 
 
 def steady_state(job: tw.Job) -> list[int]:
@@ -149,9 +136,16 @@ def steady_state(job: tw.Job) -> list[int]:
     return [spent.rpcs, spent.registrations, spent.pickles]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_call_in_the_steady_state_asks_nobody(device: str) -> None:
-    assert run_job(steady_state, device=device).ok() == [[0, 0, 0]] * 2
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
+def test_what_functions_do_with_variables_on_servers(device: str) -> None:
+    before = [190.0, b"a", True, [], [1.0], [[1, 2], [3, 4]]]
+    after = [250.0, b"abbb", False, [], [1.0, 3.0, 4.0, 6.0], [[8, 20], [20, 32]]]
+    programs = steady_state, many, arguments_on_a_server, beside_a_store
+    for spent, values, crossed, beside in run_job(in_turn, *programs, servers=2, device=device).ok():
+        assert spent == [0, 0, 0]  # a call in the steady state asks nobody
+        assert values == before + after
+        assert crossed == [[10.0, 15.0], 3.0, [1.0, 2.0]]
+        assert beside == pytest.approx([0.6, 2.0, 0.6, 3.0])
 
 
 LIMIT = patient(4.0)
@@ -216,7 +210,7 @@ def kill_the_server(job: tw.Job, pid: Path) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["tcp"]))
 def test_a_killed_server_ends_the_calls_of_the_workers(device: str, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     ended = run_job(kill_the_server, pid, device=device, prepare=functools.partial(note_pid, pid))

@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import pytest
 
 import tensorwire as tw
 from tensorwire.testing.patience import patient
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, in_turn, run_job
+from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load, load_with_a_limit
 
 DEVICES = pytest.mark.parametrize("device", ["shm", "tcp"])
@@ -53,11 +55,6 @@ def many_sizes(job: tw.Job, traced: bool) -> list[Any]:
     return wrong
 
 
-@pytest.mark.parametrize(("device", "traced"), [("shm", False), ("shm", True), ("tcp", False), ("tcp", True)])
-def test_every_size_arrives_and_is_copied_once(device: str, traced: bool) -> None:
-    assert run_job(many_sizes, traced, servers=0, device=device).ok() == [[], []]
-
-
 MANY = 40  # more than a key keeps until they have left
 
 
@@ -71,17 +68,12 @@ def out_of_order(job: tw.Job) -> list[int]:
     wrong = []
     for step in np.random.default_rng(job.rank).permutation(np.arange(1, MANY + 1)).tolist():
         if job.rank == 0:
-            twt.send(tensor(step), "key", to=1, step=step, shape=[None, 2])
+            twt.send(tensor(step), "any order", to=1, step=step, shape=[None, 2])
         else:
-            found = twt.recv("key", [None, 2], source=0, step=step)
+            found = twt.recv("any order", [None, 2], source=0, step=step)
             if (found.numpy() != tensor(step).numpy()).any():
                 wrong.append(step)
     return wrong
-
-
-@DEVICES
-def test_steps_may_come_in_any_order(device: str) -> None:
-    assert run_job(out_of_order, servers=0, device=device).ok() == [[], []]
 
 
 # ---- strings and variants
@@ -109,11 +101,6 @@ def strings(job: tw.Job) -> list[int]:
             if not np.array_equal(found.numpy(), wanted.numpy()):
                 wrong.append(number)
     return wrong
-
-
-@DEVICES
-def test_strings_arrive(device: str) -> None:
-    assert run_job(strings, servers=0, device=device).ok() == [[], []]
 
 
 def variants(job: tw.Job) -> list[Any]:
@@ -150,14 +137,6 @@ def variants(job: tw.Job) -> list[Any]:
     return [*found, int(raw.TensorListLength(input_handle=received()))]
 
 
-@DEVICES
-def test_variants_arrive_if_tensorflow_can_encode_them(device: str) -> None:
-    (said,), found = run_job(variants, servers=0, device=device).ok()
-    assert found == [b"one", b"one", 199_999, False, 2]
-    assert "variants from worker 0 to worker 1 cannot carry this tensor: it holds a tensorflow::Dataset" in said
-    assert "\n" not in said.partition(" [Op:")[0]
-
-
 # ---- gradients
 
 
@@ -177,14 +156,16 @@ def half_a_model(job: tw.Job, traced: bool, size: int | None) -> list[Any]:
     tf, twt = load()
     w = weight(tf, 20, 30) if job.rank == 0 else weight(tf, 30, 4)
 
+    key = f"hidden {traced} {size}"
+
     def first(x: Any) -> None:
         with tf.GradientTape() as tape:
-            token = twt.send(tf.nn.relu(x @ w), "hidden", to=1, shape=[size, 30])
+            token = twt.send(tf.nn.relu(x @ w), key, to=1, shape=[size, 30])
         w.assign_sub(0.1 * tape.gradient(token, w))
 
     def second(y: Any) -> None:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((twt.recv("hidden", [size, 30], source=0) @ w - y) ** 2)
+            loss = tf.reduce_sum((twt.recv(key, [size, 30], source=0) @ w - y) ** 2)
         w.assign_sub(0.1 * tape.gradient(loss, w))
 
     step, width = (first, 20) if job.rank == 0 else (second, 4)
@@ -206,15 +187,14 @@ def whole_model(job: tw.Job, size: int | None) -> list[Any]:
     return [first.numpy(), second.numpy()]
 
 
-@pytest.mark.parametrize(
-    ("device", "traced", "size"),
-    [("shm", True, None), ("shm", False, None), ("tcp", True, None), ("shm", True, 16), ("tcp", True, 16)],
-)
-def test_gradients_have_the_shape_of_what_was_sent(device: str, traced: bool, size: int | None) -> None:
-    ((first, second),) = run_job(whole_model, size, workers=1, servers=0).ok()
-    found = run_job(half_a_model, traced, size, servers=0, device=device).ok()
-    np.testing.assert_array_equal(found[0], first)
-    np.testing.assert_array_equal(found[1], second)
+HALVES = [(True, None), (False, None), (True, 16)]
+
+
+def test_gradients_have_the_shape_of_what_was_sent() -> None:
+    (whole,) = run_job(for_each, whole_model, [(None,), (16,)], workers=1, servers=0).ok()
+    for traced_and_size, *found in zip(HALVES, *run_job(for_each, half_a_model, HALVES, servers=0).ok(), strict=True):
+        for mine, wanted in zip(found, whole[traced_and_size[1] is not None], strict=True):
+            np.testing.assert_array_equal(mine, wanted)
 
 
 def no_gradient(job: tw.Job) -> bool:
@@ -234,8 +214,16 @@ def no_gradient(job: tw.Job) -> bool:
     return tape.gradient(result, x) is None
 
 
-def test_what_has_no_gradient_sends_none() -> None:
-    assert run_job(no_gradient, servers=0).ok() == [True, True]
+@DEVICES
+def test_sizes_orders_strings_and_variants_arrive(device: str) -> None:
+    """Each size is copied once; variants arrive if TensorFlow can encode them."""
+    sizes = [partial(many_sizes, traced=traced) for traced in (False, True)]
+    programs = *sizes, out_of_order, strings, no_gradient, variants
+    (*sent, (said,)), (*received, found) = run_job(in_turn, *programs, servers=0, device=device).ok()
+    assert sent == received == [[], [], [], [], True]
+    assert found == [b"one", b"one", 199_999, False, 2]
+    assert "variants from worker 0 to worker 1 cannot carry this tensor: it holds a tensorflow::Dataset" in said
+    assert "\n" not in said.partition(" [Op:")[0]
 
 
 # ---- errors
@@ -370,7 +358,7 @@ def lie(job: tw.Job) -> list[str]:
     return said
 
 
-@DEVICES
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_a_peer_that_lies_gets_an_error(device: str) -> None:
     said = run_job(lie, servers=0, device=device).ok()[1]
     assert len(said) == len(lies())
@@ -421,7 +409,7 @@ def die_in_a_message(job: tw.Job) -> str:
     return ""
 
 
-@DEVICES
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["tcp"]))
 def test_a_worker_that_dies_in_a_message_ends_its_receive(device: str) -> None:
     ended = run_job(die_in_a_message, servers=0, device=device)
     assert ended.cause is not None
@@ -466,7 +454,10 @@ def cancel(job: tw.Job, shape: list[Any]) -> list[Any]:
     return [*said, *found]
 
 
-@pytest.mark.parametrize(("device", "shape"), [("shm", [None]), ("tcp", [None]), ("shm", [CHUNK])])
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    mostly_long([("shm", [None]), ("tcp", [None]), ("shm", [CHUNK])], [("tcp", [None]), ("shm", [CHUNK])]),
+)
 def test_a_receive_can_be_cancelled(device: str, shape: list[Any]) -> None:
     assert run_job(cancel, shape, servers=0, device=device).ok()[0] == ["CancelledError", 2.0, 1.0]
 
@@ -510,7 +501,7 @@ def nobody_receives(job: tw.Job) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
+@pytest.mark.parametrize("device", mostly_long(["shm", "tcp"], ["shm"]))
 def test_a_step_that_is_never_sent_does_not_fill_memory(device: str) -> None:
     assert run_job(nobody_receives, device=device).ok()[1] == [step * step for step in range(1, 301)]
 

@@ -20,11 +20,12 @@ from tensorwire.store import Async, Sync
 from tests.harness.jobs import for_each, in_turn, run_job
 
 PIXELS, GRAYS, WIDTH = 64, 17, 8
+loaded = functools.cache(load_digits)
 
 
 def digits(rank: int, workers: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each pixel with its gray value is a word; a batch of images for one worker."""
-    data = load_digits()
+    data = loaded()
     rows = torch.arange(rank, len(data.data), workers)[step * 50 : step * 50 + 50]
     words = torch.from_numpy(data.data).long()[rows] + GRAYS * torch.arange(PIXELS)
     return words, torch.from_numpy(data.target).long()[rows]

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from tensorwire.torch.graph.memory.birthplace import Birthplace, is_new
 from tensorwire.torch.graph.memory.target import same_storage
 from tests.levels import long, mostly_long
-from tests.torch.graph.models import MODELS, TRANSFORMERS
+from tests.torch.graph import zoo
 from tests.torch.graph.rooms import listed, nbytes, place
 
 
@@ -85,22 +85,16 @@ def copy_of(args: Any, kwargs: Any, mutable: bool) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile and transformers
 @pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("name", mostly_long([*MODELS], ("gru",)))
+@pytest.mark.parametrize("name", mostly_long(zoo.ALL, ("gru",)))
 def test_every_fresh_output_is_born(name: str, dtype: torch.dtype) -> None:
-    if name in TRANSFORMERS:
-        pytest.importorskip("transformers")
-    make, inputs = MODELS[name]
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make().to(dtype).train()
-    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    model = zoo.build(name).to(dtype)
+    inputs = {k: value.to(dtype) if value.is_floating_point() else value for k, value in zoo.inputs(name, 0).items()}
     interpreter = Interpreter()
     backend = aot_autograd(
         fw_compiler=interpreter.compile, bw_compiler=interpreter.compile, keep_inference_input_mutations=True
     )
-    result = torch.compile(model, backend=backend)(**inputs)
-    loss = result if isinstance(result, torch.Tensor) else result.loss
-    loss.backward()
+    zoo.loss_of(torch.compile(model, backend=backend)(**inputs)).backward()
     assert interpreter.graphs >= 2  # forward and backward
     assert interpreter.born > 30
     assert all(parameter.grad is not None for parameter in model.parameters())

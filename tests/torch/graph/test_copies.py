@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -17,22 +17,21 @@ from tensorwire.torch.graph.execution.job_group import group_of
 from tensorwire.torch.graph.planning.plan_model import plan_model
 from tensorwire.torch.graph.planning.trace_model import trace_model
 from tests.harness.jobs import run_job
+from tests.torch.graph import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WIDTH = 32
-_TEXT = {"vocab_size": 200, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TEXT = {**_TEXT, "intermediate_size": 64, "max_position_embeddings": 64}
 
 
-class Wrapped(nn.Module):
+class Text(nn.Module):
     """A model of transformers that takes its tensors in order, and returns all that it has to say."""
 
-    def __init__(self, inner: nn.Module, names: tuple[str, ...], **more: Any) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.inner, self.names, self.more = inner, names, more
+        self.inner = zoo.build(name)
 
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        said = self.inner(**dict(zip(self.names, given, strict=True)), **self.more)
+    def forward(self, text: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        said = self.inner(input_ids=text, labels=labels)
         return tuple(value for value in said.values() if isinstance(value, torch.Tensor))
 
 
@@ -53,66 +52,24 @@ class Experts(nn.Module):
         return (self.head(tokens + mixed).square().mean(),)
 
 
-def t5() -> nn.Module:
-    import transformers as hf
-
-    sizes = {"vocab_size": 200, "d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    config = hf.T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0)
-    return Wrapped(hf.T5ForConditionalGeneration(config), ("input_ids", "labels"))
-
-
-def clip() -> nn.Module:
-    import transformers as hf
-
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    sizes = {key: value for key, value in _TEXT.items() if key not in ("vocab_size", "max_position_embeddings")}
-    text = {**_TEXT, **ids, "projection_dim": 16}
-    vision = {**sizes, "image_size": 16, "patch_size": 8, "projection_dim": 16}
-    config = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    return Wrapped(hf.CLIPModel(config), ("input_ids", "pixel_values"), return_loss=True)
-
-
-def mixtral() -> nn.Module:
-    import transformers as hf
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
-    return Wrapped(hf.MixtralForCausalLM(hf.MixtralConfig(**_TEXT, **experts)), ("input_ids", "labels"))
-
-
-def gpt2() -> nn.Module:
-    import transformers as hf
-
-    ids = {"bos_token_id": 0, "eos_token_id": 1}
-    sizes = {"n_layer": 2, "n_embd": WIDTH, "n_head": 2, "vocab_size": 200, "n_positions": 64}
-    config = hf.GPT2Config(**sizes, **ids, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
-    return Wrapped(hf.GPT2LMHeadModel(config), ("input_ids", "labels"))
-
-
-def _draw(step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(step)
-
-
-def _text(step: int) -> tuple[torch.Tensor, ...]:
-    text = torch.randint(3, 200, (2, 16), generator=_draw(step))
-    return text, text.clone()
-
-
-def _pictures(step: int) -> tuple[torch.Tensor, ...]:
-    return _text(step)[0], torch.randn(2, 3, 16, 16, generator=_draw(step))
+def _text(name: str, step: int) -> tuple[torch.Tensor, ...]:
+    return tuple(zoo.inputs(name, step).values())
 
 
 def _tokens(step: int) -> tuple[torch.Tensor, ...]:
-    return (torch.randn(24, WIDTH, generator=_draw(step)),)
+    return (torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(step)),)
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], dict[str, int]]
 A, B = 0, 1
+WORKERS = {
+    "t5": {"": A, "inner.decoder": B, "inner.lm_head": B},
+    "mixtral": {"": A, "inner.model.layers.1": B},
+    "gpt2": {"": A, "inner.transformer.h.1": B},
+}
 CASES: dict[str, Case] = {
-    "t5": (t5, _text, {"": A, "inner.decoder": B, "inner.lm_head": B}),
-    "clip": (clip, _pictures, {"": A, "inner.vision_model": B, "inner.visual_projection": B}),
-    "mixtral": (mixtral, _text, {"": A, "inner.model.layers.1": B}),
-    "gpt2": (gpt2, _text, {"": A, "inner.transformer.h.1": B}),
     "experts": (Experts, _tokens, {"": A, "experts.1": B}),
+    **{name: (partial(Text, name), partial(_text, name), workers) for name, workers in WORKERS.items()},
 }
 
 
@@ -145,7 +102,6 @@ def count(job: tw.Job, name: str) -> dict[str, tuple[int, int]]:
     [
         ("experts", "shm"),
         pytest.param("t5", "shm", marks=pytest.mark.long),
-        pytest.param("clip", "shm", marks=pytest.mark.long),
         pytest.param("mixtral", "tcp", marks=pytest.mark.long),
         pytest.param("gpt2", "tcp", marks=pytest.mark.long),
     ],

@@ -13,7 +13,8 @@ from torch import nn
 import tensorwire as tw
 from tensorwire.torch.graph.capture.joint import given
 from tensorwire.torch.graph.planning.trace_model import trace_model
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
+from tests.levels import long
 from tests.torch.graph.cuts import same_bits
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -110,8 +111,9 @@ class Net(nn.Module):
         return y, self.again(y[:, None] * y[..., None] + torch.eye(4)).sum(), (y.detach() > 0).float().mean(0)
 
 
-def differing(job: tw.Job, name: str, function: Function, placed: bool) -> list[str]:
+def differing(job: tw.Job, name: str) -> list[str]:
     """What is not as in one process: results, gradients, and results without gradients."""
+    function, placed = ALL[name]
     torch.compiler.reset()
     torch.manual_seed(0)
     net = Net(function)
@@ -142,15 +144,21 @@ def differing(job: tw.Job, name: str, function: Function, placed: bool) -> list[
     return wrong
 
 
-def all_differing(job: tw.Job) -> list[str]:
-    cases = {name: function for several in CASES.values() for name, function in several.items()}
-    pairs = [(name, function, number % 2 == 0) for number, (name, function) in enumerate(cases.items())]
-    return [wrong for case in pairs for wrong in differing(job, *case)]
+ALL = {
+    name: (function, number % 2 == 0)  # every other one is placed, and not by options
+    for number, (name, function) in enumerate((k, f) for several in CASES.values() for k, f in several.items())
+}
 
 
-@pytest.mark.slow
-def test_cut_graphs_with_effects() -> None:
-    assert run_job(all_differing, workers=2, servers=0, device="shm").ok() == [[], []]
+FEW = ["inv", "print", "two"]
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(FEW, marks=pytest.mark.slow), long([name for name in ALL if name not in FEW])], ids=str
+)
+def test_cut_graphs_with_effects(names: list[str]) -> None:
+    cases = [(name,) for name in names]
+    assert run_job(for_each, differing, cases, workers=2, servers=0, device="shm").ok() == [[[]] * len(cases)] * 2
 
 
 @pytest.mark.usefixtures("fresh")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+import tensorwire as tw
+from tensorwire.errors import ArgumentError
+from tensorwire.observe import counters
+from tensorwire.torch.graph.memory.birthplace import Birthplace, alive, why_not
 from tensorwire.torch.graph.memory.out_variants import OutVariant
-from tests.harness.sandbox import Sandbox
-from tests.torch.graph.operators import CASES
+from tensorwire.torch.graph.memory.target import same_storage
+from tests.harness.jobs import run_job
+from tests.torch.graph import cuts
+from tests.torch.graph.operators import CASES, Case
+from tests.torch.graph.rooms import listed, liveness, nbytes, place
 
 aten = torch.ops.aten
-ROOT = Path(__file__).parents[3]
 # Those of CASES that have a real out= variant with one output.
 DIRECT = {
     *("mm", "mm-transposed", "addmm", "addmm-square", "bmm", "add", "add-transposed", "add-alpha", "mul", "div"),
@@ -23,145 +31,114 @@ DIRECT = {
 }
 
 
-@pytest.mark.slow
-def test_every_operator_has_the_same_bits_in_its_place(sandbox: Sandbox) -> None:
-    script = sandbox.script(
-        """
-        import json
-        import torch
-        from tensorwire.observe import counters
-        from tensorwire.torch.graph.memory.birthplace import Birthplace, why_not
-        from tensorwire.torch.graph.memory.target import same_storage
-        from tests.torch.graph.operators import CASES
-        from tests.torch.graph.rooms import liveness, listed, nbytes, place
+def switched_off(job: tw.Job, program: Callable[[tw.Job], Any]) -> Any:
+    os.environ["TENSORWIRE_BIRTH"] = "off"
+    assert why_not() == "TENSORWIRE_BIRTH=off"
+    return program(job)
 
-        assert why_not() == "TENSORWIRE_BIRTH=off"
-        copies = {}
-        for case in CASES:
-            for dtype in case.dtypes:
-                plain = listed(case.run(dtype))
-                birth = Birthplace(case.op, case.outputs)
-                for step in range(3):
-                    places = [place(nbytes(plain[i])) for i in case.outputs]
-                    before = counters.snapshot()
-                    torch.manual_seed(3)
-                    result, astray = birth(places, case.arguments(dtype))
-                    results = listed(result)
-                    assert astray == (), case.name
-                    assert all(p.holds(results[i]) for p, i in zip(places, case.outputs)), case.name
-                    assert all(a is b is None or same_storage(a, b) for a, b in zip(results, plain)), case.name
-                    if step > 0:
-                        copies.setdefault(case.name, []).append(counters.since(before).copies)
-                alive = [liveness(p) for p in places]
-                places.clear()
-                assert all(owner() is not None for owner in alive)
-                del result, results
-                assert not any(owner() is not None for owner in alive), case.name
-        print("copies", json.dumps(copies))
-        """,
-        init=False,
-    )
-    result = sandbox.python(script, TENSORWIRE_BIRTH="off", PYTHONPATH=str(ROOT)).finish()
-    assert (result.status, result.err) == (0, "")
-    copies = json.loads(result.out.strip().removeprefix("copies "))
+
+def without_allocator(program: Callable[[tw.Job], Any]) -> list[Any]:
+    return run_job(switched_off, program, workers=1, servers=0).ok()
+
+
+def every_operator(job: tw.Job) -> dict[str, list[int]]:
+    """The copies of each but the first call."""
+    copies: dict[str, list[int]] = {}
+    for case in CASES:
+        for dtype in case.dtypes:
+            plain = listed(case.run(dtype))
+            birth = Birthplace(case.op, case.outputs)
+            for step in range(3):
+                places = [place(nbytes(plain[i])) for i in case.outputs]
+                before = counters.snapshot()
+                torch.manual_seed(3)
+                result, astray = birth(places, case.arguments(dtype))
+                results = listed(result)
+                assert astray == (), case.name
+                assert all(p.holds(results[i]) for p, i in zip(places, case.outputs, strict=True)), case.name
+                assert all(a is b is None or same_storage(a, b) for a, b in zip(results, plain, strict=True)), case.name
+                if step > 0:
+                    copies.setdefault(case.name, []).append(counters.since(before).copies)
+            alive = [liveness(p) for p in places]
+            places.clear()
+            assert all(owner() is not None for owner in alive)
+            del result, results
+            assert not any(owner() is not None for owner in alive), case.name
+    return copies
+
+
+@pytest.mark.slow
+def test_every_operator_has_the_same_bits_in_its_place() -> None:
+    (copies,) = without_allocator(every_operator)
     assert {name for name, made in copies.items() if not any(made)} == DIRECT
     for case in CASES:
         if case.name not in DIRECT:
             assert set(copies[case.name]) == {len(case.outputs)}, case.name
 
 
-@pytest.mark.long
-def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator(sandbox: Sandbox) -> None:
+def every_layout(job: tw.Job) -> None:
     """An ``out=`` variant that was believed for one layout is asked for others, too."""
-    script = sandbox.script(
-        """
-        import random
-        import torch
-        from tensorwire.torch.graph.memory.birthplace import Birthplace, why_not
-        from tests.torch.graph import cuts
-        from tests.torch.graph.rooms import listed, nbytes, place
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(500, generator=generator), torch.randn(700, generator=generator)]
 
-        assert why_not() == "TENSORWIRE_BIRTH=off"
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(500, generator=generator), torch.randn(700, generator=generator)]
+    def arguments(case: Case, layout: str) -> tuple[Any, ...]:
+        draw = random.Random(1)
 
-        def arguments(case, layout):
-            draw = random.Random(1)
+        def operand(*shape: int) -> torch.Tensor:
+            made = cuts.laid(values[draw.randrange(2)], shape, layout, draw, int(case.name.startswith("flash")))
+            return made.clone() if "batch_norm" in case.name else made  # it changes some of them
 
-            def operand(*shape):
-                made = cuts.laid(values[draw.randrange(2)], shape, layout, draw, int(case.name.startswith("flash")))
-                return made.clone() if "batch_norm" in case.name else made  # it changes some of them
+        return case.make(operand)
 
-            return case.make(operand)
-
-        for case in (case for case in cuts.USABLE if not case.name.startswith("empty")):
-            birth = Birthplace(case.op, case.outputs)
-            for layout in cuts.LAYOUTS * 2:
-                plain = listed(case.op(*arguments(case, layout)))
-                places = [place(nbytes(plain[i])) for i in case.outputs]
-                result, _ = birth(places, arguments(case, layout))
-                for mine, right in zip(listed(result), plain, strict=True):
-                    if isinstance(right, torch.Tensor):
-                        assert cuts.same_bits(mine, right), (case.name, layout)
-                        assert mine.stride() == right.stride(), (case.name, layout)
-        print("end")
-        """,
-        init=False,
-    )
-    result = sandbox.python(script, TENSORWIRE_BIRTH="off", PYTHONPATH=str(ROOT)).finish()
-    assert (result.status, result.out.strip(), result.err) == (0, "end", "")
+    for case in (case for case in cuts.USABLE if not case.name.startswith("empty")):
+        birth = Birthplace(case.op, case.outputs)
+        for layout in cuts.LAYOUTS * 2:
+            plain = listed(case.op(*arguments(case, layout)))
+            places = [place(nbytes(plain[i])) for i in case.outputs]
+            result, _ = birth(places, arguments(case, layout))
+            for mine, right in zip(listed(result), plain, strict=True):
+                if isinstance(right, torch.Tensor):
+                    assert cuts.same_bits(mine, right), (case.name, layout)
+                    assert mine.stride() == right.stride(), (case.name, layout)
 
 
-def test_errors_are_those_with_the_allocator(sandbox: Sandbox) -> None:
-    script = sandbox.script(
-        """
-        import torch
-        from tensorwire.errors import ArgumentError
-        from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
-        from tests.torch.graph.rooms import place
+@pytest.mark.long
+def test_operands_of_every_layout_give_the_bits_and_strides_of_the_operator() -> None:
+    without_allocator(every_layout)
 
-        aten = torch.ops.aten
-        birth, x = Birthplace(aten.mm.default), torch.randn(8, 8)
-        for rows, size in [(8, 256), (4, 128), (4, 256), (8, 64), (0, 0), (0, 64)]:
-            astray = () if rows * 32 == size else (0,)
-            where = place(size)
-            result, elsewhere = birth([where], (x[:rows], x))
-            assert torch.equal(result, x[:rows] @ x)
-            assert elsewhere == astray, (rows, size)
-            assert where.holds(result) != bool(astray)
-            assert alive(where) == (size > 0 and not astray)
-            if alive(where):
-                try:
-                    birth([where], (x[:rows], x))
-                except ArgumentError as error:
-                    assert "is still alive" in str(error)
-                else:
-                    raise AssertionError("nothing was refused")
-            del result
-            assert not alive(where)
 
-        where = place(512)
-        double = x.double()
-        result, _ = birth([where], (double, double))  # another dtype is proved by itself
-        assert where.holds(result)
-        assert torch.equal(result, double @ double)
+def wrong_calls(job: tw.Job) -> None:
+    birth, x = Birthplace(aten.mm.default), torch.randn(8, 8)
+    for rows, size in [(8, 256), (4, 128), (4, 256), (8, 64), (0, 0), (0, 64)]:
+        astray = () if rows * 32 == size else (0,)
+        where = place(size)
+        result, elsewhere = birth([where], (x[:rows], x))
+        assert torch.equal(result, x[:rows] @ x)
+        assert elsewhere == astray, (rows, size)
+        assert where.holds(result) != bool(astray)
+        assert alive(where) == (size > 0 and not astray)
+        if alive(where):
+            with pytest.raises(ArgumentError, match="is still alive"):
+                birth([where], (x[:rows], x))
+        del result
+        assert not alive(where)
 
-        try:
-            birth([place(256)], (x, x[:3]))
-        except RuntimeError as error:
-            assert "cannot be multiplied" in str(error)
+    where = place(512)
+    double = x.double()
+    result, _ = birth([where], (double, double))  # another dtype is proved by itself
+    assert where.holds(result)
+    assert torch.equal(result, double @ double)
 
-        where = place(64)
-        try:
-            Birthplace(aten._foreach_neg.default, (0, 1))([where, where], ([x[0, :4]] * 2,))
-        except ArgumentError as error:
-            assert "two outputs have this place" in str(error)
-        print("end")
-        """,
-        init=False,
-    )
-    result = sandbox.python(script, TENSORWIRE_BIRTH="off", PYTHONPATH=str(ROOT)).finish()
-    assert (result.status, result.out.strip(), result.err) == (0, "end", "")
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        birth([place(256)], (x, x[:3]))
+
+    where = place(64)
+    with pytest.raises(ArgumentError, match="two outputs have this place"):
+        Birthplace(aten._foreach_neg.default, (0, 1))([where, where], ([x[0, :4]] * 2,))
+
+
+def test_errors_are_those_with_the_allocator() -> None:
+    without_allocator(wrong_calls)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from tensorwire.device import Device, LoopbackDevice, ShmDevice
+from tests.levels import long
 from tests.torch.graph.graphs import analyzed, captured, fits, run
 from tests.torch.graph.together import Together
 from tests.torch.graph.watched import WatchedTransfers
@@ -69,7 +70,7 @@ def _apply(kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.softmax(a * 0.5, 1) - b.mean()
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", [False, long(True)])
 @settings(max_examples=12, deadline=None)
 @example(seed=77822, workers=3, length=7, device=LoopbackDevice, varies=False)  # a source two runs ahead of its target
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tensorwire.torch.graph.placement.placed_models import owner_of
 from tensorwire.torch.graph.placement.remote_tensor import RemoteTensor, location_of, make_remote, release, reserve
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
+from tests.torch.graph import zoo
 from tests.torch.graph.recording import Recorder
 
 A, B = 0, 1
@@ -285,25 +287,6 @@ def test_unplace_brings_back_what_it_is_given() -> None:
 # Dynamo
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 32}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=100, use_cache=False))
-
-
-def tokens() -> dict[str, torch.Tensor]:
-    ids = torch.randint(100, (2, 8))
-    return {"input_ids": ids, "labels": ids}
-
-
 class Encoder(nn.TransformerEncoderLayer):
     """In eval it goes another way for tensors that override torch's functions."""
 
@@ -336,8 +319,8 @@ MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "net": lambda: (Net, (torch.randn(2, 3, 8, 8),), {}, True),
     "net, inference": lambda: (Net, (torch.randn(2, 3, 8, 8),), {}, False),
     "encoder": lambda: (Encoder, (torch.randn(2, 5, 16),), {}, False),
-    "gpt2": lambda: (gpt2, (), tokens(), True),
-    "llama": lambda: (llama, (), tokens(), True),
+    "gpt2": lambda: (partial(zoo.build, "gpt2"), (), zoo.inputs("gpt2", 0), True),
+    "llama": lambda: (partial(zoo.build, "llama"), (), zoo.inputs("llama", 0), True),
 }
 
 

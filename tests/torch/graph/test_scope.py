@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 import tensorwire as tw
 from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.testing.patience import patient
+from tests.torch.graph import zoo
 from tests.torch.graph.recording import Graph, Recorder
 
 # Dynamo looks at the gradients of what crosses a graph break, and torch warns of that.
@@ -422,13 +423,6 @@ def test_hooks_leave_nothing_in_graphs_and_cause_no_recompilation() -> None:
 # A real model
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 32}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
-
-
 def workers_of(graphs: list[Graph], operator: str) -> list[str | None]:
     return [worker for graph in graphs for worker in graph.of(operator)]
 
@@ -436,14 +430,11 @@ def workers_of(graphs: list[Graph], operator: str) -> list[str | None]:
 @pytest.mark.long
 def test_every_node_of_gpt2_has_the_worker_of_its_block() -> None:
     recorder = Recorder()
-    compiled = torch.compile(
-        gpt2(), backend=recorder, options={"workers": {"transformer.h.2": B, "transformer.h.3": B}}
-    )
-    tokens = torch.randint(100, (2, 8))
-    compiled(input_ids=tokens, labels=tokens).loss.backward()
+    compiled = torch.compile(zoo.build("gpt2"), backend=recorder, options={"workers": {"transformer.h.2": B}})
+    compiled(**zoo.inputs("gpt2", 0)).loss.backward()
     forward = [g for g in recorder.graphs if g.kind == "forward"]
     backward = [g for g in recorder.graphs if g.kind == "backward"]
-    assert workers_of(forward, "addmm") == [None] * 8 + [B] * 8
-    assert workers_of(forward, "native_layer_norm") == [None] * 4 + [B] * 4 + [None]
-    assert workers_of(backward, "native_layer_norm_backward") == [None] + [B] * 4 + [None] * 4
-    assert workers_of(backward, "tanh_backward") == [B] * 2 + [None] * 2
+    assert workers_of(forward, "addmm") == [None] * 8 + [B] * 4
+    assert workers_of(forward, "native_layer_norm") == [None] * 4 + [B] * 2 + [None]
+    assert workers_of(backward, "native_layer_norm_backward") == [None] + [B] * 2 + [None] * 4
+    assert workers_of(backward, "tanh_backward") == [B] + [None] * 2

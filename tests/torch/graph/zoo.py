@@ -19,7 +19,7 @@ _TEXT = {**_TINY, "vocab_size": 200, "max_position_embeddings": 64}
 
 DROPPING = ("alexnet", "vgg16")  # some values, by chance
 SHRINK = {"alexnet": 32, "inception": 16, "vgg16": 32, "lstm": 32, "gru": 32, "fcn5": 64}
-TRANSFORMERS: tuple[str, ...] = ("gpt2", "bert", "llama", "vit")
+TRANSFORMERS: tuple[str, ...] = ("gpt2", "bert", "llama", "t5", "vit")
 if Version(version("transformers")) >= Version("5.23"):  # before, torch could not capture its experts as one graph
     TRANSFORMERS += ("mixtral",)
 ALL = (*SHRINK, *TRANSFORMERS)
@@ -45,6 +45,10 @@ def _transformer(name: str, dropout: float) -> nn.Module:
     if name == "vit":
         sizes = {"image_size": 16, "patch_size": 8, "num_labels": 10}
         return hf.ViTForImageClassification(hf.ViTConfig(**_TINY, **sizes, **drop))
+    if name == "t5":
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200}
+        config = hf.T5Config(**sizes, dropout_rate=dropout, use_cache=False, decoder_start_token_id=0)
+        return hf.T5ForConditionalGeneration(config)
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, num_key_value_heads=2, use_cache=False))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
