@@ -71,6 +71,7 @@ def test_a_wrong_device_name_is_one_line(tmp_path: Path, words: tuple[str, ...])
         assert done.stderr.startswith("usage: ")
 
 
+@pytest.mark.slow
 def test_in_ones_own_run_of_pytest(tmp_path: Path) -> None:
     (tmp_path / "mydevices.py").write_text(DEVICES)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntensorwire_devices = mydevices:Mine\n")
