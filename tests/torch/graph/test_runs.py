@@ -148,38 +148,6 @@ def drop(job: tw.Job) -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None)  # type: ignore[arg-type]
 
 
-def place(job: tw.Job) -> dict[str, Any]:
-    """With parameters only where they are used, and an optimizer over all of them."""
-    model, alone = zoo.build("llama"), zoo.build("llama")
-    tw.torch.place(model, WORKERS)
-    compiled = torch.compile(model, backend="tensorwire")
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
-    found: dict[str, Any] = {"losses": [], "away": []}
-    for step in range(3):
-        values = [loss(compiled, step), loss(alone, step)]
-        for value, optimizer in zip(values, optimizers, strict=True):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found["losses"].append(torch.equal(*values))
-    for path, parameter in model.named_parameters():
-        try:
-            parameter.sum()
-        except tw.errors.NotOnThisWorker:
-            found["away"].append(path)
-    return found
-
-
-@pytest.mark.long
-def test_parameters_only_where_they_are_used() -> None:
-    zero, one = run_job(place, workers=2, servers=0).ok()
-    assert zero["losses"] == one["losses"] == [True] * 3
-    names = {path for path, _ in zoo.build("llama").named_parameters()}
-    assert set(zero["away"]) | set(one["away"]) == names
-    assert not set(zero["away"]) & set(one["away"])
-    assert all(".layers.1." in path or ".layers.2." in path for path in zero["away"])
-
-
 class Two(torch.nn.Module):
     """Logits that are too large for everybody."""
 

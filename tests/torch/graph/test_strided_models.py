@@ -30,20 +30,6 @@ class Swin(nn.Module):
         return self.head(nn.functional.adaptive_avg_pool1d(y.transpose(1, 2), 1).flatten(1))
 
 
-class ConvNeXt(nn.Module):
-    """A block of ConvNeXt: convolutions around a norm over channels."""
-
-    def __init__(self, memory_format: torch.memory_format) -> None:
-        super().__init__()
-        self.before, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.LayerNorm(8)
-        self.after, self.head = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 5)
-        self.to(memory_format=memory_format)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(self.before(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return self.head(torch.nn.functional.gelu(self.after(y)).mean((2, 3)))
-
-
 def differing(
     model: nn.Module, x: list[torch.Tensor], workers: dict[str, int], place: bool = False, **options: Any
 ) -> list[str]:
@@ -57,7 +43,7 @@ def differing(
     reference = torch.compile(alone, backend="aot_eager")
     wrong = []
     for given in x:
-        losses = [_loss(each(given)) for each in (compiled, reference)]
+        losses = [each(given).square().mean() for each in (compiled, reference)]
         for loss in losses:
             loss.backward()
         if not torch.equal(*losses):
@@ -68,11 +54,6 @@ def differing(
         model.zero_grad()
         alone.zero_grad()
     return wrong
-
-
-def _loss(result: Any) -> torch.Tensor:
-    values: torch.Tensor = result if isinstance(result, torch.Tensor) else result.logits
-    return values.square().mean()
 
 
 def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, list[str]]:
@@ -102,40 +83,6 @@ def tokens(job: tw.Job, births: str, ways: list[tuple[bool, str]]) -> dict[str, 
 def test_the_mean_over_tokens(device: str, births: str, ways: list[tuple[bool, str]]) -> None:
     for wrong in run_job(tokens, births, ways, workers=2, servers=0, device=device).ok():
         assert wrong == {f"{place} {mode}": [] for place, mode in ways}
-
-
-def pictures(job: tw.Job) -> list[list[str]]:
-    wrong = []
-    for last in (False, True):
-        for workers in (NORM, {**NORM, "before": 1}):
-            torch.compiler.reset()
-            torch.manual_seed(0)
-            model = ConvNeXt(torch.channels_last if last else torch.contiguous_format)
-            wrong.append(differing(model, [torch.randn(2, 3, 12, 12) for _ in range(3)], workers))
-    return wrong
-
-
-@pytest.mark.long
-def test_a_norm_between_convolutions() -> None:
-    assert run_job(pictures, workers=2, servers=0).ok() == [[[]] * 4] * 2
-
-
-def swin(job: tw.Job) -> list[str]:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=16, depths=[1], num_heads=[2], window_size=4, drop_path_rate=0.0
-    )
-    model = transformers.SwinForImageClassification(config)
-    later = ("swin.layernorm", "swin.pooler", "classifier")
-    workers = {"": 0, **dict.fromkeys(later, 1)}
-    return differing(model, [torch.randn(2, 3, 16, 16) for _ in range(2)], workers)
-
-
-@pytest.mark.long
-def test_swin() -> None:
-    assert run_job(swin, workers=2, servers=0).ok() == [[], []]
 
 
 class Varying(nn.Module):
