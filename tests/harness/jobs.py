@@ -59,9 +59,9 @@ def serve(environment: dict[str, str], index: int, prepare: Callable[[], None] |
     """A server of a job."""
     from tensorwire.launch import server_process
 
+    os.environ.update(environment, TENSORWIRE_INDEX=str(index))
     if prepare is not None:
         prepare()
-    os.environ.update(environment, TENSORWIRE_INDEX=str(index))
     raise SystemExit(server_process.main())
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
-import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +113,8 @@ def fill(params: dict[str, torch.nn.Parameter], rank: int, step: int) -> None:
         p.grad = (p.detach().float().sin() + rank + 0.1 * step).to(p.dtype) if there else None
 
 
-def log_into(folder: str) -> None:
-    os.environ["TENSORWIRE_FATES"] = folder
-
-
-def train(job: tw.Job, folder: str, mode: Mode, at: int, log: str) -> list[dict[str, torch.Tensor]]:
+def train(job: tw.Job, folder: str, mode: Mode, at: int) -> list[dict[str, torch.Tensor]]:
     """The values before each step, and after the last."""
-    log_into(log)
     name, options = RULES[at]
     params = parameters()
     function = getattr(rules(folder), name)
@@ -158,7 +151,7 @@ class Alone:
 
 @pytest.mark.parametrize(("device", "servers"), [("shm", 2), pytest.param("tcp", 1, marks=pytest.mark.long)])
 def test_in_rounds_of_all_workers(folder: str, device: str, servers: int) -> None:
-    cases = [(folder, Sync(), at, "") for at in range(len(RULES))]
+    cases = [(folder, Sync(), at) for at in range(len(RULES))]
     results = run_job(for_each, train, cases, servers=servers, device=device).ok()
     for at, found in enumerate(zip(*results, strict=True)):
         alone = Alone(folder, at)
@@ -177,9 +170,8 @@ def test_in_rounds_of_all_workers(folder: str, device: str, servers: int) -> Non
 
 
 def test_each_push_by_itself(folder: str, tmp_path: Path) -> None:
-    log = str(tmp_path / "fates")
-    found = run_job(train, folder, Async(), 0, log, prepare=partial(log_into, log)).ok()
-    lines = read_fates([log])
+    found = run_job(train, folder, Async(), 0, fates=tmp_path / "fates").ok()
+    lines = read_fates([tmp_path / "fates"])
     assert problems(lines) == []
     alone = Alone(folder, 0)
     fates = sorted((f for f in lines if isinstance(f, Fate) and f.bucket == 0), key=lambda f: f.version)
