@@ -134,7 +134,7 @@ def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode:
     figures = tmp_path / "figures.json"
     options = ["--data", "digits", "--width", "256", "--seconds", "6", "--mode", mode, "--json", str(figures)]
     done = start([str(FOLDER / "demo.py"), *options], tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert (done.returncode, PROGRESS.sub("", done.stderr)) == (0, ""), done.stdout + done.stderr
     table = done.stdout[done.stdout.index("\nFCN-5 (") :].splitlines()[2:]
     assert [line[:24].rstrip() for line in table] == ROWS
     (record,) = json.loads(figures.read_text())
