@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tensorwire.errors import ProtocolError
+from tensorwire.messages import decode_message
 from tensorwire.observe.spans import Clock
 
 _TRIPS = 8
@@ -46,7 +47,7 @@ def distance(ask: Callable[[], bytes]) -> Clock:
         answer = ask()
         stop = time.monotonic()
         try:
-            there = msgspec.msgpack.decode(answer, type=_Time)
+            there = decode_message(answer, _Time)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the coordinator does not know what time it is: {error}") from None
         if there.where == _here():

@@ -27,6 +27,7 @@ from tensorwire.errors import (
     VerbsUnavailable,
     WaitTimeout,
 )
+from tensorwire.messages import decode_message
 from tensorwire.observe import spans
 
 FRAMEWORKS = ("torch",)
@@ -142,7 +143,7 @@ class Member:
     def card(self, name: str, timeout: float = 60.0) -> Card:
         """Another member's entry. Raises `WaitTimeout` if it has not joined."""
         try:
-            return msgspec.msgpack.decode(self.client.lookup(f"card/{name}", timeout), type=Card)
+            return decode_message(self.client.lookup(f"card/{name}", timeout), Card)
         except WaitTimeout:
             raise WaitTimeout(f"{name} has not joined the job within {timeout:g} s") from None
 

@@ -14,6 +14,7 @@ from tensorwire.device import handshake
 from tensorwire.device.acceptor import close_socket
 from tensorwire.device.contract import Channel, Device
 from tensorwire.errors import ArgumentError, PeerLost
+from tensorwire.messages import decode_message
 
 
 class IpAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +42,7 @@ class IpDevice(Device):
     def connect(self, address: bytes, timeout: float = 30.0) -> Channel:
         self._check_open()
         try:
-            where = msgspec.msgpack.decode(address, type=type(self._address))
+            where = decode_message(address, type(self._address))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ArgumentError(f"not the address of a {self.name} device") from None
         return handshake.persist(lambda left: self._dial(where, left), timeout)

@@ -12,6 +12,7 @@ import msgspec
 from tensorwire.device.contract import Channel, Device
 from tensorwire.device.handshake import receive_exactly
 from tensorwire.errors import ArgumentError, PeerLost, ProtocolError, WaitTimeout
+from tensorwire.messages import decode_message
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 MOST_BYTES = 1 << 16
@@ -70,7 +71,7 @@ def introduce(pipe: Meeting, ours: Message, timeout: float, what: str, call: str
     ``what`` both connect by which ``call``, for messages.
     """
     try:
-        return msgspec.msgpack.decode(exchange(pipe, msgspec.msgpack.encode(ours), timeout), type=type(ours))
+        return decode_message(exchange(pipe, msgspec.msgpack.encode(ours), timeout), type(ours))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise ProtocolError(
             f"the other process does not connect {what} here: both must call {call}, in the same order, with the same "

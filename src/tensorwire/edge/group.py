@@ -30,6 +30,7 @@ from tensorwire.edge.pool import Lease, Pool
 from tensorwire.edge.tensor import Spec
 from tensorwire.edge.words import POLL, PeerMemory
 from tensorwire.errors import ProtocolError, WaitTimeout
+from tensorwire.messages import decode_message
 from tensorwire.observe import counters, spans
 from tensorwire.observe.spans import clock
 
@@ -214,7 +215,7 @@ class EdgeGroup:
 
     def _lookup(self, what: str, peer: str) -> PeerMemory:
         try:
-            return msgspec.msgpack.decode(self._peers.lookup(what, peer), type=PeerMemory)
+            return decode_message(self._peers.lookup(what, peer), PeerMemory)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise ProtocolError(f"{peer} describes its memory differently: does it run the same version?") from None
 

@@ -29,6 +29,7 @@ from tensorwire.errors import (
 from tensorwire.launch.carrier import Carrier, Offer
 from tensorwire.launch.reduce import combine, flatten
 from tensorwire.launch.values import Bytes, Form, pack, unpack
+from tensorwire.messages import decode_message
 
 # What all workers' values of one call take together when they still travel with the requests.
 SMALL_BYTES = 512 << 10
@@ -180,7 +181,7 @@ class Collectives:
             self._number += 1
             raise
         self._number += 1
-        return [msgspec.msgpack.decode(value, type=Parcel) for value in values]
+        return [decode_message(value, Parcel) for value in values]
 
     def _together(self, what: str, end: float) -> None:
         """Returns when all workers have come so far in this call."""

@@ -7,6 +7,7 @@ import msgspec
 from tensorwire.control import Member
 from tensorwire.device import Region, RemoteRegion
 from tensorwire.errors import ProtocolError
+from tensorwire.messages import decode_message
 
 _SECONDS = 600.0  # that the other side may take: workers may be slow to come
 
@@ -27,7 +28,7 @@ def show(member: Member, name: str, peer: str, memory: Region, more: RemoteRegio
 def find(member: Member, name: str, peer: str) -> tuple[RemoteRegion, RemoteRegion | None]:
     """What ``peer`` shows this process. Waits for it. Raises `ProtocolError`, `WaitTimeout` or `JobEnded`."""
     packed = member.client.lookup(f"{name}/{peer}/{member.name}", timeout=_SECONDS)
-    endpoint = msgspec.msgpack.decode(packed, type=_Endpoint)
+    endpoint = decode_message(packed, _Endpoint)
     memory, device = RemoteRegion.unpack(endpoint.memory), member.channel(peer).device
     if memory.device != device.name:
         raise ProtocolError(f"{peer} answers over {memory.device}, we over {device.name}")

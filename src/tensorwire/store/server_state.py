@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import msgspec
-
 from tensorwire.control import Member
 from tensorwire.control.names import member_name
 from tensorwire.control.settings import step_timeout
 from tensorwire.errors import JobEnded, PeerLost, RemoteAccessError, TensorwireError, WaitTimeout
+from tensorwire.messages import decode_message
 from tensorwire.store.sharding import Bucket, StorePlan
 from tensorwire.store.state_transfer import VALUE, Ask, Entry, Item, StateReceiver, StateSender, ask_key, load_key
 
@@ -103,7 +102,7 @@ class Asks:
     def _answer(self, found: bytes) -> None:
         member = self._member
         try:
-            ask = msgspec.msgpack.decode(found, type=Ask)
+            ask = decode_message(found, Ask)
             channel = member.channel(member_name("worker", ask.worker))
             endpoint = ask.endpoints[self._shard]
             # An error: that worker has given up, and knows why.

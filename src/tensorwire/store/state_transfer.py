@@ -19,6 +19,7 @@ from tensorwire.device import Channel, RemoteRegion
 from tensorwire.edge import Consumer, Producer, Word
 from tensorwire.edge.tensor import DTYPES
 from tensorwire.errors import ProtocolError, TensorwireError
+from tensorwire.messages import decode_message
 from tensorwire.store.sharding import PAGE, PARAMETER_DTYPES
 
 PART_BYTES = 4 << 20
@@ -195,7 +196,7 @@ def _unpack(part: memoryview) -> tuple[bool, RemoteRegion, _Table]:
     if magic != _MAGIC or version != _VERSION or at < _HEAD.size or at + nbytes > part.nbytes:
         raise ProtocolError("a part of an optimizer's state has a malformed head")
     try:
-        table = msgspec.msgpack.decode(part[at : at + nbytes], type=_Table)
+        table = decode_message(part[at : at + nbytes], _Table)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a part of an optimizer's state has a malformed table: {error}") from None
     for offset, entry in table:
