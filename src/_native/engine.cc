@@ -299,7 +299,7 @@ Outcome Engine::wait(const Target& target, u64 at_least, double seconds) {
     if (closed_) return target.reached(at_least) ? Outcome::reached : Outcome::lost;
     arm(false);
     const Outcome outcome = drive(target, at_least, end, seconds <= slice_seconds);
-    leave();
+    leave(lock);
     return outcome;
 }
 
@@ -319,9 +319,13 @@ std::optional<Outcome> Engine::wait_beside(std::unique_lock<std::mutex>& lock, c
 
 // The engine's thread takes over: at once, or where waits are short only if the next one does not begin soon. A message
 // that wakes it in between costs the sender more than the rest of the way.
-void Engine::leave() {
+void Engine::leave(std::unique_lock<std::mutex>& lock) {
+    if (!waiting_.polls() || beside_.load()) return arm(true);
+    lock.unlock();
+    // Only now: a timer that ends while somebody drives is left to the one who drives.
     const itimerspec once{{0, 0}, {0, grace_nanoseconds}};
-    if (!waiting_.polls() || beside_.load() || timerfd_settime(soon_, 0, &once, nullptr)) arm(true);
+    std::lock_guard g(kick_mutex_);
+    if (soon_ >= 0) timerfd_settime(soon_, 0, &once, nullptr);
 }
 
 Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_slice) {

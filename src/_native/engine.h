@@ -193,7 +193,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     bool midway() const;
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
-    void leave();  // drive_mutex_ held
+    void leave(std::unique_lock<std::mutex>& lock);  // of drive_mutex_, which it may let go
     std::optional<Outcome> wait_beside(std::unique_lock<std::mutex>& lock, const Target& target, u64 at_least, double start, double seconds);
     void run();
     void end();
@@ -204,7 +204,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::atomic<bool> stop_{false}, closed_{false};
     std::once_flag closing_;
     std::atomic<bool> sleeping_{false};  // the driver may be blocked
-    std::mutex kick_mutex_;              // wake_ is open
+    std::mutex kick_mutex_;              // wake_ and soon_ are open
     std::mutex drive_mutex_;
     std::mutex table_mutex_;
     std::unordered_map<u64, Exposed> exposed_;

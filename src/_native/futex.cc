@@ -77,8 +77,10 @@ Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
         if (!park(futex, seen, left) && seconds > slice_seconds) break;  // Python may have to handle that signal
     }
     futex.parked.fetch_sub(1, std::memory_order_relaxed);
-    // Polls teach nothing. How long the wake-up took differs between machines, and is no part of the wait.
-    if (outcome != Outcome::timed_out) patience.waited(std::max(futex.rung.load(std::memory_order_relaxed), start) - start);
+    if (outcome == Outcome::timed_out) return outcome;  // polls teach nothing
+    // How long the wake-up took differs between machines, and is no part of the wait.
+    const double came = outcome == Outcome::reached ? std::max(futex.rung.load(std::memory_order_relaxed), start) : now();
+    patience.waited(came - start);
     return outcome;
 }
 
