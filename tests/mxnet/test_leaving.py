@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from tensorwire import errors
 from tensorwire.testing.patience import patient
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import run_job
-from tests.mxnet.test_store import log_into, store_of
+from tests.mxnet.test_store import store_of
 
 STEPS, KEYS = 20, 4
 SCRIPT = f"""
@@ -51,8 +49,7 @@ def test_a_script_that_just_ends_loses_no_push(tmp_path: Path) -> None:
     assert len({total.merged for total in totals(lines)}) == 1
 
 
-def fails(job: tw.Job, folder: str) -> None:
-    os.environ["TENSORWIRE_FATES"] = folder
+def fails(job: tw.Job) -> None:
     mx, kv = store_of()
 
     def refuse(*_: object, **__: object) -> None:
@@ -72,7 +69,7 @@ def fails(job: tw.Job, folder: str) -> None:
 
 
 def test_a_push_that_was_asked_for_and_did_not_leave_is_told_and_recorded(tmp_path: Path) -> None:
-    run_job(fails, str(tmp_path), workers=1, prepare=partial(log_into, str(tmp_path))).ok()
+    run_job(fails, workers=1, fates=tmp_path).ok()
     (said,) = problems(read_fates([tmp_path]))
     assert "worker 0" in said
     assert "2 pushes, and 1" in said

@@ -221,10 +221,6 @@ def push_at_own_pace(job: tw.Job) -> list[list[Any]]:
     return [pushed, pulled]
 
 
-def log_into(folder: str) -> None:
-    os.environ["TENSORWIRE_FATES"] = folder
-
-
 def apply(job: tw.Job, pushes: list[Any]) -> list[Any]:
     """The value before, between and after updates by MXNet's own optimizer."""
     import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
@@ -241,7 +237,7 @@ def apply(job: tw.Job, pushes: list[Any]) -> list[Any]:
 
 def test_pushes_that_are_applied_alone_equal_their_replay(tmp_path: Path) -> None:
     """The server's own record says in what order they came."""
-    workers = run_job(push_at_own_pace, workers=3, device="tcp", prepare=partial(log_into, str(tmp_path))).ok()
+    workers = run_job(push_at_own_pace, workers=3, device="tcp", fates=tmp_path).ok()
     fates = sorted((f for f in read_fates([tmp_path]) if isinstance(f, Fate)), key=lambda fate: fate.version)
     assert [fate.version for fate in fates] == list(range(1, 20 + 25 + 30 + 1))
     (versions,) = run_job(apply, [workers[fate.worker][0][fate.round - 1] for fate in fates], workers=1).ok()

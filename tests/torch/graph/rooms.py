@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorwire.torch.graph.memory.target import ALIGNMENT, MemoryTarget
+from tensorwire.observe import counters
+from tensorwire.torch.graph.memory.birthplace import Birthplace
+from tensorwire.torch.graph.memory.target import ALIGNMENT, MemoryTarget, same_storage
+from tests.torch.graph.operators import Case
 
 
 class Room(np.ndarray[Any, Any]):
@@ -40,3 +43,18 @@ def liveness(where: MemoryTarget) -> weakref.ref[Room]:
 def listed(result: Any) -> list[Any]:
     """An operator's results, of whatever kind."""
     return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def call_in_places(
+    birth: Birthplace, case: Case, dtype: torch.dtype, plain: list[Any]
+) -> tuple[list[MemoryTarget], list[Any], int]:
+    """Places for one call, its results in them, which are those of the ``plain`` operator, and how many were copied."""
+    places = [place(nbytes(plain[i])) for i in case.outputs]
+    before = counters.snapshot()
+    torch.manual_seed(3)
+    result, astray = birth(places, case.arguments(dtype))
+    results = listed(result)
+    assert astray == (), case.name
+    assert all(p.holds(results[i]) for p, i in zip(places, case.outputs, strict=True)), case.name
+    assert all(a is b is None or same_storage(a, b) for a, b in zip(results, plain, strict=True)), case.name
+    return places, results, counters.since(before).copies

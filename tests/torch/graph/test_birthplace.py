@@ -13,9 +13,8 @@ from tensorwire.errors import ArgumentError, Unsupported
 from tensorwire.observe import counters
 from tensorwire.torch.graph.memory.allocator import allocator, why_not
 from tensorwire.torch.graph.memory.birthplace import Birthplace, alive
-from tensorwire.torch.graph.memory.target import same_storage
 from tests.torch.graph.operators import CASES, Case
-from tests.torch.graph.rooms import listed, nbytes, place
+from tests.torch.graph.rooms import call_in_places, listed, nbytes, place
 
 aten = torch.ops.aten
 BY_NAME = {case.name: case for case in CASES}
@@ -30,18 +29,9 @@ def test_every_operator_is_born_from_its_second_call_on(case: Case, dtype: torch
     plain = listed(case.run(dtype))
     birth = Birthplace(case.op, case.outputs)
     for step in range(3):
-        places = [place(nbytes(plain[i])) for i in case.outputs]
-        before = counters.snapshot()
-        torch.manual_seed(3)
-        result, astray = birth(places, case.arguments(dtype))
-        results = listed(result)
-        assert astray == ()
+        places, results, copies = call_in_places(birth, case, dtype, plain)
         for where, i in zip(places, case.outputs, strict=True):
-            assert where.holds(results[i])
             assert where.owner.tolist() == results[i].untyped_storage().tolist()
-        for mine, theirs in zip(results, plain, strict=True):
-            assert mine is theirs is None or same_storage(mine, theirs)
-        copies = counters.since(before).copies
         assert copies == (len(case.outputs) if step == 0 else 0)
     assert birth.missed == len(case.outputs)
 

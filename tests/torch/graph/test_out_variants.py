@@ -12,14 +12,12 @@ import torch
 
 import tensorwire as tw
 from tensorwire.errors import ArgumentError
-from tensorwire.observe import counters
 from tensorwire.torch.graph.memory.birthplace import Birthplace, alive, why_not
 from tensorwire.torch.graph.memory.out_variants import OutVariant
-from tensorwire.torch.graph.memory.target import same_storage
 from tests.harness.jobs import run_job
 from tests.torch.graph import cuts
 from tests.torch.graph.operators import CASES, Case
-from tests.torch.graph.rooms import listed, liveness, nbytes, place
+from tests.torch.graph.rooms import call_in_places, listed, liveness, nbytes, place
 
 aten = torch.ops.aten
 # Those of CASES that have a real out= variant with one output.
@@ -49,20 +47,13 @@ def every_operator(job: tw.Job) -> dict[str, list[int]]:
             plain = listed(case.run(dtype))
             birth = Birthplace(case.op, case.outputs)
             for step in range(3):
-                places = [place(nbytes(plain[i])) for i in case.outputs]
-                before = counters.snapshot()
-                torch.manual_seed(3)
-                result, astray = birth(places, case.arguments(dtype))
-                results = listed(result)
-                assert astray == (), case.name
-                assert all(p.holds(results[i]) for p, i in zip(places, case.outputs, strict=True)), case.name
-                assert all(a is b is None or same_storage(a, b) for a, b in zip(results, plain, strict=True)), case.name
+                places, results, made = call_in_places(birth, case, dtype, plain)
                 if step > 0:
-                    copies.setdefault(case.name, []).append(counters.since(before).copies)
+                    copies.setdefault(case.name, []).append(made)
             alive = [liveness(p) for p in places]
             places.clear()
             assert all(owner() is not None for owner in alive)
-            del result, results
+            del results
             assert not any(owner() is not None for owner in alive), case.name
     return copies
 
