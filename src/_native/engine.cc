@@ -268,9 +268,10 @@ void Engine::run() {
     while (!stop_) {
         if (epoll_wait(outer_, events, 4, -1) < 0 && errno != EINTR) return;
         if (stop_) return;
-        std::unique_lock g(drive_mutex_, std::try_to_lock);
+        // Before the lock is tried: a timer that is set after that has to wake this thread again.
         u64 expirations;
         if (read(soon_, &expirations, 8) < 0) { /* something else woke it */ }
+        std::unique_lock g(drive_mutex_, std::try_to_lock);
         if (!g) continue;  // who drives has to arm, or to set the timer again, when it leaves
         arm(true);
         wake_ups_.fetch_add(1, std::memory_order_relaxed);
@@ -311,8 +312,8 @@ std::optional<Outcome> Engine::wait_beside(std::unique_lock<std::mutex>& lock, c
         (void)lock.try_lock();
     }
     wanting_.fetch_sub(1, std::memory_order_relaxed);
+    if (lock) return std::nullopt;  // even if it is reached: who has had the lock has to leave
     if (target.reached(at_least)) return Outcome::reached;
-    if (lock) return std::nullopt;
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     return wait_parked(target, at_least, std::max(0.0, seconds - (now() - start)));
 }

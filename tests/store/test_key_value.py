@@ -18,6 +18,7 @@ from tensorwire.launch.worker import current_worker
 from tensorwire.observe import counters
 from tensorwire.store import SSP, Async, KeyValue, LocalSGD, Sync
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
+from tensorwire.testing.patience import patient
 from tensorwire.trace.push_fates import problems, read_fates, totals
 from tests.harness.jobs import for_each, run_job
 from tests.levels import mostly_long
@@ -154,6 +155,29 @@ def test_every_push_is_applied_once(device: str, tmp_path: Path) -> None:
     assert problems(found) == []
     for total in totals(found):
         assert total.produced == total.applied > 0
+
+
+def pull_between_a_wait_and_its_end(job: tw.Job, mode: Async | SSP) -> float:
+    """As another thread may: it asks for the value while this one is about to wait for the push."""
+    kv = KeyValue(mode, "sum")
+    kv.init("a", np.zeros(4, "f4"))
+    pushed, begun = kv.push("a", np.ones(4, "f4")), []
+    server = pushed._pushes[0].store.servers[0]
+
+    def has_looked(subject: int) -> bool:
+        begun.append(kv.pull("a"))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "has_looked", has_looked)
+        pushed.wait(patient(5.0))
+    return float(begun[0].wait()[0])
+
+
+@pytest.mark.parametrize("device", ["shm", "tcp"])
+def test_a_thread_that_waits_for_a_push_is_not_held_up_by_anothers_pull(device: str) -> None:
+    cases = [(Async(),), (SSP(1),)]
+    assert run_job(for_each, pull_between_a_wait_and_its_end, cases, workers=1, device=device).ok() == [[1.0, 1.0]]
 
 
 def run_ahead(job: tw.Job, staleness: int) -> list[float]:

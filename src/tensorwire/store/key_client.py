@@ -185,11 +185,11 @@ class KeyClient(RequestClient):
         if operation in PUSHES:
             self.produced[server] += len(buckets)
             counters.add(pushes=len(buckets))
-        self.servers[server].request(operation, buckets, options, urgency, sizes)
         answered, tells = self._together or operation in WANTING, operation in self._telling
+        self.servers[server].request(operation, buckets, options, urgency, sizes, tells)
         for bucket in buckets:
             self.asked[bucket.number] += answered
-            if tells or carrying:
+            if carrying:
                 self._taken[bucket.number] = self.asked[bucket.number] if tells else 0
 
     # ---- answers
@@ -240,12 +240,21 @@ class _Server(StoreRequests):
         self._whole_buckets: dict[int, list[Transfer]] = {}  # of the plan, prepared
 
     def request(
-        self, operation: RequestOperation, buckets: Sequence[Bucket], options: bytes, urgency: int, sizes: Sequence[int]
+        self,
+        operation: RequestOperation,
+        buckets: Sequence[Bucket],
+        options: bytes,
+        urgency: int,
+        sizes: Sequence[int],
+        answered: bool,
     ) -> None:
         """Sends a request. ``sizes``: how many bytes of each bucket's slot travel with it; empty: none."""
         indices = [b.index for b in buckets]
         transfers = self._transfers(buckets, sizes) if sizes and self.mapped is None else ()
-        self.send(operation, options, indices, indices, urgency=urgency, transfers=transfers, nbytes=sum(sizes))
+        nbytes = sum(sizes)
+        self.send(
+            operation, options, indices, indices, urgency=urgency, transfers=transfers, nbytes=nbytes, answered=answered
+        )
 
     def _transfers(self, buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[Transfer]:
         """What travels, from slots that lie side by side at once."""

@@ -162,7 +162,8 @@ class StoreRequests:
         self._store, self._timeout = store_number(name), timeout
         self.memory, _ = find(member, name, link.name)
         self.mapped = self.channel.map(self.memory.view())
-        self._last = [0] * (subjects + 1)  # by subject: the number of its last request in the ring
+        # By subject: the number of its last request in the ring that the server says it has looked at.
+        self._last = [0] * (subjects + 1)
         self._whole = (subjects,)  # the subject of requests about the store
         # What was handed to a device goes in its order: so where it is slow, what is urgent waits here.
         self._window = SendWindow() if link.source else None
@@ -183,26 +184,28 @@ class StoreRequests:
         urgency: int = 0,
         transfers: Sequence[Transfer] = (),
         nbytes: int = 0,
+        answered: bool = False,
     ) -> None:
         """Sends a request, now or in its turn: smaller ``urgency`` first.
 
-        ``transfers``: what to write ahead of it, ``nbytes`` in all. Raises `PeerLost`, or `WaitTimeout` where the
-        server takes no more requests.
+        ``transfers``: what to write ahead of it, ``nbytes`` in all. ``answered``: an answer alone tells that it was
+        looked at. Raises `PeerLost`, or `WaitTimeout` where the server takes no more requests.
         """
         link = self.link
+        told = () if answered else subjects
         if self._window is None:
             with link.turn:
-                self._write(operation, options, numbers, subjects)
+                self._write(operation, options, numbers, told)
             return
         place = link.accept(self._timeout)
         if nbytes <= _SMALL and self._window.empty:
-            self._send_in_turn(place, operation, options, numbers, subjects, transfers)
+            self._send_in_turn(place, operation, options, numbers, subjects, told, transfers)
             return
         with link.turn:
             for subject in subjects:
                 urgency = max(urgency, self._waiting.get(subject, (urgency, 0))[0])
             self._waiting.update((subject, (urgency, place)) for subject in subjects)
-        send = partial(self._send_in_turn, place, operation, options, numbers, subjects, transfers)
+        send = partial(self._send_in_turn, place, operation, options, numbers, subjects, told, transfers)
         self._window.submit((urgency, 0), nbytes, send)
 
     def announce(self, operation: RequestOperation, options: bytes) -> int:
@@ -223,6 +226,7 @@ class StoreRequests:
         options: bytes,
         numbers: Sequence[int],
         subjects: Sequence[int],
+        told: Sequence[int],
         transfers: Sequence[Transfer],
     ) -> Completion:
         with self.link.turn:
@@ -231,16 +235,16 @@ class StoreRequests:
                     del self._waiting[subject]
             for source, target in transfers:
                 self.link.producer.put(source, target)
-            return self._write(operation, options, numbers, subjects)
+            return self._write(operation, options, numbers, told)
 
     def _write(
-        self, operation: RequestOperation, options: bytes, numbers: Sequence[int], subjects: Sequence[int]
+        self, operation: RequestOperation, options: bytes, numbers: Sequence[int], told: Sequence[int]
     ) -> Completion:
         link = self.link
         number = link.number + 1
         room = link.producer.slot(number, self._timeout)
         nbytes = pack_request(room, operation, number, self._store, options, numbers)
-        for subject in subjects:
+        for subject in told:
             self._last[subject] = number
         if link.source and link.left < link.number:  # an interrupted one: the next signal says that it is there, too
             at = link.number % DEPTH
@@ -252,13 +256,16 @@ class StoreRequests:
         return completion
 
     def wait_until_looked(self, subject: int, timeout: float) -> None:
-        """Returns when the server has looked at the last request for a subject. Raises `WaitTimeout` or `PeerLost`."""
+        """Returns when the server has looked at the last request for a subject that no answer tells of.
+
+        Raises `WaitTimeout` or `PeerLost`.
+        """
         if subject in self._waiting:
             self._flush(timeout)
         self.link.looked.wait(self._last[subject], timeout)
 
     def has_looked(self, subject: int) -> bool:
-        """Whether the server has looked at the last request for a subject."""
+        """Whether the server has looked at the last request for a subject that no answer tells of."""
         return subject not in self._waiting and self.link.looked.value >= self._last[subject]
 
     def wait_until_finished(self, timeout: float) -> None:
