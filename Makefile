@@ -11,7 +11,7 @@ SETUP := $(VENV)/.setup
 # Virtual machines end with make, also where that is killed.
 WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
 
-.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-coverage check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs stubs clean
+.PHONY: demo test test-all test-long test-versions test-rdma bench-rdma check check-coverage check-native setup setup-mxnet test-mxnet setup-tensorflow test-tensorflow format docs clean
 
 demo: setup
 	$(BIN)/python examples/fcn5/demo.py $(ARGS)
@@ -115,10 +115,5 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The native module's types, kept in the source tree for mypy; a test compares.
-stubs: setup
-	$(BIN)/python -m nanobind.stubgen -q -D -m tensorwire._native -p src/_native/stub.patterns -o src/tensorwire/_native.pyi
-	$(BIN)/ruff format src/tensorwire/_native.pyi
-
 clean:
-	rm -rf build dist site $(VENV) $(MXNET) $(TENSORFLOW) .versions .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site src/tensorwire/_native.pyi $(VENV) $(MXNET) $(TENSORFLOW) .versions .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
