@@ -8,7 +8,7 @@ from tests.bench.running import BESIDE, bench
 from tests.harness.sandbox import Sandbox
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_has_its_accuracy_and_its_curve(sandbox: Sandbox) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("idx2numpy")

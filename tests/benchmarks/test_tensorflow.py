@@ -49,7 +49,7 @@ def test_the_transfer_alone_is_what_an_addition_leaves() -> None:
     assert left[OURS].target is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_runtimes_train_a_network_with_the_same_bits(sandbox: Sandbox, python: str) -> None:
     options = ("--part", "networks", "--workload", "gru", "--device", "tcp")
     _, made = bench(sandbox, *BESIDE, "tensorflow", *options, TENSORWIRE_TENSORFLOW_PYTHON=python)

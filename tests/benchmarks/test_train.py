@@ -22,7 +22,7 @@ from tensorwire.errors import Unsupported
 from tensorwire.trace.parts import ProcessTrace
 from tests.bench.running import BESIDE, bench, peers
 from tests.harness.sandbox import Sandbox
-from tests.levels import mostly_slow
+from tests.levels import mostly_long
 
 TINY = 16  # divides the hidden sizes
 
@@ -33,7 +33,7 @@ def test_sleeping_layers_have_vgg16s_tensors() -> None:
     assert [p.shape for p in there.parameters()] == [p.shape for p in here.parameters()]
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(training.MODELS), ["fcn5", "lstm"]))
+@pytest.mark.parametrize("name", mostly_long(list(training.MODELS), ["fcn5", "lstm"]))
 def test_every_parameter_of_a_small_model_learns(name: str) -> None:
     torch.manual_seed(0)
     model = sleeping_layers.MODELS[name]

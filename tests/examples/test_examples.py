@@ -57,9 +57,7 @@ def check_accuracy(printed: str, workers: int) -> None:
     assert float(found[2]) > 0.8
 
 
-@pytest.mark.parametrize(
-    "name", ["run", pytest.param("alone", marks=pytest.mark.long), pytest.param("torchrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", mostly_long(["run", "alone", "torchrun"], ["run"]))
 def test_minimal_learns(name: str, tmp_path: Path) -> None:
     printed = run([*LAUNCHERS[name], *PYTHON, str(MINIMAL)], tmp_path)
     check_accuracy(NAMES.sub("", printed), workers=1 if name == "alone" else 2)

@@ -21,7 +21,6 @@ from tensorwire.errors import ArgumentError
 from tensorwire.testing.patience import patient
 from tensorwire.trace.parts import parts_of_trace, read_trace, typical
 from tests.harness.sandbox import NAMES, PROGRESS
-from tests.levels import long
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
@@ -122,14 +121,8 @@ def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> Non
     assert record["returned_bytes"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "decoupled",
-        *map(long, ("async", "diloco", "ssp", "easgd", "localsgd", "streaming")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["decoupled", "async", "diloco", "ssp", "easgd", "localsgd", "streaming"])
 def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode: str) -> None:
     figures = tmp_path / "figures.json"
     options = ["--data", "digits", "--width", "256", "--seconds", "6", "--mode", mode, "--json", str(figures)]

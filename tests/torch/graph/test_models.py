@@ -36,7 +36,7 @@ def test_cut_over_two_workers(name: str) -> None:
     check(name, run_job(train, name, None, 1, workers=2, servers=0, device="shm").ok())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cut_over_three_workers_over_tcp() -> None:
     check("llama", run_job(train, "llama", None, 2, workers=3, servers=0, device="tcp").ok())
 
