@@ -22,13 +22,6 @@ def born(s: Sketch, name: str) -> tuple[str, int, int]:
     return found.birthplace, found.index, found.offset
 
 
-def test_a_fresh_output_is_born_in_its_operator() -> None:
-    s = Sketch()
-    s.op("x", on="a")
-    s.op("y", "x", on="b")
-    assert born(s, "x") == ("x", 0, 0)
-
-
 def test_through_a_chain_of_views() -> None:
     s = Sketch()
     s.op("x", on="a", shape=(8, 32))
@@ -164,12 +157,3 @@ def test_a_parameter_that_the_graph_changes_is_copied() -> None:
     s.write("z", "x", on="a")
     found = analyze(s.graph()).plan.edges[0]
     assert (found.lent, found.copied) == (False, "a parameter")
-
-
-def test_what_varies_is_born_where_its_size_is_known_before() -> None:
-    s = Sketch()
-    s.op("x", on="a", shape=(Unknown("s", 99),))
-    s.op("free", on="a", shape=(Unknown("t"),))
-    s.op("y", "x", "free", on="b")
-    assert (born(s, "x"), edge(s, "x").slot) == (("x", 0, 0), 0)
-    assert (born(s, "free"), edge(s, "free").nbytes) == (("free", 0, 0), None)
