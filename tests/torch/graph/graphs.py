@@ -9,13 +9,15 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tensorwire.graph import Analysis, Output, analyze
+from tensorwire.graph import Analysis, Graph, Output, analyze
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
 from tensorwire.torch.graph.execution.partition import Partition
 from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.torch.graph.cuts import same_bits
 from tests.torch.graph.together import Together
+
+WORKERS = ("worker 0", "worker 1")
 
 
 def captured(
@@ -49,6 +51,36 @@ def analyzed(
     )
 
 
+def moved(module: fx.GraphModule, origin: InputOrigin) -> Graph:
+    """What is returned is made on worker 1, where it is wanted, and all else on worker 0."""
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    returned = [node for node in next(iter(reversed(module.graph.nodes))).args[0] if isinstance(node, fx.Node)]
+    outputs = [Output(node.name, WORKERS[1:]) for node in returned]
+    return import_graph(module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned])
+
+
+class Runs:
+    """One worker's part of a graph, run after run."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        module: fx.GraphModule,
+        analysis: Analysis,
+        transfers: Callable[[Any, Any], Transfers] = Transfers,
+    ) -> None:
+        self.edges = group.connect(analysis.plan)
+        self.transfers = transfers(self.edges, analysis.plan)
+        self._call = Partition(module, analysis, group.me, self.transfers).build()
+
+    def __call__(self, *values: torch.Tensor, use: Callable[[Any], Any] = list) -> Any:
+        """What ``use`` makes of the results before the run ends."""
+        self.edges.begin()
+        found = use(self._call(list(values)))
+        self.edges.end()
+        return found
+
+
 def run(
     together: Together,
     module: fx.GraphModule,
@@ -64,16 +96,13 @@ def run(
     """
 
     def work(group: WorkerGroup) -> list[Any]:
-        edges = group.connect(analysis.plan)
-        call = Partition(module, analysis, group.me, transfers(edges, analysis.plan)).build()
-        returned, copies = [], []
-        for given in (*before, *[examples] * times):
-            edges.begin()
-            returned.append(call(list(given)))
-            copies.append([value.clone() for value in returned[-1]])
-            edges.end()
-        for results, copied in zip(returned, copies, strict=True):
+        runs = Runs(group, module, analysis, transfers)
+        returned = [
+            runs(*given, use=lambda results: (results, [value.clone() for value in results]))
+            for given in (*before, *[examples] * times)
+        ]
+        for results, copied in returned:
             assert all(same_bits(*values) for values in zip(results, copied, strict=True))
-        return returned[-1]
+        return list(returned[-1][0])
 
     return together.each(work)

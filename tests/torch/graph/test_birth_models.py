@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
@@ -17,43 +18,18 @@ from tests.torch.graph import zoo
 from tests.torch.graph.rooms import listed, nbytes, place
 
 
-class Interpreter:
-    """Runs graphs node by node, and each operator with new tensors again: twice, with its outputs in places."""
+class Interpreter(torch.fx.Interpreter):
+    """Runs a graph, and each operator with new tensors again: twice, with its outputs in places."""
 
-    def __init__(self) -> None:
-        self.born = 0
-        self.graphs = 0
+    born = 0
 
-    def compile(self, gm: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """A backend of `aot_autograd`."""
-
-        def run(args: list[torch.Tensor]) -> Any:
-            self.graphs += 1
-            return self.run(gm, list(args))
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def run(self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        env: dict[torch.fx.Node, Any] = {}
-        for node in gm.graph.nodes:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            if node.op == "placeholder":
-                env[node] = inputs.pop(0)
-            elif node.op == "get_attr":
-                env[node] = getattr(gm, node.target)
-            elif node.op == "output":
-                return args[0]
-            else:
-                env[node] = self.call(node.target, args, kwargs)
-        raise AssertionError("a graph has an output")
-
-    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The result of ``op`` alone, after a look at what it is in places."""
+    def call_function(self, op: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(op, OpOverload) or "empty" in op.name():
             return op(*args, **kwargs)
         state = torch.get_rng_state()
-        arguments = [copy_of(args, kwargs, op._schema.is_mutable) for _ in range(2)]
+        arguments = [(args, kwargs)] * 2
+        if op._schema.is_mutable:  # it may write into some
+            arguments = [torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, pair) for pair in arguments]
         result = op(*args, **kwargs)
         after = torch.get_rng_state()
         expected = listed(result) if isinstance(result, (torch.Tensor, list, tuple)) else [result]
@@ -75,14 +51,6 @@ class Interpreter:
         return result
 
 
-def copy_of(args: Any, kwargs: Any, mutable: bool) -> tuple[Any, Any]:
-    """Arguments to be called with again, where the operator writes into some."""
-    if not mutable:
-        return args, kwargs
-    copied: tuple[Any, Any] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-    return copied
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch.compile and transformers
 @pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", mostly_long(zoo.ALL, ("gru",)))
@@ -90,11 +58,14 @@ def test_every_fresh_output_is_born(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     model = zoo.build(name).to(dtype)
     inputs = {k: value.to(dtype) if value.is_floating_point() else value for k, value in zoo.inputs(name, 0).items()}
-    interpreter = Interpreter()
-    backend = aot_autograd(
-        fw_compiler=interpreter.compile, bw_compiler=interpreter.compile, keep_inference_input_mutations=True
-    )
+    ran: list[Interpreter] = []
+
+    def compiler(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        ran.append(Interpreter(gm))
+        return make_boxed_func(ran[-1].run)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, keep_inference_input_mutations=True)
     zoo.loss_of(torch.compile(model, backend=backend)(**inputs)).backward()
-    assert interpreter.graphs >= 2  # forward and backward
-    assert interpreter.born > 30
+    assert len(ran) >= 2  # forward and backward
+    assert sum(graph.born for graph in ran) > 30
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -16,14 +16,12 @@ from torch import fx
 
 import tensorwire as tw
 from tensorwire.graph import Analysis
-from tensorwire.torch.graph.execution.job_group import group_of
-from tensorwire.torch.graph.execution.partition import Partition
-from tensorwire.torch.graph.execution.transfers import Transfers
 from tests.harness.jobs import run_job
 from tests.levels import mostly_long
 from tests.torch.graph import cuts, watched, zoo
 from tests.torch.graph.graphs import analyzed, run
 from tests.torch.graph.together import Together
+from tests.torch.graph.training import wrong_gradients
 
 BATCH = 10
 
@@ -82,41 +80,6 @@ def test_every_operator_behind_every_layout(layout: str) -> None:
     right = module(*examples)
     assert [differing(mine, right) for mine in results] == [[], []]
     assert watched.seen["births"] >= 100
-
-
-def processes(job: tw.Job, seeds: Sequence[int]) -> list[str]:
-    """The programs of these seeds, in real processes."""
-    group, wrong = group_of(job._worker), []
-    for seed in seeds:
-        function, examples = cuts.program(seed, 3 + seed % 9)
-        module = cuts.traced(cuts.with_gradients(function), examples)
-        analysis = cut(module, seed, job.num_workers, copies=False)
-        right = module(*examples)
-        edges = group.connect(analysis.plan)
-        call = Partition(module, analysis, group.me, Transfers(edges, analysis.plan)).build()
-        for step in range(3):
-            edges.begin()
-            results = call(list(examples))
-            edges.end()
-            if found := differing(results, right):
-                wrong.append(f"seed {seed}, step {step}: {found}")
-    return wrong
-
-
-@pytest.mark.parametrize("number", some(1, 10))
-@pytest.mark.parametrize(("device", "workers"), mostly_long([("shm", 2), ("tcp", 3)], [("shm", 2)]))
-def test_random_programs_in_processes(device: str, workers: int, number: int) -> None:
-    seeds = list(range(2000 + 6 * number, 2006 + 6 * number))
-    assert run_job(processes, seeds, workers=workers, servers=0, device=device).ok() == [[]] * workers
-
-
-def wrong_gradients(net: torch.nn.Module, alone: torch.nn.Module) -> list[str]:
-    """The parameters whose gradients this worker has, and not with the bits of one process. Both lose theirs."""
-    pairs = zip(net.named_parameters(), alone.parameters(), strict=True)
-    found = [(name, p.grad, its.grad) for (name, p), its in pairs if p.grad is not None]
-    net.zero_grad()
-    alone.zero_grad()
-    return [name for name, mine, its in found if its is None or not cuts.same_bits(mine, its)]
 
 
 def compiled(job: tw.Job, seeds: Sequence[int]) -> list[str]:

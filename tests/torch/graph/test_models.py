@@ -1,17 +1,18 @@
 """Models that are cut over workers give the bits of one process: losses, gradients and buffers, over several steps.
 
-One cut of each kind of model; those marked long (``make test-long``) are more models and cuts, over three workers too,
+One cut of one model; those marked long (``make test-long``) are more models and cuts, over three workers too,
 and over all devices.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.harness.jobs import run_job
-from tests.levels import mostly_long
+from tests.levels import long
 from tests.torch.graph import zoo
 from tests.torch.graph.training import gradients_of, train
 
@@ -31,20 +32,9 @@ def check(name: str, results: list[dict[str, Any]]) -> None:
             assert counted["copies"] == 0
 
 
-@pytest.mark.parametrize("name", mostly_long(["gru", "inception", "gpt2", "t5", "mixtral"], ("gru",)))
-def test_cut_over_two_workers(name: str) -> None:
-    check(name, run_job(train, name, None, 1, workers=2, servers=0, device="shm").ok())
+MATRIX = itertools.product(zoo.ALL, range(3, 8), [2, 3], ["shm", "tcp"])
 
 
-@pytest.mark.long
-def test_cut_over_three_workers_over_tcp() -> None:
-    check("llama", run_job(train, "llama", None, 2, workers=3, servers=0, device="tcp").ok())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("seed", range(3, 8))
-@pytest.mark.parametrize("name", zoo.ALL)
-def test_the_full_matrix(name: str, seed: int, workers: int, device: str) -> None:
+@pytest.mark.parametrize(("name", "seed", "workers", "device"), [("gru", 1, 2, "shm"), *map(long, MATRIX)])
+def test_cut_over_workers(name: str, seed: int, workers: int, device: str) -> None:
     check(name, run_job(train, name, None, seed, workers=workers, servers=0, device=device).ok())

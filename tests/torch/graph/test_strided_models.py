@@ -14,6 +14,7 @@ import tensorwire as tw
 from tensorwire.observe import counters
 from tests.harness.jobs import run_job
 from tests.torch.graph.lying import lie
+from tests.torch.graph.training import wrong_gradients
 
 NORM = {"": 0, "norm": 1}
 
@@ -48,11 +49,7 @@ def differing(
             loss.backward()
         if not torch.equal(*losses):
             wrong.append("loss")
-        for (name, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
-            if mine.grad is not None and not torch.equal(mine.grad, its.grad):  # type: ignore[arg-type]
-                wrong.append(name)
-        model.zero_grad()
-        alone.zero_grad()
+        wrong += wrong_gradients(model, alone)
     return wrong
 
 

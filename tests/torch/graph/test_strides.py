@@ -12,19 +12,16 @@ from torch import fx
 
 from tensorwire.device import Device, LoopbackDevice, TcpDevice
 from tensorwire.errors import Unsupported
-from tensorwire.graph import Analysis, Graph, Output, Unknown, analyze
+from tensorwire.graph import Analysis, Graph, Unknown, analyze
 from tensorwire.graph.kinds import BOUNDED, DYNAMIC, STATIC, VALUE
 from tensorwire.graph.worker_group import WorkerGroup
 from tensorwire.observe import counters
-from tensorwire.torch.graph.capture.importer import InputOrigin, import_graph
-from tensorwire.torch.graph.execution.partition import Partition
-from tensorwire.torch.graph.execution.transfers import Transfers
+from tensorwire.torch.graph.capture.importer import InputOrigin
 from tensorwire.torch.graph.memory.strided import fill
-from tests.torch.graph.graphs import captured
+from tests.torch.graph.graphs import WORKERS, Runs, captured, moved
 from tests.torch.graph.lying import lie, mislead
 from tests.torch.graph.together import Together
 
-WORKERS = ("worker 0", "worker 1")
 Function = Callable[..., tuple[torch.Tensor, ...]]
 aten = torch.ops.aten
 
@@ -32,13 +29,7 @@ aten = torch.ops.aten
 def cut(module: fx.GraphModule, most: int | None = None, always: bool = False, saved: bool = False) -> Analysis:
     """The operators whose results are returned are on worker 1, all others on worker 0. ``most``: of every length that
     is not known. ``always``: all is copied. ``saved``: what is given lies on worker 0."""
-    given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    returned = [node for node in next(iter(reversed(module.graph.nodes))).args[0] if isinstance(node, fx.Node)]
-    outputs = [Output(node.name, ("worker 1",)) for node in returned]
-    origin = InputOrigin("saved", WORKERS[:1]) if saved else InputOrigin()
-    graph = import_graph(
-        module, "test", WORKERS, [origin] * len(given), outputs, lambda node: WORKERS[node in returned]
-    )
+    graph = moved(module, InputOrigin("saved", WORKERS[:1]) if saved else InputOrigin())
     if most is not None:
         graph = Graph(graph.name, graph.workers, tuple(_bounded(node, most) for node in graph.nodes), graph.outputs)
     return analyze(graph, copies=always)
@@ -61,18 +52,10 @@ def second(
 ) -> tuple[list[torch.Tensor], int]:
     """What worker 1 returns in a third run, and how many copies that run made."""
     with Together(2, device) as together:
-
-        def prepare(group: WorkerGroup) -> tuple[Any, Any]:
-            edges = group.connect(analysis.plan)
-            return edges, Partition(module, analysis, group.me, Transfers(edges, analysis.plan)).build()
-
-        prepared = together.each(prepare)
+        prepared = together.each(lambda group: Runs(group, module, analysis))
 
         def once(group: WorkerGroup) -> list[torch.Tensor]:
-            edges, call = prepared[WORKERS.index(group.me)]
-            edges.begin()
-            results: list[torch.Tensor] = list(call(list(examples)))
-            edges.end()
+            results: list[torch.Tensor] = prepared[WORKERS.index(group.me)](*examples)
             return results
 
         for _ in range(2):
@@ -119,16 +102,6 @@ devices = pytest.mark.parametrize("device", [LoopbackDevice, TcpDevice])
 @pytest.mark.parametrize("always", [False, True])
 def test_known_shapes(traced: list[int], real: list[int], always: bool, device: Callable[[], Device]) -> None:
     check(lambda x: (lie(x, traced, real, 0).relu(),), [X], STATIC, int(always), device, always=always)
-
-
-@devices
-def test_layer_norm_of_a_permuted_gradient(device: Callable[[], Device]) -> None:
-    def function(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, mean, rstd = aten.native_layer_norm(x, [16], w, w, 1e-5)
-        made = aten.native_layer_norm_backward(g.transpose(1, 2), x, [16], mean, rstd, w, w, [True, True, True])
-        return (made[0] * 2,)
-
-    check(function, [torch.randn(2, 16, 64), torch.randn(2, 64, 16), torch.randn(16)], STATIC, 0, device)
 
 
 @devices
@@ -239,36 +212,22 @@ def test_a_parameter_that_is_lent(turn: str, device: Callable[[], Device]) -> No
     """Its borrower reads it with the strides that it had when the graph was planned."""
     weight = torch.arange(256.0).view(16, 16)
     module = captured(lambda w: (w.relu(),), [weight])
-    graph = import_graph(
-        module,
-        "test",
-        WORKERS,
-        [InputOrigin("parameter", WORKERS[:1])],
-        [Output("relu", WORKERS[1:])],
-        lambda _: WORKERS[1],
-    )
-    analysis = analyze(graph)
+    analysis = analyze(moved(module, InputOrigin("parameter", WORKERS[:1])))
     assert [edge.lent for edge in analysis.plan.edges] == [True]
     with Together(2, device) as together:
 
         def once(group: WorkerGroup) -> torch.Tensor | None:
-            edges = group.connect(analysis.plan)
-            transfers = Transfers(edges, analysis.plan)
-            call = Partition(module, analysis, group.me, transfers).build()
-            found = None
+            runs, found = Runs(group, module, analysis), None
             for step in range(2):
                 if group.me == WORKERS[0] and not step:
-                    transfers.adopt(0, weight)
+                    runs.transfers.adopt(0, weight)
                 elif group.me == WORKERS[0]:
                     weight.data = {
                         "moved": weight.clone(),
                         "moved and turned": weight.t().contiguous().t(),
                         "turned": weight.t(),
                     }[turn]
-                edges.begin()
-                (found,) = call([weight])
-                found = None if found is None else found.clone()
-                edges.end()
+                found = runs(weight, use=lambda results: None if results[0] is None else results[0].clone())
             return found
 
         if turn == "turned":  # in the memory that it is lent from

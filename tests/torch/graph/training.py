@@ -13,6 +13,7 @@ from tensorwire.graph.kinds import VALUE
 from tensorwire.observe import counters
 from tensorwire.torch.graph.execution.job_group import group_of
 from tests.torch.graph import zoo
+from tests.torch.graph.cuts import same_bits
 
 
 def train(
@@ -63,6 +64,15 @@ def train(
         if path.rpartition(".")[0] in _places(model, workers, job.rank) and not torch.equal(mine, its):
             wrong.append(f"buffer {path}")
     return {"wrong": wrong, "here": mine_here, "counted": counted, "planned": planned, "copied": copied}
+
+
+def wrong_gradients(net: torch.nn.Module, alone: torch.nn.Module) -> list[str]:
+    """The parameters whose gradients this worker has, and not with the bits of one process. Both lose theirs."""
+    pairs = zip(net.named_parameters(), alone.parameters(), strict=True)
+    found = [(name, p.grad, its.grad) for (name, p), its in pairs if p.grad is not None]
+    net.zero_grad()
+    alone.zero_grad()
+    return [name for name, mine, its in found if its is None or not same_bits(mine, its)]
 
 
 def _places(model: torch.nn.Module, workers: dict[str, int], rank: int) -> set[str]:
