@@ -175,15 +175,3 @@ def test_what_users_do() -> None:
     ended = [partial(ends, overlap=overlap) for overlap in (False, True)]
     first, second = run_job(in_turn, *ended, *finite, *written, load, device="tcp").ok()
     assert first[0] == first[1] == second[1]
-
-
-def differ(job: tw.Job) -> None:
-    named: Any = [("p", torch.nn.Parameter(torch.zeros(3)))]
-    tw.torch.StoreOptimizer(named, torch.optim.SGD, lr=0.1, compression=f"topk(0.{job.rank + 1})")
-
-
-def test_workers_with_different_compressions_are_told_so() -> None:
-    ended = run_job(differ)
-    assert ended.cause is not None
-    assert "compression topk(0.1)" in str(ended.cause)
-    assert "compression topk(0.2)" in str(ended.cause)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import tensorwire as tw
 from tensorwire import errors
 from tests.harness.jobs import in_turn, run_job
 from tests.harness.sandbox import Sandbox
+from tests.torch.refusals import Refusal, not_refused
 
 MODULE = '''
 import torch
@@ -264,7 +264,7 @@ def refused(job: tw.Job, folder: str) -> list[str]:
     listing.step()
     p = [("p", torch.nn.Parameter(torch.zeros(3)))]
     store = tw.torch.StoreOptimizer
-    attempts: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    attempts: list[Refusal] = [
         (errors.Unsupported, "put it into a module beside the script", lambda: store(p, OfTheScript, lr=0.1)),
         (errors.Unsupported, "which a function defines", lambda: store(p, module.inner(), lr=0.1)),
         (errors.Unsupported, "needs a closure", lambda: store(p, module.Closure)),
@@ -275,14 +275,7 @@ def refused(job: tw.Job, folder: str) -> list[str]:
         (errors.Unsupported, "SparseAdam is for sparse gradients", lambda: store(p, torch.optim.SparseAdam)),
         (errors.Unsupported, "keeps 'past' of 'weight' as a list", listing.state_dict),
     ]
-    wrong = []
-    for kind, says, call in attempts:
-        try:
-            call()
-            wrong.append(f"{says}: not refused")
-        except kind as error:
-            if says not in str(error):
-                wrong.append(f"{says}: {error}")
+    wrong = not_refused(attempts)
     listing.step()
     return wrong
 

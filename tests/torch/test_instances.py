@@ -10,6 +10,7 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tests.harness.jobs import for_each, in_turn, run_job
+from tests.torch.refusals import not_refused
 
 
 def model() -> torch.nn.Sequential:
@@ -125,14 +126,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 def refused(job: tw.Job) -> list[str]:
-    found = []
-    for says, call in REFUSED.items():
-        try:
-            call()
-            found.append(f"{says}: not refused")
-        except errors.ArgumentError as error:
-            if says not in str(error):
-                found.append(f"{says}: {error}")
+    found = not_refused((errors.ArgumentError, says, call) for says, call in REFUSED.items())
     net = model()
     steps(net, tw.torch.StoreOptimizer(torch.optim.Adam(net.named_parameters())), 1)
     return found

@@ -49,6 +49,8 @@ def grow(job: tw.Job, hows: list[str], overlap: bool) -> dict[str, Any]:
         stock = torch.optim.SGD(alone["head"].parameters(), lr=0.5)
         for step in range(2):
             if step:
+                for p in model["body"].parameters():
+                    p.data.add_(job.rank)  # what is added begins with worker 0's values
                 optimizer.add_param_group({"params": (p for p in model["body"].parameters()), "lr": 0.25})
                 stock.add_param_group({"params": alone["body"].parameters(), "lr": 0.25})
             for net, each in ((model, optimizer), (alone, stock)):

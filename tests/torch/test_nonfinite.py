@@ -76,10 +76,9 @@ def reference(clip: float | None) -> list[torch.Tensor]:
     return [p.detach() for p in params.values()]
 
 
-@pytest.mark.parametrize("device", ["shm", "tcp"])
-def test_a_step_with_nan_is_left_out_on_all_workers(device: str) -> None:
+def test_a_step_with_nan_is_left_out_on_all_workers() -> None:
     cases: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {}), (False, {"max_grad_norm": 1.0})]
-    for found in run_job(for_each, run, cases, device=device, servers=2).ok():
+    for found in run_job(for_each, run, cases, device="tcp", servers=2).ok():
         for (_, options), (values, told, same, steps) in zip(cases, found, strict=True):
             assert told == (
                 "the norm of the gradients in step 3 is nan, and no parameter was changed: "
@@ -102,20 +101,6 @@ def too_large(job: tw.Job) -> None:
     own = "each worker's own gradients are finite, their sum of squares is not"
     with pytest.raises(errors.NonFiniteGradient, match=f"is inf.*{own}$"):
         optimizer.step()
-
-
-def scaled(job: tw.Job) -> None:
-    """Where a GradScaler found an inf on one worker all skip the step, as ever."""
-    p = torch.nn.Parameter(torch.zeros(2))
-    optimizer = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, error_if_nonfinite=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = p.sum() * (float("inf") if step == 0 and job.rank == 1 else 1.0)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    assert p.tolist() == [-1.0, -1.0]
 
 
 def changed_between(job: tw.Job) -> None:
@@ -147,7 +132,7 @@ def described(job: tw.Job) -> None:
 
 
 def test_norms_and_what_an_optimizer_says() -> None:
-    run_job(in_turn, too_large, scaled, changed_between, described, device="shm").ok()
+    run_job(in_turn, too_large, changed_between, described, device="shm").ok()
 
 
 def uncaught(job: tw.Job) -> None:

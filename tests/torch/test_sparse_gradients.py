@@ -10,7 +10,7 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.observe import counters
-from tensorwire.store import SSP, Async, Sync
+from tensorwire.store import Async, Sync
 from tests.harness.jobs import for_each, run_job
 
 WORDS, WIDTH = 3000, 8
@@ -41,12 +41,12 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def train(job: tw.Job, name: str, options: dict[str, Any], mode: Any, steps: list[int], overlap: bool) -> Any:
+def train(job: tw.Job, name: str, options: dict[str, Any], steps: list[int], overlap: bool) -> Any:
     model = Bag(sparse=True)
     if job.rank:
         for p in model.parameters():
             p.data.fill_(7.0)  # worker 0's values win
-    optimizer = tw.torch.StoreOptimizer(model, getattr(torch.optim, name), mode=mode, overlap=overlap, **options)
+    optimizer = tw.torch.StoreOptimizer(model, getattr(torch.optim, name), overlap=overlap, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     with job.uneven():
         for step in range(steps[job.rank]):
@@ -82,38 +82,22 @@ def stock(name: str, options: dict[str, Any], steps: list[int], *, sparse: bool)
     return values(model)
 
 
-CASES: list[tuple[str, dict[str, Any], bool]] = [
-    ("SGD", {"lr": 1}, False),  # an int, which a schedule makes a fraction
-    ("Adagrad", {"lr": 0.3, "lr_decay": 0.1}, False),
-    ("Adagrad", {"lr": 0.3}, True),
+CASES: list[tuple[str, dict[str, Any], list[int], bool]] = [
+    ("SGD", {"lr": 1}, [4, 4], False),  # an int, which a schedule makes a fraction
+    ("Adagrad", {"lr": 0.3, "lr_decay": 0.1}, [4, 4], False),
+    ("Adagrad", {"lr": 0.3}, [4, 4], True),
+    ("SGD", {"lr": 0.5}, [2, 5], False),
 ]
 
 
 def test_values_are_those_of_one_process() -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call] # or it warns
-    steps = [4, 4]
-    cases = [(name, options, Sync(), steps, overlap) for name, options, overlap in CASES]
-    first, second = run_job(for_each, train, cases, workers=2, servers=2, device="tcp").ok()
-    for (name, options, _), (mine, state), (theirs, _) in zip(CASES, first, second, strict=True):
+    first, second = run_job(for_each, train, CASES, workers=2, servers=2, device="tcp").ok()
+    for (name, options, steps, _), (mine, state), (theirs, _) in zip(CASES, first, second, strict=True):
         assert all(map(torch.equal, mine, theirs))
         assert set(state) == ({0, 1, 2, 3} if name == "Adagrad" else set())
         for sparse in (True, False):
             torch.testing.assert_close(mine, stock(name, options, steps, sparse=sparse), rtol=1e-5, atol=1e-6)
-
-
-def test_workers_may_take_different_numbers_of_steps() -> None:
-    options, steps = {"lr": 0.5}, [2, 5]
-    results = run_job(train, "SGD", options, Sync(), steps, False, workers=2).ok()
-    expected = stock("SGD", options, steps, sparse=True)
-    for mine, _ in results:
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_modes_in_which_each_gradient_is_applied_by_itself() -> None:
-    cases = [("Adagrad", {"lr": 0.3}, mode, [5], False) for mode in (Async(), SSP(staleness=1))]
-    (results,) = run_job(for_each, train, cases, workers=1).ok()
-    for mine, _ in results:
-        torch.testing.assert_close(mine, stock("Adagrad", {"lr": 0.3}, [5], sparse=True), rtol=1e-5, atol=1e-6)
 
 
 def adam(job: tw.Job, mode: Any) -> Any:

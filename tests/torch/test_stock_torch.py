@@ -144,11 +144,11 @@ def scale_twice(job: tw.Job) -> None:
         assert not same(states[2], states[3])
 
 
-def infinite_on_one(job: tw.Job, unscale: bool, max_grad_norm: float | None) -> tuple[bool, list[float]]:
+def infinite_on_one(job: tw.Job, unscale: bool, more: dict[str, Any]) -> tuple[bool, list[float]]:
     """An infinite loss of worker 1 in step 2, and of worker 0 in the last."""
     ours, theirs = model(), model()
     options = {"lr": 0.1, "momentum": 0.9}
-    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options, max_grad_norm=max_grad_norm)
+    store = tw.torch.StoreOptimizer(ours.named_parameters(), torch.optim.SGD, **options, **more)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     infinite = {(2, 1), (STEPS - 1, 0)}
     scales = []
@@ -170,13 +170,14 @@ def infinite_on_one(job: tw.Job, unscale: bool, max_grad_norm: float | None) -> 
 
 
 def test_an_inf_of_one_worker_is_skipped_by_all() -> None:
-    for (equal, scales), (equal_1, scales_1) in zip(
-        *run_job(for_each, infinite_on_one, [(True, None), (False, 1e9)]).ok(), strict=True
-    ):
-        assert equal
-        assert equal_1
-        assert scales == [2.0**16] * (STEPS - 1) + [2.0**15]
-        assert scales_1 == [2.0**16] * 2 + [2.0**15] * (STEPS - 2)
+    cases: list[tuple[bool, dict[str, Any]]] = [
+        (True, {}),
+        (False, {"max_grad_norm": 1e9}),
+        (False, {"error_if_nonfinite": True}),
+    ]
+    zero, one = run_job(for_each, infinite_on_one, cases).ok()
+    assert zero == [(True, [2.0**16] * (STEPS - 1) + [2.0**15])] * 3
+    assert one == [(True, [2.0**16] * 2 + [2.0**15] * (STEPS - 2))] * 3
 
 
 # ---- hooks

@@ -175,35 +175,6 @@ def stray_write(job: tw.Job) -> None:
     assert same(before, state(net)) == (job.rank != 0)
 
 
-def refused(job: tw.Job) -> None:
-    """What cannot work is refused with the reason."""
-    net = model()
-
-    def attempt(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
-        with pytest.raises(kind, match=says):
-            call()
-
-    opt = tw.torch.StoreOptimizer
-    sgd, named = torch.optim.SGD, [*net.named_parameters()]
-    attempt(errors.Unsupported, "LBFGS", lambda: opt(named, torch.optim.LBFGS))
-    attempt(errors.ArgumentError, "named_parameters", lambda: opt(net.parameters(), sgd, lr=0.1))
-    attempt(errors.ArgumentError, "Invalid learning rate", lambda: opt(named, sgd, lr=-1.0))
-    attempt(errors.ArgumentError, "momentun", lambda: opt(named, sgd, lr=0.1, momentun=0.9))
-    attempt(errors.Unsupported, "'lr' is a Tensor", lambda: opt(named, sgd, lr=torch.tensor(0.1)))
-    attempt(errors.ArgumentError, "no parameters", lambda: opt([], sgd, lr=0.1))
-    alike = [("a", net[0].bias), ("a", net[2].bias)]
-    attempt(errors.ArgumentError, "two parameters have the name 'a'", lambda: opt(alike, sgd, lr=0.1))
-    embedding = torch.nn.Embedding(10, 4)
-    optimizer = opt(embedding.named_parameters(), sgd, lr=0.1)
-    embedding.sparse = True
-    embedding(torch.tensor([1, 2])).sum().backward()
-    attempt(errors.Unsupported, "sparse gradient", optimizer.step)
-    optimizer.zero_grad()
-    nameless = {"params": [torch.nn.Parameter(torch.zeros(3))]}
-    attempt(errors.ArgumentError, "has no name", lambda: optimizer.add_param_group(nameless))
-    attempt(errors.Unsupported, "assign", lambda: embedding.load_state_dict(embedding.state_dict(), assign=True))
-
-
 def load_alone(job: tw.Job) -> None:
     net = model()
     optimizer = sgd(net)
@@ -213,8 +184,31 @@ def load_alone(job: tw.Job) -> None:
     optimizer.step()
 
 
+def load_state_alone(job: tw.Job) -> None:
+    net = model()
+    optimizer = sgd(net)
+    if job.rank == 1:
+        optimizer.load_state_dict(optimizer.state_dict())
+    backward(net, job.rank, 0)
+    optimizer.step()
+
+
+def load_while_others_wait(job: tw.Job) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with job.uneven():
+        for step in range(2 * job.rank):
+            backward(net, job.rank, step)
+            optimizer.step()
+            optimizer.write_parameters()
+
+
 def unequal_models(job: tw.Job) -> None:
     sgd(torch.nn.Linear(4, 4 + job.rank))
+
+
+def unequal_compressions(job: tw.Job) -> None:
+    sgd(model(), compression=f"topk(0.{1 + job.rank})")
 
 
 def unequal_options(job: tw.Job) -> None:
@@ -233,6 +227,9 @@ def other_software(job: tw.Job) -> None:
     ("program", "says"),
     [
         (load_alone, ["worker 1 loaded parameters before step 1 and worker 0 did not: call load_state_dict on every"]),
+        (load_state_alone, ["worker 1 loaded state before step 1 and worker 0 did not: call load_state_dict on every"]),
+        (load_while_others_wait, ["worker 1 loaded parameters before step 2 and worker 0 did not"]),
+        (unequal_compressions, ["compression topk(0.1)", "compression topk(0.2)"]),
         (unequal_models, ["weight [4, 4] float32", "weight [5, 4] float32"]),
         (unequal_options, ["'momentum': 1.5"]),
         (other_software, ["tensorwire 9.9, torch 1.0"]),
@@ -385,7 +382,7 @@ def call_paths(job: tw.Job) -> None:
 
 PROGRAMS = [
     *(steady_state, call_paths, first_values, watch_between_steps, saved_sizes, write_intended, reload),
-    *(modify, stray_write, refused),
+    *(modify, stray_write),
 ]
 COMPARED = [partial(load, whole=True), partial(load, whole=False), closure_step]
 

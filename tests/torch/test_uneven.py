@@ -164,21 +164,6 @@ def test_a_worker_without_the_block_gets_an_error() -> None:
     assert ended.errors[1].startswith("WorkerFinished")
 
 
-def loads_while_others_wait(job: tw.Job) -> None:
-    params = parameters(0)
-    store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1)
-    with job.uneven():
-        if job.rank == 1:
-            train(store, params, job.rank, 0)
-            store.write_parameters()
-            train(store, params, job.rank, 1)
-
-
-def test_loading_while_others_wait_ends_the_job() -> None:
-    ended = run_job(loads_while_others_wait)
-    assert "worker 1 loaded parameters before step 2 and worker 0 did not" in str(ended.cause)
-
-
 def fails(job: tw.Job, how: str) -> None:
     params = parameters(0)
     store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1)
@@ -197,22 +182,3 @@ def test_a_failure_while_others_wait_ends_the_job(how: str, why: str) -> None:
     assert ended.cause is not None
     assert str(ended.cause).startswith(why)
     assert ended.errors[0].startswith("JobEnded")
-
-
-def waits_alone(job: tw.Job) -> str:
-    params = parameters(0)
-    store = tw.torch.StoreOptimizer(params.items(), torch.optim.SGD, lr=0.1)
-    train(store, params, job.rank, 0)
-    if job.rank == 1:
-        with pytest.raises(errors.JobEnded):
-            job._worker.member.client.lookup("something nobody publishes", 600.0)
-        raise errors.JobEnded("as told")
-    store._parts[0].client.timeout = 0.2  # only now: the step before may take its time
-    with job.uneven():
-        pass
-    return ""
-
-
-def test_nobody_waits_for_ever() -> None:
-    ended = run_job(waits_alone)
-    assert str(ended.cause).startswith("worker 0 raised WaitTimeout: at the end of job.uneven() no other worker took")
