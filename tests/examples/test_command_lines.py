@@ -28,8 +28,15 @@ NOT_RUN = ("--between", "--peer")
 
 
 def lines() -> list[tuple[str, str]]:
-    """Pages, and the lines of their blocks marked ``sh``, without comments; a line that goes on is one."""
-    found = []
+    """Pages, and the lines of their blocks marked ``sh``, without comments; a line that goes on is one.
+
+    And the benchmarks that the README names in its text.
+    """
+    text = (ROOT / "README.md").read_text()
+    found = [
+        ("README", line) for line in re.findall(r"`((?:sudo )?(?:tensorwire bench|python -m benchmarks) .*?)`", text)
+    ]
+    assert len(found) >= 5
     for page in PAGES:
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,12 @@ def test_links_between_files_lead_somewhere() -> None:
             if not (path.parent / target).exists():
                 broken.append(f"{path.name}: {target}")
     assert broken == []
+
+
+def test_the_glossary_defines_each_term_once_in_one_sentence() -> None:
+    page = (DOCS / "glossary.md").read_text()
+    entries = re.findall(r"^- \*\*(.+?)\*\*: (.+(?:\n  .+)*)$", page, re.M)
+    assert len(entries) == len(re.findall(r"^- ", page, re.M)) > 50
+    terms = Counter(term.strip() for entry, _ in entries for term in entry.split(","))
+    assert [term for term, count in terms.items() if count > 1] == []
+    assert [term for term, text in entries if re.search(r"[.!?](\s|$)", text)] == []

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cli import group as group_of_comparisons
-from tensorwire.cli.bench import bench
 from tensorwire.testing.patience import patient
 from tests.fixtures import allocator_built as allocator_built
 from tests.harness.sandbox import NAMES, PROGRESS
@@ -124,14 +122,3 @@ def test_the_readme_shows_what_differs_from_ddp() -> None:
     (shown,) = re.findall(r"```diff\n(.*?)```", README, re.S)
     differences = difflib.unified_diff(program(WITH_DDP), program(MINIMAL), n=1, lineterm="")
     assert shown.splitlines() == list(differences)[2:]
-
-
-def test_every_benchmark_in_the_readme_is_a_command() -> None:
-    """Its command and options exist, and their values are accepted; nothing is measured."""
-    commands = re.findall(r"`(?:sudo )?((?:tensorwire bench|python -m benchmarks) .*?)`", README)
-    assert len(commands) >= 5
-    for command in commands:
-        _, *words = command.removeprefix("python ").split()
-        group = bench if command.startswith("tensorwire") else group_of_comparisons
-        name, *arguments = words[1:]
-        group.commands[name].make_context(name, arguments)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +15,9 @@ import numpy as np
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.testing.patience import patient
 from tensorwire.trace.parts import parts_of_trace, read_trace, typical
-from tests.harness.sandbox import NAMES, PROGRESS
+from tests.fixtures import sandbox as sandbox
+from tests.harness.sandbox import Result, Sandbox
 
 idx2numpy = pytest.importorskip("idx2numpy")
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
@@ -34,31 +31,31 @@ ROWS = [
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-def start(command: list[str], tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``command``; fails if it leaves a process or a file of its own behind."""
-    mark = f"TENSORWIRE_TEST_MARK={uuid.uuid4()}"
-    temporary = tmp_path / "temporary"
+def start(sandbox: Sandbox, *command: str, **environment: str) -> Result:
+    """Runs ``python command``; fails if it leaves a process or a file of its own behind."""
+    temporary = sandbox.folder / "temporary"
     temporary.mkdir()
-    name, value = mark.split("=")
     # torch's compiler makes a cache folder when it is imported.
-    elsewhere = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    env = {**os.environ, **elsewhere, name: value, **environment}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=patient(240))
+    elsewhere = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(sandbox.folder / "inductor")}
+    done = sandbox.start(sys.executable, *command, **elsewhere, **environment).finish()
     assert list(temporary.iterdir()) == []
-    assert marked(mark.encode()) == []
+    sandbox.nothing_left()
     return done
 
 
-def marked(mark: bytes) -> list[str]:
-    """The processes that have ``mark`` in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue  # gone, or not ours to read
-    return found
+def demo(sandbox: Sandbox, *options: str) -> tuple[str, dict[str, Any]]:
+    """What a run with digits that reaches the gate prints, and its figures."""
+    figures = sandbox.folder / "figures.json"
+    command = [str(FOLDER / "demo.py"), "--data", "digits", "--width", "256", "--json", str(figures), *options]
+    done = start(sandbox, *command)
+    assert (done.status, done.err) == (0, ""), done.out + done.err
+    table = done.out[done.out.index("\nFCN-5 (") :].splitlines()[2:]
+    assert [line[:24].rstrip() for line in table] == ROWS
+    record: dict[str, Any]
+    (record,) = json.loads(figures.read_text())
+    assert record["accuracy"] >= record["gate"] == 0.90
+    assert (record["rpcs"], record["registrations"], record["returned_bytes"]) == (0, 0, 0)
+    return done.out, record
 
 
 def load_data() -> ModuleType:
@@ -101,43 +98,26 @@ def idx_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_small_run_reaches_the_gate_and_shows_every_row(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--data", "digits", "--width", "256", "--seconds", "5", "--json", str(figures)]
-    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert PROGRESS.sub("", NAMES.sub("", done.stderr)) == ""
-    assert "data: digits, 1,437 training and 360 test images" in done.stdout
-    table = done.stdout[done.stdout.index("\nFCN-5 (") :].splitlines()[2:]
-    assert [line[:24].rstrip() for line in table] == ROWS
-    (record,) = json.loads(figures.read_text())
-    assert record["accuracy"] >= record["gate"] == 0.90
+def test_a_small_run_reaches_the_gate_and_shows_every_row(sandbox: Sandbox) -> None:
+    printed, record = demo(sandbox, "--seconds", "5")
+    assert "data: digits, 1,437 training and 360 test images" in printed
     assert record["parameters"] == 784 * 256 + 3 * 256 * 256 + 256 * 10 + 4 * 256 + 10
     # All workers count the same in every steady step: the gradients out, a head and the one bucket's signal.
-    assert (record["rpcs"], record["registrations"], record["messages"]) == (0, 0, 2)
+    assert record["messages"] == 2
     assert record["copied_bytes"] == 4 * record["parameters"]
     assert 0 < record["mapped_bytes"] - record["copied_bytes"] < 4096  # the head of the round
     assert record["copies"] == 10
-    assert record["returned_bytes"] == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["decoupled", "async", "diloco", "ssp", "easgd", "localsgd", "streaming"])
-def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode: str) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--data", "digits", "--width", "256", "--seconds", "6", "--mode", mode, "--json", str(figures)]
-    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
-    assert (done.returncode, PROGRESS.sub("", done.stderr)) == (0, ""), done.stdout + done.stderr
-    table = done.stdout[done.stdout.index("\nFCN-5 (") :].splitlines()[2:]
-    assert [line[:24].rstrip() for line in table] == ROWS
-    (record,) = json.loads(figures.read_text())
-    assert (record["mode"], record["gate"]) == (mode, 0.90)
-    assert record["accuracy"] >= 0.90
+def test_every_mode_reaches_the_gate_and_its_table_is_true(sandbox: Sandbox, mode: str) -> None:
+    _, record = demo(sandbox, "--seconds", "6", "--mode", mode)
+    assert record["mode"] == mode
     first, second = record["steps_by_worker"]
     assert first == record["steps"]
     if mode in ("ssp", "localsgd", "diloco", "streaming"):  # those who wait for each other
         assert first == second
-    assert (record["rpcs"], record["registrations"], record["returned_bytes"]) == (0, 0, 0)
     # What a worker sends, and gets, per step: the model, or a tenth of it.
     share = 1.0 if mode in ("async", "ssp") else 0.1
     # At least a fifth of the steps is counted; an exchange more or less is at their ends, or sets values.
@@ -149,26 +129,25 @@ def test_every_mode_reaches_the_gate_and_its_table_is_true(tmp_path: Path, mode:
 
 
 @pytest.mark.long
-def test_a_missed_gate_is_one_line_and_a_failure(tmp_path: Path) -> None:
+def test_a_missed_gate_is_one_line_and_a_failure(sandbox: Sandbox) -> None:
     options = ["--data", "digits", "--width", "1", "--seconds", "1", "--workers", "1"]
-    done = start([str(FOLDER / "demo.py"), *options], tmp_path)
-    assert done.returncode == 1
-    assert "gate 90%: MISSED" in done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("tensorwire: the test accuracy ")
-    assert line.endswith("% is below 90%")
+    done = start(sandbox, str(FOLDER / "demo.py"), *options)
+    assert done.status == 1
+    assert "gate 90%: MISSED" in done.out
+    assert done.one_line().startswith("tensorwire: the test accuracy ")
+    assert done.one_line().endswith("% is below 90%")
 
 
 @pytest.mark.long
 def test_the_script_trains_on_a_folder_of_idx_files_and_the_parts_of_its_steps_add_up(
-    tmp_path: Path, idx_folder: Path
+    sandbox: Sandbox, idx_folder: Path
 ) -> None:
-    trace = tmp_path / "trace"
+    trace = sandbox.folder / "trace"
     trace.mkdir()
     script = [sys.executable, str(FOLDER / "train.py"), "--data", str(idx_folder), "--width", "64", "--seconds", "2"]
     launcher = ["-m", "tensorwire.cli", "run", "--workers", "2", "--servers", "2", "--device", "tcp", "--"]
-    done = start([*launcher, *script], tmp_path, TENSORWIRE_TRACE=str(trace), OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = start(sandbox, *launcher, *script, TENSORWIRE_TRACE=str(trace), OMP_NUM_THREADS="1")
+    assert done.status == 0, done.out + done.err
     records = read_trace(trace)
     assert sorted(records) == ["server-0", "server-1", "worker-0", "worker-1"]
     result: Any = records["worker-0"].facts["result"]
@@ -187,16 +166,20 @@ def test_the_script_trains_on_a_folder_of_idx_files_and_the_parts_of_its_steps_a
         assert steady["bytes"] > steady["steps"] * 4 * result["parameters"]
 
 
-def test_a_missing_folder_is_one_line_and_status_2(tmp_path: Path) -> None:
-    done = start([str(FOLDER / "demo.py"), "--data", str(tmp_path / "nowhere")], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"tensorwire: --data: there is no folder {tmp_path / 'nowhere'}\n"
-
-
-def test_too_big_a_batch_is_one_line_and_status_2(tmp_path: Path, idx_folder: Path) -> None:
-    done = start([str(FOLDER / "demo.py"), "--data", str(idx_folder), "--batch", "301"], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "tensorwire: 2 x 301 images a step are more than the 600 there are: use a smaller --batch\n"
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["nowhere"], "--data: there is no folder nowhere"),
+        (["rows", "--batch", "301"], "2 x 301 images a step are more than the 600 there are: use a smaller --batch"),
+    ],
+)
+@pytest.mark.usefixtures("idx_folder")
+def test_wrong_options_are_one_line_and_status_2(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    monkeypatch.chdir(sandbox.folder)
+    done = start(sandbox, str(FOLDER / "demo.py"), "--data", *options)
+    assert (done.status, done.err) == (2, f"tensorwire: {says}\n")
 
 
 def test_idx_files_are_read_plain_and_compressed(idx_folder: Path) -> None:
