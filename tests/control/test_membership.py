@@ -168,26 +168,21 @@ def test_a_process_that_ends_before_everyone_joined_ends_the_job(jobs: Jobs, sta
     assert str(member.cause) == how
 
 
-def test_a_better_account_replaces_a_second_hand_one(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(-11, "was killed by SIGSEGV"), (None, "is gone: its connection closed without a word")],
+)
+def test_a_better_account_replaces_a_second_hand_one(jobs: Jobs, status: int | None, told: str) -> None:
+    """That a process is gone is one, too, without a launcher that knows how it ended."""
     coordinator = jobs.coordinator()
     first, second = jobs.client(coordinator), jobs.client(coordinator, "worker", 1)
     second.fail(Cause("worker 1", "lost worker 0", settle=1000.0))
     second.barrier("mine", 1)  # so it was heard
     first.close()  # gone without a word
-    coordinator.left("worker", 0, -11)
+    if status is not None:
+        coordinator.left("worker", 0, status)
     assert second.ended.wait()
-    assert str(second.cause) == "worker 0 was killed by SIGSEGV"
-
-
-def test_that_a_process_is_gone_is_a_better_account_than_what_follows_from_it(jobs: Jobs) -> None:
-    """Without a launcher that knows how it ended."""
-    coordinator = jobs.coordinator()
-    first, second = jobs.client(coordinator), jobs.client(coordinator, "worker", 1)
-    second.fail(Cause("worker 1", "lost worker 0", settle=1000.0))
-    second.barrier("mine", 1)  # so it was heard
-    first.close()
-    assert second.ended.wait()
-    assert str(second.cause).startswith("worker 0 is gone")
+    assert str(second.cause) == f"worker 0 {told}"
 
 
 def test_a_failure_of_any_size_is_reported(jobs: Jobs) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
-import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 from tests.harness.forked import Forked, quick, receive, send
+from tests.harness.namespaces import cut_cable, ip, two_namespaces
 
 from tensorwire.device import Channel, Completion, Region, RemoteRegion
 from tensorwire.errors import PeerLost
@@ -20,10 +18,6 @@ from tensorwire.testing.patterns import SECONDS
 
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 BIG = 64 << 20  # more than the sockets on the way hold
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,6 @@ class Cable:
         assert libc.setns(fd, 0x40000000) == 0, os.strerror(ctypes.get_errno())
         os.close(fd)
 
-    def cut(self) -> None:
-        ip("-n", self.names[0], "link", "set", "cable", "down")
-
     def vanish(self, side: int) -> None:
         """That machine answers nothing any more, and nothing it sends gets out."""
         ip("-n", self.names[side], "addr", "flush", "dev", "cable")
@@ -49,22 +40,8 @@ class Cable:
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2, to make network namespaces")
-    tag = secrets.token_hex(3)
-    names = (f"tw-{tag}-0", f"tw-{tag}-1")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", name, "link", "set", device, "up")
+    with two_namespaces(ADDRESSES) as names:
         yield Cable(names)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def error_of(work: Callable[[], object]) -> str:
@@ -112,7 +89,7 @@ def test_a_silent_link_is_a_loss(cable: Cable, how: str) -> None:
         names = receive(here.pipe), receive(there.pipe)
         assert [name.split(":")[0] for name in names] == [ADDRESSES[1], ADDRESSES[0]]
         if how == "cut":
-            cable.cut()
+            cut_cable(cable.names)
         else:
             cable.vanish(1)
             there.kill()

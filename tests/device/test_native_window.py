@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,14 @@ from tensorwire.testing.patterns import array, pattern
 @pytest.fixture
 def size() -> int:
     return 16 * PAGE
+
+
+def behind(size: int, *, shared: bool = False) -> tuple[Memory, Window]:
+    """A region of a pattern, and a window that shows all of it."""
+    memory, window = Memory.allocate(size), Window(size, shared=shared)
+    array(memory)[:] = pattern(1, size)
+    window.place(0, memory, 0, size)
+    return memory, window
 
 
 def test_a_window_shows_regions_side_by_side(size: int) -> None:
@@ -29,10 +40,7 @@ def test_a_window_shows_regions_side_by_side(size: int) -> None:
 
 
 def test_a_stray_write_is_found_and_stays_here(size: int) -> None:
-    memory = Memory.allocate(size)
-    array(memory)[:] = pattern(1, size)
-    window = Window(size)
-    window.place(0, memory, 0, size)
+    memory, window = behind(size)
     array(window)[3 * PAGE + 7] ^= 0xFF
     array(window)[9 * PAGE : 11 * PAGE] = 0
     assert np.array_equal(array(memory), pattern(1, size))
@@ -42,10 +50,7 @@ def test_a_stray_write_is_found_and_stays_here(size: int) -> None:
 
 
 def test_refresh_drops_stray_writes_in_its_range_only(size: int) -> None:
-    memory = Memory.allocate(size)
-    array(memory)[:] = pattern(1, size)
-    window = Window(size)
-    window.place(0, memory, 0, size)
+    memory, window = behind(size)
     array(window)[:] = 0
     window.refresh(PAGE + 1, PAGE)  # touches pages 1 and 2
     left = [i * PAGE for i in range(16) if i not in (1, 2)]
@@ -64,14 +69,10 @@ def test_refresh_drops_stray_writes_in_its_range_only(size: int) -> None:
 
 
 def test_refreshing_often_leaves_one_mapping(size: int) -> None:
-    from pathlib import Path
-
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:tensorwire")
 
-    memory = Memory.allocate(size)
-    window = Window(size)
-    window.place(0, memory, 0, size)
+    _memory, window = behind(size)
 
     def round_(page: int) -> None:
         array(window)[page * PAGE] = 1
@@ -87,20 +88,15 @@ def test_refreshing_often_leaves_one_mapping(size: int) -> None:
 
 
 def test_a_window_outlives_the_regions_objects(size: int) -> None:
-    memory = Memory.allocate(size)
-    array(memory)[:] = 7
-    window = Window(size)
-    window.place(0, memory, 0, size)
+    memory, window = behind(size)
     del memory
     window.refresh(0, size)
     view = array(window)
     del window
-    assert np.all(view == 7)
+    assert np.array_equal(view, pattern(1, size))
 
 
 def test_a_sparse_region_stays_sparse_behind_a_window() -> None:
-    import os
-
     memory = Memory.allocate(1 << 30, False)
     window = Window(1 << 30)
     window.place(0, memory, 0, 1 << 30)
@@ -123,12 +119,7 @@ def test_a_shared_window_writes_into_its_regions(size: int) -> None:
 
 
 def test_a_forked_child_has_a_shared_window_for_itself(size: int) -> None:
-    import os
-
-    memory = Memory.allocate(size)
-    window = Window(size, shared=True)
-    window.place(0, memory, 0, size)
-    array(window)[:] = pattern(1, size)
+    memory, window = behind(size, shared=True)
     child = os.fork()
     if child == 0:
         same = np.array_equal(array(window), pattern(1, size))
@@ -141,8 +132,6 @@ def test_a_forked_child_has_a_shared_window_for_itself(size: int) -> None:
 
 
 def test_a_shared_window_takes_no_memory_that_cannot_be_written(size: int) -> None:
-    import os
-
     memory = Memory.allocate(size)
     fd = os.dup(memory.fd)
     with pytest.raises(OSError):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tensorwire.device import Channel, Device, LoopbackDevice, Region, ShmDevice, TcpDevice
 from tensorwire.edge import Consumer, Producer, Spec, Word
+from tensorwire.errors import PeerLost
+from tensorwire.testing.patterns import SECONDS, asleep
 
 KINDS = {"loopback": LoopbackDevice, "shm": ShmDevice, "tcp": TcpDevice}
 FIRST = 64  # where the slots begin: behind the arrival word
@@ -42,3 +47,26 @@ def make_edge(pair: Pair, depth: int, size: int, *, spec: Spec | None = None) ->
     credit = (pair.back, credits_.remote().view(0, 8))
     consumer = Consumer(Word(inbox, 0, pair.back), slots=slots, credit=credit, spec=spec)
     return producer, consumer, inbox
+
+
+def lost_while(work: Callable[[], object], then: Callable[[], None]) -> None:
+    """``then`` happens while ``work`` sleeps, which must raise `PeerLost`.
+
+    Who was stopped before may be lost already: then there is no sleep to wait for.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert thread.native_id
+    while thread.is_alive() and not asleep(os.getpid(), thread.native_id):
+        os.sched_yield()
+    then()
+    thread.join(SECONDS)
+    assert [type(error) for error in raised] == [PeerLost]

@@ -82,13 +82,17 @@ def test_the_same_code_for_every_kind(device: str, kind: str) -> None:
     with met(device) as pipes:
         producer, consumer = connected(pipes, **EDGES[kind])
         with producer, consumer:
-            for step in range(1, 8):
-                producer.fill(step, torch.full((3, 5), float(step)).T, SECONDS)
-                producer.send(step)
-                with consumer.receive(step, SECONDS) as received:
+            wrong: Any = np.arange(3)
+            with pytest.raises(ArgumentError, match="must be an int, not ndarray: the step comes first, as in fill"):
+                producer.fill(wrong, 1, SECONDS)
+            for step in map(np.int64, range(1, 8)):
+                producer.fill(step, torch.full((3, 5), float(step)).T, SECONDS)  # type: ignore[arg-type]
+                producer.send(step)  # type: ignore[arg-type]
+                with consumer.receive(int(step), SECONDS) as received:
                     assert received.spec == SPEC
                     assert (received.numpy() == step).all()
             assert not consumer.ready()
+            producer.flush(SECONDS)
 
 
 @pytest.mark.parametrize("device", KINDS)

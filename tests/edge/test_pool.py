@@ -21,7 +21,6 @@ from tensorwire.edge.pool import ALIGNMENT, IDLE_LEASES, SLAB, block_nbytes
 from tensorwire.errors import ArgumentError, OutOfMemory
 from tensorwire.observe import counters
 from tensorwire.testing import FaultyDevice
-from tests.edge.edges import KINDS, Pair
 
 LIMIT = 256 << 20
 
@@ -264,14 +263,3 @@ def test_leases_of_several_threads(pool: Pool) -> None:
     handed.clear()
     gc.collect()
     assert pool.leased_bytes == 0
-
-
-def test_on_every_device(pair: Pair) -> None:
-    pool = Pool(pair.producer, limit=LIMIT)
-    lease = pool.lease(1000)
-    lease.memory[:4] = b"here"
-    view = lease.slab.region.view(lease.offset, 4)
-    inbox = pair.consumer.allocate(4)
-    pair.there.write(view, inbox.remote().view()).wait()
-    assert bytes(inbox) == b"here"
-    assert type(pair.producer) in KINDS.values()

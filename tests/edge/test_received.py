@@ -44,13 +44,14 @@ def raw(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_a_tensor_of_torch(pair: Pair, kind: str, dtype: str) -> None:
     tensor = example(dtype, 2, 3, 4)
-    before = counters.snapshot().copies
+    before = counters.snapshot()
     received = sent(pair, kind, tensor)
     shown = torch.from_dlpack(received)
     assert (shown.dtype, shown.shape, raw(shown)) == (tensor.dtype, tensor.shape, raw(tensor))
     shown.view(torch.uint8).zero_()  # the memory itself
     assert not any(received.memory)
-    assert counters.snapshot().copies == before + 1  # that of fill
+    done = counters.since(before)  # only what fill copied
+    assert (done.copies, done.copied_bytes) == (1, tensor.nbytes)
 
 
 @pytest.mark.parametrize("kind", EDGES)

@@ -9,7 +9,7 @@ import pytest
 from tensorwire.edge import Producer
 from tensorwire.errors import ArgumentError, PeerLost, RegionClosed, RemoteAccessError, WaitTimeout
 from tensorwire.observe import counters
-from tests.edge.edges import Pair, make_edge
+from tests.edge.edges import Pair, lost_while, make_edge
 
 NBYTES = 4096
 
@@ -120,22 +120,7 @@ def test_a_lost_peer_wakes_both_ends(pair: Pair) -> None:
     producer, consumer, _ = make_edge(pair, 1, NBYTES)
     producer.slot(1, 60.0)
     producer.send(1)
-    raised: list[type[BaseException]] = []
-    started = threading.Event()
-
-    def wait_for_credit() -> None:
-        started.set()
-        try:
-            producer.slot(2, 60.0)
-        except PeerLost as error:
-            raised.append(type(error))
-
-    thread = threading.Thread(target=wait_for_credit)
-    thread.start()
-    started.wait()
-    pair.consumer.close()
-    thread.join(30.0)
-    assert raised == [PeerLost]
+    lost_while(lambda: producer.slot(2, 60.0), pair.consumer.close)
     with pytest.raises(RegionClosed):  # the consumer's own device is what closed
         consumer.receive(2, 60.0)
 

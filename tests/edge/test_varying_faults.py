@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from tensorwire.device import Channel, Device
 from tensorwire.device.meeting import exchange
 from tensorwire.edge import Spec, connect_edge
 from tensorwire.errors import PeerLost, WaitTimeout
-from tensorwire.testing.patterns import asleep
+from tests.edge.edges import lost_while
 from tests.edge.varying import EDGES, SECONDS, array_of, arrived, born, copied, group_of, incoming, outgoing
 from tests.harness.forked import LOST_AFTER, NEVER, Forked, quick, receive, send
 
@@ -92,29 +91,6 @@ def finish(peer: Forked, how: str) -> None:
         peer.kill()
     else:
         peer.stop()
-
-
-def lost_while(work: Callable[[], object], then: Callable[[], None]) -> None:
-    """``then`` happens while ``work`` sleeps, which must raise `PeerLost`.
-
-    Who was stopped before may be lost already: then there is no sleep to wait for.
-    """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert thread.native_id
-    while thread.is_alive() and not asleep(os.getpid(), thread.native_id):
-        os.sched_yield()
-    then()
-    thread.join(SECONDS)
-    assert [type(error) for error in raised] == [PeerLost]
 
 
 def tensors(step: int) -> torch.Tensor:

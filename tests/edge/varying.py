@@ -40,14 +40,6 @@ def connected(pair: Pair, **options: Any) -> tuple[ProducerEnd, ConsumerEnd]:
         return producer, consumer.result(SECONDS)
 
 
-def make_bounded(pair: Pair, depth: int, bound: int) -> tuple[BoundedProducer, VaryingConsumer]:
-    """A bounded edge."""
-    producer, consumer = connected(pair, depth=depth, bound=bound)
-    assert isinstance(producer, BoundedProducer)
-    assert isinstance(consumer, VaryingConsumer)
-    return producer, consumer
-
-
 def make_dynamic(pair: Pair, depth: int, limit: int = LIMIT, **options: Any) -> tuple[DynamicProducer, VaryingConsumer]:
     """A dynamic edge, with a pool at each end."""
     producer, consumer = connected(pair, depth=depth, limit=limit, **options)
@@ -58,7 +50,10 @@ def make_dynamic(pair: Pair, depth: int, limit: int = LIMIT, **options: Any) -> 
 
 def make(kind: str, pair: Pair, depth: int, bound: int) -> tuple[Sender, VaryingConsumer]:
     """An edge of that kind for tensors of up to ``bound`` bytes."""
-    return make_bounded(pair, depth, bound) if kind == "bounded" else make_dynamic(pair, depth)
+    producer, consumer = connected(pair, depth=depth, **({"bound": bound} if kind == "bounded" else {"limit": LIMIT}))
+    assert isinstance(producer, Sender)
+    assert isinstance(consumer, VaryingConsumer)
+    return producer, consumer
 
 
 def bank_of(consumer: VaryingConsumer, step: int) -> memoryview:

@@ -138,6 +138,13 @@ class Sandbox:
         path.write_text(head + textwrap.dedent(body))
         return str(path)
 
+    def secret(self, text: str = "0123456789abcdef") -> str:
+        """A file with a job's secret."""
+        path = self.folder / f"secret-{text[:4]}"
+        path.write_text(text)
+        path.chmod(0o600)
+        return str(path)
+
     def start(self, *argv: str, **environment: str) -> Program:
         """Starts a program; ``environment`` is added to the sandbox's own."""
         errors = self.folder / f"stderr{len(self._programs)}"

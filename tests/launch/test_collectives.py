@@ -210,22 +210,6 @@ def test_a_second_thread_is_refused() -> None:
     )
 
 
-def forks(job: tw.Job) -> int:
-    child = os.fork()
-    if not child:
-        try:
-            job.barrier()
-        except ArgumentError as error:
-            os._exit(7 if "forked child" in str(error) else 1)
-        os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_is_no_member() -> None:
-    assert run_job(forks, workers=1, servers=0).ok() == [7]
-
-
 def fails(job: tw.Job, how: str) -> None:
     if job.rank == 0:
         job.all_reduce(torch.ones(LARGE))

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.harness.sandbox import WAITS, Program, Sandbox, free_port
 from tests.launch.test_starters import finish
-
-
-def secret_file(sandbox: Sandbox, text: str = "0123456789abcdef") -> str:
-    path = Path(sandbox.folder) / f"secret-{text[:4]}"
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 def node(sandbox: Sandbox, number: int, port: int, script: str, *options: str, **environment: str) -> Program:
@@ -27,7 +19,7 @@ def node(sandbox: Sandbox, number: int, port: int, script: str, *options: str, *
 
 def both(sandbox: Sandbox, body: str, *, first: int = 0, init: bool = True) -> list[Program]:
     """The launchers of nodes 0 and 1; ``first`` starts before the other."""
-    script, port, secret = sandbox.script(body, init=init), free_port(), secret_file(sandbox)
+    script, port, secret = sandbox.script(body, init=init), free_port(), sandbox.secret()
     started = {n: node(sandbox, n, port, script, TENSORWIRE_SECRET_FILE=secret) for n in (first, 1 - first)}
     return [started[0], started[1]]
 
@@ -57,7 +49,7 @@ def test_a_worker_of_another_node_that_is_stopped_before_it_joined_is_named(sand
         import tensorwire as tw
         tw.init().barrier()
     """
-    script, port, secret = sandbox.script(body, init=False), free_port(), secret_file(sandbox)
+    script, port, secret = sandbox.script(body, init=False), free_port(), sandbox.secret()
     short = {"TENSORWIRE_BEAT": "0.1", "TENSORWIRE_LOST_AFTER": "1", "TENSORWIRE_SECRET_FILE": secret}
     for result in finish([node(sandbox, number, port, script, **short) for number in (0, 1)]):
         assert result.one_line() == "tensorwire: worker 1 was stopped before it joined the job, 1 s ago"
@@ -107,10 +99,10 @@ def test_a_killed_worker_of_node_1_is_named_on_both(sandbox: Sandbox) -> None:
 
 def test_who_does_not_fit_is_refused_and_node_0_waits_on(sandbox: Sandbox) -> None:
     """Another secret, another size, and another node 0."""
-    port, script, secret = free_port(), sandbox.script("job.barrier()"), secret_file(sandbox)
+    port, script, secret = free_port(), sandbox.script("job.barrier()"), sandbox.secret()
     zero = node(sandbox, 0, port, script, TENSORWIRE_SECRET_FILE=secret)
     zero.number("pid-0")  # it listens
-    other = secret_file(sandbox, "another secret of this test")
+    other = sandbox.secret("another secret of this test")
     result = node(sandbox, 1, port, script, TENSORWIRE_SECRET_FILE=other).finish()
     assert result.one_line() == "tensorwire: the other side does not hold this job's secret"
     assert result.status == 1

@@ -78,9 +78,6 @@ def test_a_second_interrupt_does_not_wait(sandbox: Sandbox) -> None:
 
 
 def test_an_interrupt_while_waiting_for_node_0(sandbox: Sandbox) -> None:
-    secret = sandbox.folder / "secret"
-    secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
     where = f"127.0.0.1:{free_port()}"
     code = (
         "import signal, sys; from tensorwire.launch import launcher\n"
@@ -88,7 +85,7 @@ def test_an_interrupt_while_waiting_for_node_0(sandbox: Sandbox) -> None:
         "launcher.Client = connect\n"
         f"sys.exit(launcher.Launcher(launcher.RunOptions(['true'], rendezvous='{where}', nodes=2, node=1))())"
     )
-    program = sandbox.start(sys.executable, "-c", code, TENSORWIRE_SECRET_FILE=str(secret))
+    program = sandbox.start(sys.executable, "-c", code, TENSORWIRE_SECRET_FILE=sandbox.secret())
     program.expect("waiting")
     program.signal(signal.SIGINT)
     result = program.finish()
@@ -122,18 +119,33 @@ def test_nothing_outlives_a_killed_launcher(sandbox: Sandbox) -> None:
     sandbox.nothing_left()
 
 
-def test_the_guard_may_be_killed_too(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ([signal.SIGKILL], "tensorwire: worker 0: the job ended: the coordinator is gone"),
+        (
+            [signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+            "tensorwire: the launcher was killed: its processes are ended",
+        ),
+    ],
+    ids=["killed", "signalled"],
+)
+def test_the_guard_may_be_killed_too_and_ignores_what_is_meant_for_the_launcher(
+    sandbox: Sandbox, numbers: list[signal.Signals], told: str
+) -> None:
     """Without it members still notice that the coordinator is gone, and servers that their parent is.
 
     They say so where they still can: what they printed through the launcher is gone with it.
     """
     program = ready(sandbox, READY, "--no-prefix")
-    os.kill(sandbox.find("guard.py"), signal.SIGKILL)
+    guard = sandbox.find("guard.py")
+    for number in numbers:
+        os.kill(guard, number)
     program.signal(signal.SIGKILL)
     program.process.wait()
     sandbox.all_gone()
     errors = program.finish().err
-    assert "tensorwire: worker 0: the job ended: the coordinator is gone" in errors
+    assert told in errors
     assert "Traceback" not in errors
 
 
@@ -145,19 +157,6 @@ def test_a_stopped_guard_does_not_hold_the_launcher(sandbox: Sandbox) -> None:
     result = program.finish()
     assert (result.status, result.one_line()) == (130, "tensorwire: the user interrupted the job")
     sandbox.nothing_left()
-
-
-def test_the_guard_ignores_what_is_meant_for_the_launcher(sandbox: Sandbox) -> None:
-    program = ready(sandbox, READY, "--no-prefix")
-    guard = sandbox.find("guard.py")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(guard, number)
-    program.signal(signal.SIGKILL)
-    program.process.wait()
-    sandbox.all_gone()
-    errors = program.finish().err
-    assert "tensorwire: the launcher was killed: its processes are ended" in errors
-    assert "Traceback" not in errors
 
 
 def test_a_killed_guard_is_reported_and_the_job_continues(sandbox: Sandbox) -> None:

@@ -97,15 +97,13 @@ def connect(*arguments):
 joining.connect = connect
 job = tw.init()
 {WORKS}"""
-    script, secret = sandbox.script(body, init=False), sandbox.folder / "secret"
-    secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
+    script, secret = sandbox.script(body, init=False), sandbox.secret()
     # A way to write 127.0.0.1 that does not show that it is this machine.
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "0x7f.0.0.1", "MASTER_PORT": str(free_port())}
-    one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    one = sandbox.python(script, RANK="1", TENSORWIRE_SECRET_FILE=secret, **place)
     one.expect("waits")
     assert not any("tensorwire.launch.server_process" in command for command in sandbox.processes().values())
-    zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=str(secret), **place)
+    zero = sandbox.python(script, RANK="0", TENSORWIRE_SECRET_FILE=secret, **place)
     works(finish([zero, one]))
     sandbox.nothing_left()
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tensorwire.testing.patience import patient
+from tests.harness.namespaces import cut_cable, two_namespaces
 from tests.harness.sandbox import Program, Sandbox
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -32,17 +29,13 @@ TRAIN = """
 """
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 @dataclass
 class Machines:
     """Two namespaces; ``run`` starts a node's launcher in its own."""
 
     sandbox: Sandbox
     names: tuple[str, str]
-    secret: Path
+    secret: str
 
     def run(self, script: str, node: int) -> Program:
         enter = ["ip", "netns", "exec", self.names[node]]
@@ -50,38 +43,18 @@ class Machines:
         options = ["--nodes", "2", "--node", str(node), "--", "python", script]
         program = [*enter, *launch, *options]
         environment = {
-            "TENSORWIRE_SECRET_FILE": str(self.secret),
+            "TENSORWIRE_SECRET_FILE": self.secret,
             "TENSORWIRE_BEAT": "0.2",
             "TENSORWIRE_LOST_AFTER": str(patient(2.0)),
         }
         return self.sandbox.start(*program, **environment)
 
-    def cut(self) -> None:
-        _ip("-n", self.names[0], "link", "set", "cable", "down")
-
 
 @pytest.fixture
 def machines(sandbox: Sandbox) -> Iterator[Machines]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2, to make network namespaces")
-    tag = secrets.token_hex(3)
-    names = (f"tw-{tag}-0", f"tw-{tag}-1")
-    secret = sandbox.folder / "secret"
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
-    for name in names:
-        _ip("netns", "add", name)
-    try:
-        _ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                _ip("-n", name, "link", "set", device, "up")
-        yield Machines(sandbox, names, secret)
+    with two_namespaces(ADDRESSES) as names:
+        yield Machines(sandbox, names, sandbox.secret())
         sandbox.close()
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
 
 
 @pytest.mark.slow
@@ -105,7 +78,7 @@ def test_a_cut_cable_ends_both_sides(machines: Machines) -> None:
     programs = [machines.run(script, node) for node in (0, 1)]
     for program in programs:
         program.expect("together")
-    machines.cut()
+    cut_cable(machines.names)
     first, second = (p.finish() for p in programs)
     assert first.status != 0
     assert "sent no heartbeat" in first.message()

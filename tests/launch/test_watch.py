@@ -17,7 +17,6 @@ from tensorwire.launch.metrics import MetricsServer, parse_metrics_address
 from tensorwire.trace.chrome import read_chrome
 from tensorwire.trace.parts import parts_of_trace
 from tests.harness.sandbox import HANG_SECONDS, Program, Sandbox, free_port, nothing_kept
-from tests.launch.test_nodes import secret_file
 
 SPANS = """
 from tensorwire.observe import spans
@@ -83,7 +82,7 @@ def scraped(address: str, *wanted: str) -> str:
 def test_metrics_of_all_processes_of_all_nodes(sandbox: Sandbox) -> None:
     flag, port = sandbox.folder / "flag", free_port()
     script = sandbox.script(SPANS + WAITS_FOR_A_FILE)
-    secret = secret_file(sandbox)
+    secret = sandbox.secret()
 
     def node(number: int, *options: str) -> Program:
         where = ("--rendezvous", f"127.0.0.1:{port}", "--nodes", "2", "--node", str(number), *options)

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from tensorwire.testing.patience import patient
 _SERVE = "import numpy; vars(numpy)['bool'] = bool; import mxnet"
 
 
-def start(workers: int, command: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """The processes of a job: its scheduler, its server, and then the workers, which run ``command``."""
+def train_on_its_own(folder: Path, settings: dict[str, Any], workers: int = 2) -> list[list[Any]]:
+    """What `training.train` returns in each worker of a job on MXNet's own ``dist_sync``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,8 +29,9 @@ def start(workers: int, command: Sequence[str]) -> list[subprocess.Popen[str]]:
         "DMLC_NUM_SERVER": "1",
     }
     serve = [sys.executable, "-c", _SERVE]
-    roles = [("scheduler", serve), ("server", serve), *[("worker", list(command))] * workers]
-    return [
+    program = str(Path(__file__).with_name("training.py"))
+    work = [sys.executable, program, "dist_sync", f"{folder}/own", json.dumps(settings)]
+    processes = [
         subprocess.Popen(
             words,
             env={**os.environ, **shared, "DMLC_ROLE": role},
@@ -39,27 +39,16 @@ def start(workers: int, command: Sequence[str]) -> list[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for role, words in roles
+        for role, words in [("scheduler", serve), ("server", serve), *[("worker", work)] * workers]
     ]
-
-
-def end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Kills what still runs."""
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def train_on_its_own(folder: Path, settings: dict[str, Any], workers: int = 2) -> list[list[Any]]:
-    """What `training.train` returns in each worker of a job on MXNet's own ``dist_sync``."""
-    program = str(Path(__file__).with_name("training.py"))
-    processes = start(workers, [sys.executable, program, "dist_sync", f"{folder}/own", json.dumps(settings)])
     try:
         for process in processes:
             said, _ = process.communicate(timeout=patient(120.0))
             assert process.returncode == 0, said
     finally:
-        end(processes)
+        for process in processes:  # what still runs
+            process.kill()
+            process.communicate()
     found = []
     for rank in range(workers):
         with np.load(folder / f"own{rank}.npz") as arrays:

@@ -114,11 +114,8 @@ def test_numbers_that_the_launcher_gives(sandbox: Sandbox) -> None:
 
 
 def test_several_machines_share_a_file(sandbox: Sandbox) -> None:
-    secret = sandbox.folder / "secret"
-    secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
     # A way to write 127.0.0.1 that does not show that it is this machine.
-    there = {"DMLC_PS_ROOT_URI": "0x7f.0.0.1", "TENSORWIRE_SECRET_FILE": str(secret)}
+    there = {"DMLC_PS_ROOT_URI": "0x7f.0.0.1", "TENSORWIRE_SECRET_FILE": sandbox.secret()}
     cluster = Cluster(sandbox, LOOKS + TRAINS, **there)
     early = [cluster.start("worker"), cluster.start("server")]
     for program in early:

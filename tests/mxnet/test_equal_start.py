@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import tensorwire as tw
-from tests.harness.jobs import run_job
+from tests.harness.jobs import for_each, run_job
 
 Values = dict[str, Any]
 
@@ -42,15 +41,15 @@ def started(job: tw.Job, all_given: bool) -> tuple[Values, Values]:
     return before, values()
 
 
-@pytest.mark.parametrize("all_given", [True, False])
-def test_what_trainer_is_given_begins_as_worker_0s(all_given: bool) -> None:
-    (wanted, first), (other, second) = run_job(started, all_given).ok()
-    frozen = {name for name in wanted if "dense0_weight" in name or "running_mean" in name}
-    assert len(frozen) == 2
-    for name in wanted:
-        np.testing.assert_array_equal(first[name], wanted[name])
-        np.testing.assert_array_equal(second[name], wanted[name] if all_given or name not in frozen else other[name])
-    assert not any(np.array_equal(wanted[name], other[name]) for name in frozen)
+def test_what_trainer_is_given_begins_as_worker_0s() -> None:
+    cases = [(True,), (False,)]
+    for (given,), (wanted, first), (other, second) in zip(cases, *run_job(for_each, started, cases).ok(), strict=True):
+        frozen = {name for name in wanted if "dense0_weight" in name or "running_mean" in name}
+        assert len(frozen) == 2
+        for name in wanted:
+            np.testing.assert_array_equal(first[name], wanted[name])
+            np.testing.assert_array_equal(second[name], wanted[name] if given or name not in frozen else other[name])
+        assert not any(np.array_equal(wanted[name], other[name]) for name in frozen)
 
 
 def module(job: tw.Job) -> tuple[Values, Values, Values]:

@@ -17,19 +17,8 @@ DATA = Path("/usr/share/datasets/fashion-mnist")
 def test_the_example_learns() -> None:
     here = Path(sys.executable).parent
     script = Path(__file__).parents[2] / "examples/mxnet_mnist.py"
-    command = [
-        here / "tensorwire",
-        "run",
-        "--workers",
-        "2",
-        "--servers",
-        "1",
-        "--",
-        sys.executable,
-        script,
-        "--steps",
-        "40",
-    ]
+    options = ["run", "--workers", "2", "--servers", "1", "--"]
+    command = [here / "tensorwire", *options, sys.executable, script, "--steps", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(180.0))
     assert done.returncode == 0, done.stderr
     words, _, accuracy = done.stdout.rpartition("test accuracy: ")

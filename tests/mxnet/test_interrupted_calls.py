@@ -106,13 +106,18 @@ def outcome(subject: Any) -> Any:
         return "refused"
 
 
+def interrupt(subject: Any, part: float) -> None:
+    """Interrupts a call of 1000 when this part of its lines has run, after one of 0."""
+    subject.act(0.0)
+    lines = interrupt_at(lambda: subject.act(0.0), 0, also=subject.also)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_at(lambda: subject.act(1000.0), 1 + int(part * (lines - 1)), also=subject.also)
+
+
 def interrupted(job: tw.Job, kind: str, call: str, log: str) -> None:
     for part in PARTS:
         subject = KINDS.get(call, Subject)(kind, call)
-        subject.act(0.0)
-        lines = interrupt_at(lambda: subject.act(0.0), 0, also=subject.also)  # noqa: B023
-        with pytest.raises(KeyboardInterrupt):
-            interrupt_at(lambda: subject.act(1000.0), 1 + int(part * (lines - 1)), also=subject.also)  # noqa: B023
+        interrupt(subject, part)
         with Path(log).open("a") as file:
             print(outcome(subject), file=file)
 
@@ -144,14 +149,11 @@ def test_what_is_interrupted_is_whole_or_refused(kind: str, call: str, tmp_path:
 def beside_another(job: tw.Job, part: float) -> list[float]:
     """Worker 0 is interrupted in its third step, and worker 1, whose gradients are zeros, takes four."""
     subject = Trained("dist_tensorwire_sync", "in workers")
-    subject.act(0.0)
     if job.rank:
-        for _ in range(3):
+        for _ in range(4):
             subject.act(0.0)
         return subject.moved()
-    lines = interrupt_at(lambda: subject.act(0.0), 0, also=subject.also)
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_at(lambda: subject.act(1000.0), 1 + int(part * (lines - 1)), also=subject.also)
+    interrupt(subject, part)
     subject.act(1.0)
     return subject.moved()
 

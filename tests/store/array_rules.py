@@ -33,17 +33,6 @@ def what_is_imported(parameter: Any, gradient: Any, state: dict[str, Any], optio
 what_is_imported.numpy = True  # type: ignore[attr-defined]
 
 
-def leaning(parameter: Any, gradient: Any, state: dict[str, Any], options: dict[str, Any]) -> None:
-    """Adds a share of all that was pushed, the less the more there was."""
-    state["count"] = state.get("count", 0) + 1
-    total = state.setdefault("total", np.zeros_like(parameter))
-    total += gradient
-    parameter += np.float32(options["alpha"] / state["count"]) * total
-
-
-leaning.numpy = True  # type: ignore[attr-defined]
-
-
 class Kept:
     """What numpy takes for an array."""
 

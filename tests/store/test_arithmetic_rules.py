@@ -103,27 +103,6 @@ def test_masters_are_saved_and_loaded(dtype: str) -> None:
     assert store.memory == other.memory
 
 
-LEANING = "tests.store.array_rules:leaning"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_function_of_arrays_gets_the_sums_and_its_state_is_saved_and_loaded(dtype: str) -> None:
-    store, other = Store(LEANING, dtype, 2), Store(LEANING, dtype, 2)
-    master, total = wide(store.tensor(store.memory)).numpy(), np.zeros(COUNT, np.float32)
-    for number, seed in enumerate((10, 20), start=1):
-        store.round(seed, 2.0)
-        first, second = (wide(store.tensor(slot)).numpy() for slot in store.slots)
-        total += (first + second) / np.float32(2)
-        master += np.float32(0.3 / number) * total
-        assert torch.equal(store.tensor(store.memory), torch.from_numpy(master).to(store.kind))
-    saved = [(entry, memoryview(bytes(data))) for part in store.rule.state() for entry, data in part]
-    other.memory[:] = store.memory
-    other.rule.load_state(saved)
-    for each in (store, other):
-        each.round(30, 1.0)
-    assert store.memory == other.memory
-
-
 def test_halves_round_as_torch_does() -> None:
     values: Any = np.array([0, -0.0, 1e-8, 1.00390625, 1.01171875, 65519, 65520, 3.4e38, np.inf, -np.inf], np.float32)
     for dtype in ("bfloat16", "float16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import Async, KeyValue, Sync
-from tests.harness.jobs import run_job
+from tests.harness.jobs import in_turn, run_job
 from tests.harness.sandbox import Sandbox
 from tests.store.array_rules import momentum
 
@@ -140,11 +141,6 @@ def fade_keys(job: tw.Job, path: str) -> Any:
     return kv.pushpull("a", np.ones(3000, "f4")).wait()
 
 
-def test_what_numpy_takes_for_an_array_is_saved_and_loaded(tmp_path: Path) -> None:
-    (found,) = run_job(fade_keys, str(tmp_path / "keys.npz"), workers=1, servers=2).ok()
-    np.testing.assert_array_equal(found, np.full(3000, 1.25 + 1.625, "f4"))
-
-
 BODY = """
 import numpy as np
 from tensorwire.store import KeyValue
@@ -215,11 +211,6 @@ def keep_strangely(job: tw.Job, path: str) -> list[Any]:
     return [*kv.pull("a").wait(), *kv.pushpull("a", np.ones(3, "f4")).wait()]
 
 
-def test_no_name_in_the_state_is_taken_for_something_else(tmp_path: Path) -> None:
-    (found,) = run_job(keep_strangely, str(tmp_path / "a.npz"), workers=1).ok()
-    assert found == [-4.0] * 3 + [-12.0] * 3
-
-
 def keep_what_cannot_be_saved(job: tw.Job, path: str) -> list[float]:
     kv = KeyValue(rule="tests.store.array_rules:keeps_a_name")
     kv.init("a", np.zeros(3, "f4"))
@@ -232,8 +223,16 @@ def keep_what_cannot_be_saved(job: tw.Job, path: str) -> list[float]:
     return found
 
 
-def test_what_is_neither_a_number_nor_an_array_cannot_be_saved(tmp_path: Path) -> None:
-    assert run_job(keep_what_cannot_be_saved, str(tmp_path / "a.npz"), workers=1).ok() == [[0.0] * 3]
+def test_what_a_function_keeps_of_keys_is_saved_and_loaded_or_refused(tmp_path: Path) -> None:
+    """What numpy takes for an array, and names that mean something elsewhere; neither a number nor an array."""
+    programs = [
+        partial(program, path=str(tmp_path / f"{number}.npz"))
+        for number, program in enumerate((fade_keys, keep_strangely, keep_what_cannot_be_saved))
+    ]
+    ((faded, strange, refused),) = run_job(in_turn, *programs, workers=1, servers=2).ok()
+    np.testing.assert_array_equal(faded, np.full(3000, 1.25 + 1.625, "f4"))
+    assert strange == [-4.0] * 3 + [-12.0] * 3
+    assert refused == [0.0] * 3
 
 
 def rows_by_a_rule_of_tensors(job: tw.Job) -> None:

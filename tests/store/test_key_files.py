@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tensorwire.errors import ArgumentError
-from tensorwire.keyvalue.table_files import check_folder
-from tensorwire.keyvalue.table_folder import INDEX, VALUES, TableIndex, read_index
+from tensorwire.keyvalue.table_files import check_folder, read_folder
+from tensorwire.keyvalue.table_folder import INDEX, VALUES, TableIndex, read_index, replace_folder
 from tensorwire.store.kept import KeptArray
 from tensorwire.store.kept_check import check_kept
 from tensorwire.store.key_files import SavedArray, read_arrays, write_arrays
@@ -187,9 +187,16 @@ def test_a_device_stays_a_device_and_a_link_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", ".", "..", "/", "a\0b", None, 3, b"x", "a" * 300])
-def test_what_names_no_file_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_names_no_file_and_no_folder_is_refused(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for call in (lambda: write_arrays(path, "Adam", ARRAYS), lambda: read_arrays(path)):
+    for call in (
+        lambda: write_arrays(path, "Adam", ARRAYS),
+        lambda: read_arrays(path),
+        lambda: replace_folder(path, lambda folder: None),
+        lambda: read_folder(path),
+    ):
         with pytest.raises(ArgumentError) as error:
             call()
         assert "\n" not in str(error.value)

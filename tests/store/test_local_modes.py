@@ -351,40 +351,24 @@ def workers_of_updates(fates: list[Fate]) -> list[set[int]]:
 # ---- values and state that users set
 
 
-def write(job: tw.Job, mode: Local) -> list[float]:
+def write(job: tw.Job, mode: Local, steps: int) -> list[float]:
     p = torch.nn.Parameter(torch.zeros(3))
     store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode)
-    p.grad = torch.zeros(3)
-    store.step()
+    p.grad = torch.ones(3)
+    for _ in range(steps):
+        store.step()
     with torch.no_grad():
         p.fill_(5.0 + job.rank)
     store.write_parameters()
-    store.step()
-    return p.tolist()
-
-
-def test_worker_0s_values_become_everybodys() -> None:
-    modes = [(EASGD(every=4),), (LocalSGD(every=4),), (DiLoCo(every=4, delay=1),)]
-    assert run_job(for_each, write, modes).ok() == [[[5.0] * 3] * 3] * 2
-
-
-def write_with_an_exchange_on_its_way(job: tw.Job, mode: Local) -> list[float]:
-    p = torch.nn.Parameter(torch.zeros(3))
-    store = tw.torch.StoreOptimizer([("p", p)], torch.optim.SGD, lr=1.0, mode=mode)
-    for _ in range(2):
-        p.grad = torch.ones(3)
-        store.step()
-    with torch.no_grad():
-        p.fill_(5.0)
-    store.write_parameters()
     p.grad = torch.zeros(3)
     store.step()
     return p.tolist()
 
 
-def test_values_set_with_an_exchange_on_its_way_replace_its_answer() -> None:
-    modes = [(EASGD(every=2, delay=1),), (DiLoCo(every=2, delay=1),)]
-    assert run_job(for_each, write_with_an_exchange_on_its_way, modes).ok() == [[[5.0] * 3] * 2] * 2
+def test_worker_0s_values_become_everybodys_and_replace_the_answer_that_is_on_its_way() -> None:
+    modes = [(mode, 1) for mode in (EASGD(every=4), LocalSGD(every=4), DiLoCo(every=4, delay=1))]
+    exchanging = [(mode, 2) for mode in (EASGD(every=2, delay=1), DiLoCo(every=2, delay=1))]
+    assert run_job(for_each, write, modes + exchanging).ok() == [[[5.0] * 3] * 5] * 2
 
 
 def write_and_go_on(job: tw.Job) -> list[int]:

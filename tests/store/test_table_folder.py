@@ -153,13 +153,3 @@ def test_folders_of_the_first_version_are_read(tmp_path: Path) -> None:
         read_folder(tmp_path)
     with pytest.raises(ArgumentError, match=r"cannot read .*missing: No such file or directory"):
         read_folder(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("path", ["", ".", "..", "/", "a\0b", None, 3, b"x", "a" * 300])
-def test_what_names_no_folder_is_refused(path: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for call in (partial(replace_folder, path, write), partial(read_folder, path)):  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError) as error:
-            call()
-        assert "\n" not in str(error.value)
-    assert entries(tmp_path) == []

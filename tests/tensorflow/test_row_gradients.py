@@ -115,65 +115,6 @@ def test_a_step_has_the_sum_of_its_gradients_as_in_one_process() -> None:
             assert count == STEPS
 
 
-def both(keras: Any, embedding: Any) -> Any:
-    """A model that looks two inputs up in one layer."""
-    inputs = [keras.Input((LENGTH // 2,), dtype="int64") for _ in range(2)]
-    left, right = (keras.layers.Flatten()(embedding(each)) for each in inputs)
-    keras.utils.set_random_seed(0)
-    return keras.Model(inputs, keras.layers.Dense(1, use_bias=False)(keras.layers.Concatenate()([left, right])))
-
-
-def fitted(job: tw.Job, executions: int) -> tuple[Any, Any]:
-    _, twt = load()
-    import keras
-
-    embedding = twt.StoreEmbedding(ROWS, WIDTH, adagrad(keras, {}), seed=5)
-    model = both(keras, embedding)
-    first = embedding(np.arange(ROWS)).numpy()
-    model.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.1)), "mse", steps_per_execution=executions)
-    x, y = samples([job.rank])
-    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    embedding.wait()
-    job.barrier()
-    return first, embedding(np.arange(ROWS)).numpy()
-
-
-def fitted_alone(job: tw.Job, first: Any) -> Any:
-    """One process, whose batches are those of two workers."""
-    tf, _ = load()
-    import keras
-
-    embedding = keras.layers.Embedding(ROWS, WIDTH)
-    model = both(keras, embedding)
-    embedding.set_weights([first])
-    updates = [adagrad(keras, {}), keras.optimizers.SGD(0.1)]
-    (left, right), y = samples([0, 1])
-    for start in [*range(0, len(y), 2 * BATCH)] * 2:
-        part = slice(start, start + 2 * BATCH)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model([left[part], right[part]]) - y[part]) ** 2)
-        variables = [embedding.embeddings, model.layers[-1].kernel]
-        for update, each, variable in zip(
-            updates, tape.gradient(loss, [v.value for v in variables]), variables, strict=True
-        ):
-            update.apply([tf.convert_to_tensor(each)], [variable])
-    return embedding.get_weights()[0]
-
-
-def samples(ranks: list[int]) -> tuple[list[Any], Any]:
-    found = [batch(step, rank, 0) for step in range(4) for rank in ranks]
-    x, y = (np.concatenate(each) for each in zip(*found, strict=True))
-    return np.split(x, 2, axis=1), y
-
-
-def test_fit_with_two_lookups_in_a_layer_is_fit_with_an_ordinary_one() -> None:
-    for several in run_job(for_each, fitted, [(1,), (4,)]).ok():
-        (wanted,) = run_job(fitted_alone, several[0][0], workers=1, servers=0).ok()
-        for first, values in several:
-            np.testing.assert_array_equal(first, several[0][0])
-            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
-
-
 def refused(job: tw.Job) -> None:
     tf, twt = load()
     import keras

@@ -12,13 +12,11 @@ import pytest
 
 import tensorwire as tw
 from tensorwire import errors
-from tensorwire.observe import counters, pickles_counted
 from tests.harness.jobs import for_each, run_job
-from tests.levels import mostly_long
 from tests.tensorflow.test_operators import load
-from tests.tensorflow.test_store_optimizer import BATCH, SAMPLES, backed_up, half_batches, model, share
+from tests.tensorflow.test_store_optimizer import BATCH, Spec, alone, fit, together
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Spec] = {
     "sgd": ("SGD", {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam with a schedule": ("Adam", {"learning_rate": (0.02, 2, 0.5), "amsgrad": True, "loss_scale_factor": 4.0}),
     "adamw": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1, "clipvalue": 0.5}),
@@ -29,128 +27,36 @@ OPTIMIZERS = {
 }
 
 
-def made(keras: Any, name: str) -> Any:
-    cls, given = OPTIMIZERS[name]
-    options: dict[str, Any] = dict(given)  # type: ignore[call-overload]
-    if isinstance(options["learning_rate"], tuple):
-        options["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(*options["learning_rate"])
-    return getattr(keras.optimizers, cls)(**options)
-
-
-def alone(job: tw.Job, name: str, steps: int, workers: int) -> list[Any]:
-    tf, _ = load()
-    import keras
-
-    trained, optimizer = model(keras, 0), made(keras, name)
-    optimizer.build(trained.trainable_variables)
-    step = tf.function(lambda gradients: optimizer.apply(gradients, trained.trainable_variables))
-    for batch in range(steps):
-        drawn = half_batches(keras, tf, trained, batch)[:workers]
-        step([tf.add_n(each) / workers for each in zip(*drawn, strict=True)])
-    return [v.numpy() for v in trained.trainable_variables]
-
-
-def on_servers(job: tw.Job, name: str, steps: int, mode: Any, traced: bool) -> list[Any]:
-    tf, twt = load()
-    import keras
-
-    trained = model(keras, job.rank)
-    inner = made(keras, name)
-    optimizer = twt.StoreOptimizer(inner, mode=mode, on_servers=True, bucket_bytes=4096)
-    optimizer.build(trained.trainable_variables)
-
-    def step(gradients: Any) -> None:
-        optimizer.apply(gradients, trained.trainable_variables)
-
-    step = tf.function(step) if traced else step
-    for batch in range(steps):
-        step(half_batches(keras, tf, trained, batch)[job.rank])
-    assert int(optimizer.iterations) == steps
-    assert not any(v.shape.rank for v in inner.variables)  # the optimizer's state is not here
-    return [v.numpy() for v in trained.trainable_variables]
-
-
 @pytest.mark.parametrize(("device", "servers", "traced"), [("shm", 2, True), ("tcp", 1, False)])
 def test_in_sync_all_workers_have_the_values_of_one_process(device: str, servers: int, traced: bool) -> None:
-    (wanted,) = run_job(for_each, alone, [(name, 6, 2) for name in OPTIMIZERS], workers=1, servers=0).ok()
-    cases = [(name, 6, tw.store.Sync(), traced) for name in OPTIMIZERS]
-    results = run_job(for_each, on_servers, cases, device=device, servers=servers).ok()
-    for name, first, second, values in zip(OPTIMIZERS, *results, wanted, strict=True):
+    (wanted,) = run_job(for_each, alone, [(spec, 2, True) for spec in OPTIMIZERS.values()], workers=1, servers=0).ok()
+    cases = [(spec, traced, tw.store.Sync(), True) for spec in OPTIMIZERS.values()]
+    results = run_job(for_each, together, cases, device=device, servers=servers).ok()
+    for name, (first, _), (second, _), (values, _) in zip(OPTIMIZERS, *results, wanted, strict=True):
         for mine, same, other in zip(first, second, values, strict=True):
             np.testing.assert_array_equal(mine, same, name)
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_one_worker_has_the_values_of_one_process_in_other_modes() -> None:
-    (wanted,) = run_job(alone, "adamw", 6, 1, workers=1, servers=0).ok()
-    cases = [("adamw", 6, mode, True) for mode in (tw.store.Async(), tw.store.SSP(1))]
-    (found,) = run_job(for_each, on_servers, cases, workers=1, servers=2).ok()
-    for values in found:
+    """On the servers, or in the worker."""
+    modes = tw.store.Async(), tw.store.SSP(1), tw.store.LocalSGD(2)
+    ((wanted, _),) = run_job(alone, OPTIMIZERS["adamw"], 1, True, workers=1, servers=0).ok()
+    cases = [(OPTIMIZERS["adamw"], True, mode, where) for mode in modes for where in (False, True)][:-1]
+    (found,) = run_job(for_each, together, cases, workers=1, servers=2).ok()
+    for values, _ in found:
         for mine, other in zip(values, wanted, strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
-def fit(job: tw.Job, mode: Any, epochs: int, compression: str | None = None) -> dict[str, Any]:
-    _, twt = load()
-    import keras
-
-    trained = model(keras, job.rank)
-    inner = keras.optimizers.Adam(0.01)
-    optimizer = twt.StoreOptimizer(inner, mode=mode, on_servers=True, bucket_bytes=4096, compression=compression)
-    trained.compile(optimizer, "mse", steps_per_execution=2)
-    x, y = share(job)
-    history = trained.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
-    return {"loss": history.history["loss"], "values": trained.get_weights(), "model": trained, "x": x, "y": y}
-
-
-def fitted(job: tw.Job, mode: Any, compression: str | None) -> tuple[list[float], list[Any]]:
-    found = fit(job, mode, 8, compression)
-    return found["loss"], found["values"]
-
-
-def test_every_mode_learns() -> None:
-    cases = [(tw.store.Sync(), "bf16"), (tw.store.Async(), None), (tw.store.SSP(1), "int8")]
-    for worker in run_job(for_each, fitted, cases, servers=2).ok():
-        for case, (losses, _) in zip(cases, worker, strict=True):
-            assert losses[-1] < 0.2 * losses[0], (case, losses)
-
-
-def steady(job: tw.Job) -> tuple[Any, int, int]:
-    found = fit(job, tw.store.Sync(), 1)
-    before, bytes_of = counters.snapshot(), sum(v.nbytes for v in found["values"])
-    with pickles_counted() as counted:
-        found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
-        return counters.since(before), bytes_of, counted.pickles
-
-
-def test_a_step_copies_each_gradient_and_each_value_once_and_does_nothing_else_that_costs() -> None:
-    for spent, nbytes, pickles in run_job(steady, device="shm").ok():
-        nbytes += 4 * 8 // 2  # of which variables there are gradients: nobody asks
-        assert spent.copied_bytes == 2 * (SAMPLES // 2 // BATCH) * nbytes
-        assert (spent.rpcs, spent.registrations, pickles) == (0, 0, 0)
-
-
 # ---- files
-
-
-@pytest.mark.parametrize("dies", mostly_long([0, 1], [1]))
-def test_a_training_that_was_killed_goes_on_with_what_the_servers_kept(tmp_path: Path, dies: int) -> None:
-    whole = run_job(backed_up, str(tmp_path / "whole"), -1, True).ok()
-    folder = str(tmp_path / "backup")
-    killed = run_job(backed_up, folder, dies, True)
-    assert killed.cause is not None
-    assert f"worker {dies}" in str(killed.cause)
-    again = run_job(backed_up, folder, -1, True, servers=2).ok()  # another number of servers
-    assert [epochs for epochs, _ in again] == [2, 2]
-    for value, other in zip(again[0][1] + again[1][1], whole[0][1] + whole[1][1], strict=True):
-        np.testing.assert_array_equal(value, other)
 
 
 def saved(job: tw.Job, folder: str) -> None:
     _, twt = load()
     import keras
 
-    found = fit(job, tw.store.Sync(), 2)
+    found = fit(job, tw.store.Sync(), 2, executions=2, on_servers=True, bucket_bytes=4096)
     path = f"{folder}/{job.rank}.keras"
     found["model"].save(path)
     loaded = keras.models.load_model(path)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tests.levels import long, mostly_long
 from tests.tensorflow.test_operators import load
 
 SAMPLES, FEATURES, BATCH = 96, 12, 8
-OPTIMIZERS = {
+STEPS = 6
+Spec = tuple[str, dict[str, Any]]  # an optimizer of Keras, and its options
+OPTIMIZERS: dict[str, Spec] = {
     "sgd": ("SGD", {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True}),
     "adam with clipnorm": ("Adam", {"learning_rate": 0.01, "clipnorm": 0.5}),
     "adamw with a global norm": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1, "global_clipnorm": 0.7}),
@@ -49,9 +52,12 @@ def model(keras: Any, seed: int, width: int = 40) -> Any:
     return made
 
 
-def made(keras: Any, name: str) -> Any:
-    cls, options = OPTIMIZERS[name]
-    return getattr(keras.optimizers, cls)(**options)
+def made(keras: Any, spec: Spec) -> Any:
+    cls, options = spec
+    rate = options["learning_rate"]
+    if isinstance(rate, tuple):
+        rate = keras.optimizers.schedules.ExponentialDecay(*rate)
+    return getattr(keras.optimizers, cls)(**{**options, "learning_rate": rate})
 
 
 def half_batches(keras: Any, tf: Any, trained: Any, batch: int) -> list[Any]:
@@ -66,57 +72,69 @@ def half_batches(keras: Any, tf: Any, trained: Any, batch: int) -> list[Any]:
     return found
 
 
-def alone(job: tw.Job, name: str, steps: int, traced: bool) -> list[Any]:
+def take_steps(optimizer: Any, variables: Any, traced: bool, gradients: Any) -> None:
+    """Applies ``gradients(batch)`` for each of some batches."""
+    import tensorflow as tf
+
+    def step(found: Any) -> None:
+        optimizer.apply(found, variables)
+
+    called = tf.function(step) if traced else step
+    for batch in range(STEPS):
+        called(gradients(batch))
+
+
+def alone(job: tw.Job, spec: Spec, workers: int, traced: bool) -> tuple[list[Any], list[Any]]:
+    """The variables of the model, and those of its optimizer, in one process with the gradients of so many workers."""
     tf, _ = load()
     import keras
 
-    trained, optimizer = model(keras, 0), made(keras, name)
+    trained, optimizer = model(keras, 0), made(keras, spec)
     optimizer.build(trained.trainable_variables)
 
-    def step(gradients: Any) -> None:
-        optimizer.apply(gradients, trained.trainable_variables)
+    def mean(batch: int) -> list[Any]:
+        drawn = half_batches(keras, tf, trained, batch)[:workers]
+        return [tf.add_n(each) / workers for each in zip(*drawn, strict=True)]
 
-    step = tf.function(step) if traced else step
-    for batch in range(steps):
-        first, second = half_batches(keras, tf, trained, batch)
-        step([(a + b) / 2 for a, b in zip(first, second, strict=True)])
-    return [v.numpy() for v in [*trained.trainable_variables, *optimizer.variables]]
+    take_steps(optimizer, trained.trainable_variables, traced, mean)
+    return [v.numpy() for v in trained.trainable_variables], [v.numpy() for v in optimizer.variables]
 
 
-def together(job: tw.Job, name: str, steps: int, traced: bool) -> list[Any]:
+def together(
+    job: tw.Job, spec: Spec, traced: bool, mode: tw.store.modes.Mode, on_servers: bool
+) -> tuple[list[Any], list[Any]]:
     tf, twt = load()
     import keras
 
-    trained = model(keras, job.rank)
-    optimizer = twt.StoreOptimizer(made(keras, name), bucket_bytes=4096)
+    trained, inner = model(keras, job.rank), made(keras, spec)
+    optimizer = twt.StoreOptimizer(inner, mode=mode, on_servers=on_servers, bucket_bytes=4096)
     optimizer.build(trained.trainable_variables)
-
-    def step(gradients: Any) -> None:
-        optimizer.apply(gradients, trained.trainable_variables)
-
-    step = tf.function(step) if traced else step
-    for batch in range(steps):
-        step(half_batches(keras, tf, trained, batch)[job.rank])
-    return [v.numpy() for v in [*trained.trainable_variables, *optimizer.inner_optimizer.variables]]
+    take_steps(
+        optimizer, trained.trainable_variables, traced, lambda batch: half_batches(keras, tf, trained, batch)[job.rank]
+    )
+    if on_servers:
+        assert int(optimizer.iterations) == STEPS
+        assert not any(v.shape.rank for v in inner.variables)  # the optimizer's state is not here
+    return [v.numpy() for v in trained.trainable_variables], [v.numpy() for v in inner.variables]
 
 
 @pytest.mark.parametrize(("device", "servers", "traced"), [("shm", 2, True), ("tcp", 1, False)])
 def test_in_sync_all_workers_have_the_bits_of_one_process(device: str, servers: int, traced: bool) -> None:
-    cases = [(name, 6, traced) for name in OPTIMIZERS]
-    (wanted,) = run_job(for_each, alone, cases, workers=1, servers=0).ok()
+    (wanted,) = run_job(for_each, alone, [(spec, 2, traced) for spec in OPTIMIZERS.values()], workers=1, servers=0).ok()
+    cases = [(spec, traced, tw.store.Sync(), False) for spec in OPTIMIZERS.values()]
     for worker in run_job(for_each, together, cases, device=device, servers=servers).ok():
         for name, found, values in zip(OPTIMIZERS, worker, wanted, strict=True):
-            for mine, other in zip(found, values, strict=True):
+            for mine, other in zip(found[0] + found[1], values[0] + values[1], strict=True):
                 np.testing.assert_array_equal(mine, other, name)
 
 
-def fit(job: tw.Job, mode: Any, epochs: int, **options: Any) -> dict[str, Any]:
+def fit(job: tw.Job, mode: Any, epochs: int, executions: int = 1, **options: Any) -> dict[str, Any]:
     _, twt = load()
     import keras
 
     trained = model(keras, job.rank)
     optimizer = twt.StoreOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), mode=mode, **options)
-    trained.compile(optimizer, "mse")
+    trained.compile(optimizer, "mse", steps_per_execution=executions)
     x, y = share(job)
     history = trained.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
     return {"loss": history.history["loss"], "values": trained.get_weights(), "model": trained, "x": x, "y": y}
@@ -157,6 +175,9 @@ MODES = {
     "DiLoCo": (tw.store.DiLoCo(every=3, outer=tw.store.SGD(lr=0.7, momentum=0.5)), {}),
     "LocalSGD": (tw.store.LocalSGD(every=4), {"compression": "fp16"}),
     "Sync, bf16": (tw.store.Sync(), {"compression": "bf16"}),
+    "servers, Sync, bf16": (tw.store.Sync(), {"compression": "bf16", "on_servers": True, "executions": 2}),
+    "servers, Async": (tw.store.Async(), {"on_servers": True}),
+    "servers, SSP, int8": (tw.store.SSP(1), {"compression": "int8", "on_servers": True}),
 }
 
 
@@ -171,42 +192,22 @@ def test_every_mode_learns(device: str) -> None:
                 np.testing.assert_array_equal(mine, same)
 
 
-def test_one_worker_is_as_good_as_without_a_store() -> None:
-    ((losses, wanted),) = run_job(fit_whole, 3, workers=1, servers=0).ok()
-    cases = [(mode, 3) for mode in (tw.store.Async(), tw.store.SSP(), tw.store.LocalSGD(2))]
-    (found,) = run_job(for_each, fit_of_one, cases, workers=1).ok()
-    for mine, values in found:
-        np.testing.assert_allclose(mine, losses, rtol=1e-4)
-        for value, other in zip(values, wanted, strict=True):
-            np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
-
-
-def fit_of_one(job: tw.Job, mode: Any, epochs: int) -> tuple[list[float], list[Any]]:
-    _, twt = load()
-    import keras
-
-    trained = model(keras, 0)
-    trained.compile(twt.StoreOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), mode=mode), "mse")
-    x, y = data()
-    history = trained.fit(x, y, batch_size=2 * BATCH, epochs=epochs, shuffle=False, verbose=0)
-    return history.history["loss"], trained.get_weights()
-
-
-def steady(job: tw.Job) -> tuple[Any, int, int]:
-    found = fit(job, tw.store.Sync(), 1)
+def steady(job: tw.Job, on_servers: bool) -> tuple[Any, int, int]:
+    found = fit(job, tw.store.Sync(), 1, on_servers=on_servers, bucket_bytes=4096, executions=1 + on_servers)
     before, bytes_of = counters.snapshot(), sum(v.nbytes for v in found["values"])
     with pickles_counted() as counted:
         found["model"].fit(found["x"], found["y"], batch_size=BATCH, shuffle=False, verbose=0)
         return counters.since(before), bytes_of, counted.pickles
 
 
-def test_a_step_copies_each_gradient_twice_and_does_nothing_else_that_costs() -> None:
-    for spent, nbytes, pickles in run_job(steady, device="shm").ok():
+@pytest.mark.parametrize("on_servers", [False, True])
+def test_a_step_copies_each_gradient_twice_or_it_and_the_value_once_and_costs_nothing_else(on_servers: bool) -> None:
+    for spent, nbytes, pickles in run_job(steady, on_servers, device="shm").ok():
         steps = SAMPLES // 2 // BATCH
-        nbytes += 4 * 8  # of which variables there are gradients
+        nbytes += 4 * 8 // (1 + on_servers)  # of which variables there are gradients; servers are not asked
         assert spent.copied_bytes == 2 * steps * nbytes  # into the slot, and out of the window
         assert (spent.rpcs, spent.registrations, pickles) == (0, 0, 0)
-        assert spent.pushes == steps
+        assert on_servers or spent.pushes == steps
 
 
 # ---- gradients that some workers lack
@@ -317,7 +318,7 @@ def test_callbacks_decide_alike_on_all_workers() -> None:
     assert first[2][-1] < 0.5 * first[2][0]
 
 
-def backed_up(job: tw.Job, folder: str, dies: int, on_servers: bool = False) -> tuple[int, list[Any]]:
+def backed_up(job: tw.Job, folder: str, dies: int, on_servers: bool) -> tuple[int, list[Any]]:
     """Five epochs; worker ``dies`` is killed in the middle of the fourth, unless it is -1."""
     _, twt = load()
     import keras
@@ -336,14 +337,18 @@ def backed_up(job: tw.Job, folder: str, dies: int, on_servers: bool = False) -> 
     return len(history.history["loss"]), trained.get_weights()
 
 
-@pytest.mark.parametrize("dies", mostly_long([0, 1], [0]))
-def test_a_training_that_was_killed_goes_on_from_its_backup_with_the_same_bits(tmp_path: Path, dies: int) -> None:
-    whole = run_job(backed_up, str(tmp_path / "whole"), -1).ok()
+@pytest.mark.parametrize(
+    ("on_servers", "dies"), mostly_long([*product((False, True), (0, 1))], [(False, 0), (True, 1)])
+)
+def test_a_training_that_was_killed_goes_on_from_its_backup_with_the_same_bits(
+    tmp_path: Path, on_servers: bool, dies: int
+) -> None:
+    whole = run_job(backed_up, str(tmp_path / "whole"), -1, on_servers).ok()
     folder = str(tmp_path / "backup")
-    killed = run_job(backed_up, folder, dies)
+    killed = run_job(backed_up, folder, dies, on_servers)
     assert killed.cause is not None
     assert f"worker {dies}" in str(killed.cause)
-    again = run_job(backed_up, folder, -1).ok()
+    again = run_job(backed_up, folder, -1, on_servers, servers=1 + on_servers).ok()  # maybe another number of servers
     assert [epochs for epochs, _ in again] == [2, 2]
     for value, other in zip(again[0][1] + again[1][1], whole[0][1] + whole[1][1], strict=True):
         np.testing.assert_array_equal(value, other)
@@ -440,14 +445,6 @@ def refusals(job: tw.Job) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     run_job(refusals, workers=1, servers=0).ok()
-
-
-def test_diloco_with_a_plain_outer_optimizer_is_local_sgd() -> None:
-    """An outer rate of 1 without momentum makes the mean of the workers' variables, up to rounding."""
-    outer = tw.store.SGD(lr=1.0, momentum=0.0, nesterov=False)
-    cases = [(mode, 2, {}) for mode in (tw.store.DiLoCo(every=2, outer=outer), tw.store.LocalSGD(every=2))]
-    for (losses, _), (wanted, _) in run_job(for_each, fitted, cases).ok():
-        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
 # ---- the end of an optimizer

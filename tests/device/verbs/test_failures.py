@@ -82,21 +82,6 @@ def test_a_loss_ends_everything_that_is_outstanding(fabric: Fabric, status: str)
         assert c.channel.peer in told[0]
 
 
-def test_what_is_flushed_has_no_error_of_its_own(fabric: Fabric) -> None:
-    """Behind a refusal everything that was posted is flushed; it is posted again, in its order."""
-    with cable(fabric) as c:
-        bad = replace(c.remote, key=c.remote.key ^ 1)
-        with fabric.held():
-            refused = c.channel.write(c.source.view(0, 8), bad.view(0, 8))
-            behind = [c.write(64 * i, 64, signal=i) for i in range(1, 11)]
-        for completion in behind:
-            completion.wait(SECONDS)
-        with pytest.raises(RemoteAccessError):
-            refused.wait(SECONDS)
-        assert (c.word, c.arrived(64, 640)) == (10, True)
-        assert c.opcodes == ["RDMA_WRITE", "RDMA_WRITE_WITH_IMM"] * 10
-
-
 def test_refusals_in_a_batch_hit_only_themselves(fabric: Fabric) -> None:
     with cable(fabric) as c:
         bad, wrong = replace(c.remote, key=c.remote.key ^ 1), (0, 20, 21, 49)
