@@ -16,6 +16,8 @@ import pytest
 import tensorwire as tw
 from tensorwire import errors
 from tensorwire.store import foreign
+from tensorwire.store.fates import Fate
+from tensorwire.trace.push_fates import read_fates
 from tests.harness.jobs import for_each, in_turn, run_job
 
 
@@ -92,9 +94,9 @@ def many_pushes(job: tw.Job) -> float:
     return float(np.abs(out.asnumpy() - wanted).max() / repeats)
 
 
-def updates_of(job: tw.Job, name: str, options: dict[str, Any], dtype: str, mode: str = "sync") -> list[Any]:
+def updates_of(job: tw.Job, name: str, options: dict[str, Any], dtype: str) -> list[Any]:
     """A key after updates on the servers, and one updated here."""
-    mx, kv = store_of(f"dist_tensorwire_{mode}")
+    mx, kv = store_of()
     if "lr_scheduler" in options:  # which counts pushes
         options = {**options, "lr_scheduler": mx.lr_scheduler.FactorScheduler(step=2, factor=0.5)}
     optimizer, own = (mx.optimizer.create(name, **options) for _ in range(2))
@@ -134,7 +136,6 @@ def test_an_optimizer_on_servers_gives_the_bits_of_the_same_one_here() -> None:
     cases = [
         *OPTIMIZERS,
         ("sgd", {"learning_rate": 0.2, "lr_scheduler": "halves"}, "float32"),
-        ("sgd", {"momentum": 0.9, "wd": 0.01}, "float32", "async"),
     ]
     (results,) = run_job(for_each, updates_of, [*cases, ("lamb", {}, "float32")], workers=1).ok()
     np.testing.assert_allclose(*results.pop(), rtol=1e-5)  # in the last bits of norms they differ
@@ -195,6 +196,53 @@ def test_compressed_pushes() -> None:
     for found in run_job(for_each, compressed, [(settings,) for settings, _ in CODES]).ok():
         for array, (settings, value) in zip(found, CODES, strict=True):
             np.testing.assert_allclose(array, np.full(4096, value), rtol=0.01, err_msg=str(settings))
+
+
+# ---- each push by itself
+
+
+SHAPE = (30, 7)
+
+
+def push_at_own_pace(job: tw.Job) -> list[list[Any]]:
+    """What a worker pushed, and the values that it pulled after each push."""
+    mx, kv = store_of("dist_tensorwire_async")
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01))
+    kv.init("w", mx.nd.ones(SHAPE))
+    drawn, pushed, pulled = np.random.RandomState(job.rank), [], []
+    for _ in range(20 + 5 * job.rank):
+        pushed.append(drawn.randn(*SHAPE).astype("f4"))
+        out = mx.nd.zeros(SHAPE)
+        kv.push("w", mx.nd.array(pushed[-1]))
+        kv.pull("w", out)
+        pulled.append(out.asnumpy())
+    return [pushed, pulled]
+
+
+def apply(job: tw.Job, pushes: list[Any]) -> list[Any]:
+    """The value before, between and after updates by MXNet's own optimizer."""
+    import tensorwire.mxnet  # noqa: F401  # isort: skip  # before mxnet
+    import mxnet as mx
+
+    updater = mx.optimizer.get_updater(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01))
+    weight = mx.nd.ones(SHAPE)
+    versions = [weight.asnumpy()]
+    for pushed in pushes:
+        updater("w", mx.nd.array(pushed), weight)
+        versions.append(weight.asnumpy())
+    return versions
+
+
+def test_pushes_that_are_applied_alone_equal_their_replay(tmp_path: Path) -> None:
+    """The server's own record says in what order they came."""
+    workers = run_job(push_at_own_pace, workers=3, device="tcp", fates=tmp_path).ok()
+    fates = sorted((f for f in read_fates([tmp_path]) if isinstance(f, Fate)), key=lambda fate: fate.version)
+    assert [fate.version for fate in fates] == list(range(1, 20 + 25 + 30 + 1))
+    (versions,) = run_job(apply, [workers[fate.worker][0][fate.round - 1] for fate in fates], workers=1).ok()
+    for rank, (_, pulled) in enumerate(workers):
+        own = [fate.version for fate in fates if fate.worker == rank]
+        for value, first in zip(pulled, own, strict=True):
+            assert any(np.array_equal(value, version) for version in versions[first:])
 
 
 # ---- rows
