@@ -22,7 +22,7 @@ demo: setup
 AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(AT_A_TIME) --durations=10 --durations-min=5
 test: setup
-	@$(if $(ARGS),,echo "The tests take 10 to 25 minutes on 2 cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
+	@$(if $(ARGS),,echo "The tests take 5 to 15 minutes on 2 cores. A busy machine takes longer: if a time limit runs out there, set TENSORWIRE_TEST_PATIENCE=4.")
 	$(PYTEST) $(ARGS)
 
 # With the slow tests: more models, devices and launchers, whole benchmarks, and trainings that are killed.
