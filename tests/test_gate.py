@@ -94,6 +94,13 @@ def test_failed_tests_in_guests_run_once_more(gate: dict[str, str]) -> None:
     assert in_guests("harness: 3 failed, 9 passed") == []
 
 
+def test_the_tests_of_guests_can_be_read() -> None:
+    """They use what other tests define, and run late and elsewhere."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "", "tests/rdma"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60.0))
+    assert done.returncode == 0, done.stdout
+
+
 # ---- what it keeps of its tests
 
 ONCE = """

@@ -17,7 +17,6 @@ from tests.edge.edges import Pair
 from tests.edge.test_dynamic import test_a_sender_may_let_go_at_once, test_the_same_memory_step_after_step
 from tests.edge.test_varying import (
     kind,
-    test_a_slow_consumer,
     test_another_shape_every_step,
     test_memory_comes_back_in_any_order,
     test_steady_state_costs_nothing,
@@ -27,7 +26,6 @@ from tests.rdma.wire import ADDRESSES
 __all__ = [
     "kind",
     "test_a_sender_may_let_go_at_once",
-    "test_a_slow_consumer",
     "test_another_shape_every_step",
     "test_memory_comes_back_in_any_order",
     "test_steady_state_costs_nothing",
