@@ -20,7 +20,7 @@ namespace {
 constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4, soon_token = 5;
 constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
-constexpr long grace_nanoseconds = 500'000;  // after a short wait, for the next one to begin
+constexpr double grace_seconds = 500e-6;  // after a short wait, for the next one to begin
 constexpr size_t most_recent = 4;
 constexpr double between_looks = 150e-9;  // each takes the socket's lock, for which the kernel waits when bytes arrive
 constexpr u64 turns_per_epoll = 4;
@@ -268,14 +268,21 @@ void Engine::run() {
     while (!stop_) {
         if (epoll_wait(outer_, events, 4, -1) < 0 && errno != EINTR) return;
         if (stop_) return;
-        // Before the lock is tried: a timer that is set after that has to wake this thread again.
+        // Before the lock is tried: who has it then sets the timer again when it leaves.
         u64 expirations;
-        if (read(soon_, &expirations, 8) < 0) { /* something else woke it */ }
+        if (read(soon_, &expirations, 8) > 0) set_.store(false);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
         std::unique_lock g(drive_mutex_, std::try_to_lock);
-        if (!g) continue;  // who drives has to arm, or to set the timer again, when it leaves
+        if (!g) continue;
+        double t = now();
+        if (!armed_ && t < left_ + grace_seconds) {  // others have waited since
+            const double rest = left_ + grace_seconds - t;
+            g.unlock();
+            look_in(rest);
+            continue;
+        }
         arm(true);
         wake_ups_.fetch_add(1, std::memory_order_relaxed);
-        double t = now();
         lingering_.waited(t - last);
         for (last = t; !stop_; t = now()) {
             if (progress(0) == Turn::busy) last = now();
@@ -322,9 +329,15 @@ std::optional<Outcome> Engine::wait_beside(std::unique_lock<std::mutex>& lock, c
 // that wakes it in between costs the sender more than the rest of the way.
 void Engine::leave(std::unique_lock<std::mutex>& lock) {
     if (!waiting_.polls() || beside_.load()) return arm(true);
+    left_ = now();
     lock.unlock();
-    // Only now: a timer that ends while somebody drives is left to the one who drives.
-    const itimerspec once{{0, 0}, {0, grace_nanoseconds}};
+    look_in(grace_seconds);  // only now: a timer that ends while somebody drives is left to the one who drives
+}
+
+// Wakes the engine's thread so much later, if nothing does earlier: to set a timer takes as long as a small transfer.
+void Engine::look_in(double seconds) {
+    if (set_.exchange(true)) return;
+    const itimerspec once{{0, 0}, {0, 1 + static_cast<long>(seconds * 1e9)}};
     std::lock_guard g(kick_mutex_);
     if (soon_ >= 0) timerfd_settime(soon_, 0, &once, nullptr);
 }

@@ -194,6 +194,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
     void leave(std::unique_lock<std::mutex>& lock);  // of drive_mutex_, which it may let go
+    void look_in(double seconds);                    // drive_mutex_ not held
     std::optional<Outcome> wait_beside(std::unique_lock<std::mutex>& lock, const Target& target, u64 at_least, double start, double seconds);
     void run();
     void end();
@@ -215,6 +216,8 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     // With drive_mutex_: of waiters; of the engine's thread. When a message came is not known: a wake-up is in it.
     Patience waiting_{15e-6, 150e-6, 200e-6}, lingering_{0, 30e-6, 100e-6};
     bool armed_ = true;  // with drive_mutex_: messages wake the engine's thread
+    double left_ = 0;    // with drive_mutex_: when a waiter left last, to whose next wait messages are left
+    std::atomic<bool> set_{false};  // the timer soon_
     std::atomic<u64> sleeps_{0}, wake_ups_{0};
     std::atomic<u32> wanting_{0};  // waiters that would drive if the engine's thread did not
     std::atomic<u32> beside_{0};   // waiters that do not drive

@@ -122,7 +122,7 @@ void bind_mapped(nb::module_& m) {
                  auto span = nb::cast<const Memory&>(region).span;
                  new (self) View{std::move(region), std::move(span), offset, nbytes};
              }, "region"_a, "offset"_a, "nbytes"_a)
-        .def_prop_ro("region", [](const View& v) { return v.region; }, nb::sig("def region(self) -> tensorwire.device.region.Region"))
+        .def_prop_ro("region", [](const View& v) { return v.region; }, nb::sig("def region(self) -> Region"))
         .def_prop_ro("buffer", [](const View& v) {
                  const nb::object whole = nb::steal(PyMemoryView_FromObject(v.region.ptr()));
                  return nb::object(whole[nb::slice(nb::int_(v.offset), nb::int_(v.offset + v.nbytes), nb::none())]);
@@ -136,7 +136,7 @@ void bind_mapped(nb::module_& m) {
                  new (self) RemoteView{std::move(region), key, offset, nbytes};
              },
              "region"_a, "offset"_a, "nbytes"_a)
-        .def_prop_ro("region", [](const RemoteView& v) { return v.region; }, nb::sig("def region(self) -> tensorwire.device.region.RemoteRegion"))
+        .def_prop_ro("region", [](const RemoteView& v) { return v.region; }, nb::sig("def region(self) -> RemoteRegion"))
         .def_ro("offset", &RemoteView::offset)
         .def_ro("nbytes", &RemoteView::nbytes);
 
@@ -146,9 +146,9 @@ void bind_mapped(nb::module_& m) {
              }, "liveness"_a, "device"_a, "channel"_a, "done"_a)
         .def("remember", &Path::remember, "view"_a, "memory"_a, "writable"_a, "Where the region of a view lies, in this channel.")
         .def("write", &Path::write_or_else, "local"_a.none(), "remote"_a.none(), "signal"_a.none() = nb::none(), nb::kw_only(), "fence"_a = false,
-             nb::sig("def write(self, local: View, remote: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
+             nb::sig("def write(self, local: View, remote: RemoteView, signal: tuple[RemoteView, int] | None = None, *, fence: bool = False) -> Completion"))
         .def("signal", &Path::signal_or_else, "target"_a.none(), "value"_a.none(), nb::kw_only(), "fence"_a = false,
-             nb::sig("def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> tensorwire.device.contract.Completion"))
+             nb::sig("def signal(self, target: RemoteView, value: int, *, fence: bool = False) -> Completion"))
         .def("read", &Path::read, "target"_a, "source"_a, "False: nothing was done, take the long way.");
 }
 
