@@ -71,4 +71,5 @@ def shared(device: str, workers: int, *, quick: bool) -> Workload:
     ours = contender(OURS, f"{SHARED}x{BYTES}", "async", device, workers=workers, word="turns")
     title = f"{device}, {SHARED} keys of 4 KiB, {counted(workers, 'worker')}, one server"
     least = 5 if quick else _FAIR
-    return Workload("store", device, title, BYTES, "push-to-answer", (ours,), per=SHARED, least=least)
+    target = Target({"shm": 25e-6, "tcp": 60e-6}[device]) if workers == 1 else None
+    return Workload("store", device, title, BYTES, "push-to-answer", (ours,), target=target, per=SHARED, least=least)
