@@ -307,7 +307,7 @@ Outcome Engine::wait(const Target& target, u64 at_least, double seconds) {
     if (closed_) return target.reached(at_least) ? Outcome::reached : Outcome::lost;
     arm(false);
     const Outcome outcome = drive(target, at_least, end, seconds <= slice_seconds);
-    leave(lock);
+    leave(lock, outcome);
     return outcome;
 }
 
@@ -327,11 +327,18 @@ std::optional<Outcome> Engine::wait_beside(std::unique_lock<std::mutex>& lock, c
 
 // The engine's thread takes over: at once, or where waits are short only if the next one does not begin soon. A message
 // that wakes it in between costs the sender more than the rest of the way.
-void Engine::leave(std::unique_lock<std::mutex>& lock) {
-    if (!waiting_.polls() || beside_.load()) return arm(true);
+void Engine::leave(std::unique_lock<std::mutex>& lock, Outcome outcome) {
+    if (outcome != Outcome::reached || !waiting_.polls() || beside_.load()) return arm(true);
     left_ = now();
     lock.unlock();
     look_in(grace_seconds);  // only now: a timer that ends while somebody drives is left to the one who drives
+    if (beside_.load()) expect(0);
+}
+
+void Engine::expect(int more) {
+    if (beside_.fetch_add(static_cast<u32>(more)) + static_cast<u32>(more) == 0) return;
+    const std::unique_lock lock(drive_mutex_, std::try_to_lock);
+    if (lock && !closed_) arm(true);  // or who has it does so when it leaves
 }
 
 // Wakes the engine's thread so much later, if nothing does earlier: to set a timer takes as long as a small transfer.

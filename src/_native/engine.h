@@ -170,6 +170,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     Outcome wait(const Target& target, u64 at_least, double seconds) override;
     void kick() override;
     void nudge() override;
+    void expect(int more) override;
     void close();  // a second caller waits for the first
     size_t connections();
     u64 sleeps() const { return sleeps_.load(std::memory_order_relaxed); }      // of waiters, ever
@@ -193,7 +194,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     bool midway() const;
     Outcome drive(const Target& target, u64 at_least, double end, bool last_slice);
     void arm(bool on);
-    void leave(std::unique_lock<std::mutex>& lock);  // of drive_mutex_, which it may let go
+    void leave(std::unique_lock<std::mutex>& lock, Outcome outcome);  // of drive_mutex_, which it may let go
     void look_in(double seconds);                    // drive_mutex_ not held
     std::optional<Outcome> wait_beside(std::unique_lock<std::mutex>& lock, const Target& target, u64 at_least, double start, double seconds);
     void run();

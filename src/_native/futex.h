@@ -128,6 +128,7 @@ class Progress {
     virtual Outcome wait(const Target& target, u64 at_least, double seconds) = 0;
     virtual void kick() = 0;   // makes a blocked driver look at its condition again
     virtual void nudge() = 0;  // the same after a store of this process; free while nobody blocks
+    virtual void expect(int) {}  // so many more, or fewer, wait for what arrives, and drive nothing
 };
 
 void enlist(Progress* progress);

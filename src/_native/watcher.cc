@@ -1,7 +1,5 @@
 #include "watcher.h"
 
-#include <sched.h>
-
 #include <algorithm>
 
 namespace tw {
@@ -16,25 +14,25 @@ Outcome Watcher::look(const Entry& entry, double time) const {
     return time >= entry.end ? Outcome::timed_out : Outcome::interrupted;
 }
 
+// Entries wait for what arrives, and do not drive it.
+void Watcher::expect(int more) const {
+    if (const auto progress = words_->progress.lock()) progress->expect(more);
+}
+
 bool Watcher::arrives(u64 offset, u64 at_least, const Liveness& peer, double seconds) const {
     if (reached(offset, at_least)) return true;
     if (seconds <= 0) return false;
-    const double begun = now();
-    if (const auto progress = words_->progress.lock(); progress && !naps_) {
-        for (;;) {
-            const Outcome outcome = progress->wait(words_->target(offset, &peer), at_least, std::max(0.0, begun + seconds - now()));
-            if (outcome != Outcome::interrupted) return outcome == Outcome::reached;
-        }
+    const Target target = words_->target(offset, &peer);
+    const auto progress = words_->progress.lock();
+    if (!progress || naps_) return spin(target, at_least, seconds);
+    for (const double begun = now();;) {
+        const Outcome outcome = progress->wait(target, at_least, std::max(0.0, begun + seconds - now()));
+        if (outcome != Outcome::interrupted) return outcome == Outcome::reached;
     }
-    for (double time = begun; time - begun < seconds; time = now()) {
-        if (reached(offset, at_least)) return true;
-        if (time - begun < spin_seconds) relax();
-        else sched_yield();  // to whoever is to send it, where processes share a processor
-    }
-    return false;
 }
 
 void Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, double seconds, Call call) {
+    expect(1);
     {
         std::lock_guard g(mutex_);
         if (!closed_ && !(words_->own && words_->own->forked())) {
@@ -43,7 +41,10 @@ void Watcher::when(u64 offset, u64 at_least, std::shared_ptr<Liveness> peer, dou
             if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
         }
     }
-    if (call) return call(Outcome::lost);
+    if (call) {
+        expect(-1);
+        return call(Outcome::lost);
+    }
     added_.notify_one();
     // The thread may have looked before the entry was there, and sleep through what has happened since.
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -113,6 +114,7 @@ void Watcher::run() {
             if (!sleep) relax();
             continue;
         }
+        expect(-static_cast<int>(due.size()));
         for (Due& each : due) each.call(each.outcome);
         due.clear();
         idle_since = now();

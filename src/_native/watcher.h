@@ -40,6 +40,7 @@ class Watcher {
         Outcome outcome;
     };
     Outcome look(const Entry& entry, double time) const;
+    void expect(int more) const;
     void collect(std::vector<Due>& due, double& next);
     void run();
 

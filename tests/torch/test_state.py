@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -394,8 +395,11 @@ def overlapping(job: tw.Job, dtype: torch.dtype) -> None:
 
 def descriptors() -> set[tuple[str, str]]:
     """Numbers of open files, and what they are. The one that lists them is gone when it is asked about."""
-    there = list(Path("/proc/self/fd").iterdir())
-    return {(path.name, str(path.readlink())) for path in there if path.is_symlink()}
+    found = set()
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, str(path.readlink())))
+    return found
 
 
 def ask_at_once(job: tw.Job) -> None:

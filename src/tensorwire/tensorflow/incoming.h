@@ -33,7 +33,7 @@ struct Waiting {
     bool asked = false;      // the next tensor was asked for since it waits
 
     void finish(const absl::StatusOr<Tensor>& result, bool deregisters = true) {
-        end->soon = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count() < look_seconds;
+        end->soon = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count() < soon_seconds;
         if (CancellationManager* manager = context->cancellation_manager(); manager && deregisters) manager->TryDeregisterCallback(token);
         if (!result.ok()) context->SetStatus(result.status());
         else if (!shape.IsCompatibleWith(result->shape()))
@@ -60,7 +60,7 @@ class Incoming {
     }
 
     void receive(int64_t step, const std::shared_ptr<Waiting>& waiting) {
-        absl::StatusOr<Tensor> result = errors::Internal("");  // of one that need not wait
+        absl::StatusOr<Tensor> result = Tensor();  // of one that need not wait
         bool waits = false, looks = false;
         {
             std::lock_guard<std::mutex> g(mutex_);
@@ -75,7 +75,8 @@ class Incoming {
                 result = errors::InvalidArgument("tensorwire: receiving ", key_, ": step ", step, " is being received already");
             } else {
                 waits = true;
-                looks = !asked_;
+                looks = !asked_ && !looks_;
+                looks_ |= looks;
             }
         }
         if (!waits) return waiting->finish(result);
@@ -98,16 +99,19 @@ class Incoming {
   private:
     using Due = std::vector<std::pair<std::shared_ptr<Waiting>, absl::StatusOr<Tensor>>>;
 
-    // Perhaps waits a moment for what comes next.
+    // Perhaps waits a moment for what comes next, which no other thread asks for meanwhile.
     void look() {
         void* edge = nullptr;
         {
             std::lock_guard<std::mutex> g(end_->mutex);
             edge = end_->edge;
         }
-        if (!edge || !end_->soon || looking.test_and_set()) return;
-        edges->arrives(edge, look_seconds);
-        looking.clear();
+        if (edge && end_->soon && !looking.test_and_set()) {
+            edges->arrives(edge, look_seconds);
+            looking.clear();
+        }
+        std::lock_guard<std::mutex> g(mutex_);
+        looks_ = false;
     }
 
     // Asks for the next tensor while a receive waits. One thread does so at a time: one that comes meanwhile leaves it the
@@ -119,7 +123,7 @@ class Incoming {
             if (reading_) return;
             reading_ = true;
             ask(lock);
-            if (!asked_ && !waiting_.empty())
+            if (!asked_ && !looks_ && !waiting_.empty())
                 take_all(errors::FailedPrecondition("tensorwire: receiving ", key_, " cannot happen: ", most_kept, " tensors of other steps came, and nobody has received them"), true, due);
             reading_ = false;
         }
@@ -128,7 +132,7 @@ class Incoming {
 
     // The caller holds the mutex.
     void ask(std::unique_lock<std::mutex>& lock) {
-        while (!asked_ && !waiting_.empty() && kept_.size() < most_kept) {
+        while (!asked_ && !looks_ && !waiting_.empty() && kept_.size() < most_kept) {
             asked_ = true;
             for (auto& [step, each] : waiting_) each->asked = true;
             lock.unlock();
@@ -153,7 +157,7 @@ class Incoming {
     void arrived(int outcome) {
         const bool complete = outcome == TW_DONE;
         absl::Status failed = arriving_.refused.ok() ? status_of(*end_, outcome, "tensorwire: receiving " + key_) : prefixed(arriving_.refused);
-        absl::StatusOr<Tensor> result = errors::Internal("");
+        absl::StatusOr<Tensor> result = Tensor();
         if (complete) {
             result = arriving_.finish(dtype_);
             if (!result.ok()) result = prefixed(result.status());
@@ -217,6 +221,7 @@ class Incoming {
     Arriving arriving_;
     bool asked_ = false;    // for the next one
     bool reading_ = false;  // a thread is in `read`
+    bool looks_ = false;    // a thread is in `look`, and in `read` next
     absl::Status broken_;   // why nothing more can be received
 };
 
