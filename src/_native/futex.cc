@@ -44,7 +44,10 @@ bool park(Futex& futex, u32 seen, double seconds) {
     return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
-bool spin(const Target& target, u64 at_least, double seconds) {
+// A poll that gives way does so after so long, once others have kept it from the processor for so long.
+constexpr double polite_seconds = 100e-6, crowded_seconds = 10e-6;
+
+bool spin(const Target& target, u64 at_least, double seconds, bool gives_way) {
     const double start = now();
     double yielded = start;
     for (double t = start; t - start < seconds; t = now()) {
@@ -54,15 +57,16 @@ bool spin(const Target& target, u64 at_least, double seconds) {
         }
         if (t - yielded < spin_seconds) continue;
         sched_yield();  // to whoever is to send it, where processes share a processor; more often would slow all others
-        yielded = t;
+        yielded = now();
+        if (gives_way && yielded - t > crowded_seconds && yielded - start > polite_seconds) break;
     }
     return target.reached(at_least);
 }
 
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
-    thread_local Patience patience{spin_seconds, 100e-6, 100e-6};
+    thread_local Patience patience{spin_seconds, 400e-6, 400e-6};
     const double start = now();
-    if (spin(target, at_least, std::min(seconds, patience.seconds()))) return Outcome::reached;
+    if (spin(target, at_least, std::min(seconds, patience.seconds()), true)) return Outcome::reached;
     Futex& futex = *target.futex;
     const double end = start + std::min(seconds, slice_seconds);
     Outcome outcome = Outcome::interrupted;

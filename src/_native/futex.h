@@ -153,8 +153,9 @@ class Patience {
     double seconds_;
 };
 
-// Looks again and again for about so long, and after 5 us yields the processor in between.
-bool spin(const Target& target, u64 at_least, double seconds);
+// Looks again and again for about so long, and after 5 us yields the processor in between; one that `gives_way` ends early
+// where others need it.
+bool spin(const Target& target, u64 at_least, double seconds, bool gives_way = false);
 // The same for as long as this thread's last waits have taught, then parks. Returns `interrupted` now and then so that the caller
 // may look for signals.
 Outcome wait_parked(const Target& target, u64 at_least, double seconds);

@@ -310,3 +310,10 @@ def test_a_malformed_request_is_refused() -> None:
     places.head(place, 5, False)
     with pytest.raises(errors.ProtocolError):
         places.answered(place)
+
+
+def test_a_pull_is_divided_where_it_is_large() -> None:
+    places = RowPlaces(4096, (64,), "float32")
+    assert [places.part(count) for count in (1, 512, 1024, 1025, 4096, 20000)] == [512, 512, 512, 513, 2048, 4096]
+    assert RowPlaces(7, (64,), "float32").part(4096) == 7
+    assert RowPlaces(4, (1 << 20,), "float32").part(3) == 2

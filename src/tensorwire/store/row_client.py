@@ -15,7 +15,7 @@ from tensorwire.observe import counters
 from tensorwire.store.endpoints import show
 from tensorwire.store.request_client import RequestClient
 from tensorwire.store.request_link import WORD, RequestOperation, StoreRequests
-from tensorwire.store.row_layout import DEPTH, Array, RowPlaces, divide
+from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, divide
 from tensorwire.store.sharding import StorePlan
 from tensorwire.store.store_layout import StoreSpec
 
@@ -114,7 +114,7 @@ class RowClient(RequestClient):
 
 
 class _Server(StoreRequests):
-    """What this worker shares with one server: places for rows there, words and the place of an answer here."""
+    """What this worker shares with one server: places for rows there, words and places of answers here."""
 
     def __init__(self, client: RowClient, index: int) -> None:
         spec, member = client.spec, client.member
@@ -127,12 +127,15 @@ class _Server(StoreRequests):
         # Where the server's memory cannot be mapped, what is to be there is put together in ours.
         self._staging = None if self.mapped else client.allocate(device, DEPTH * places.nbytes)
         self._rows = memoryview(self.mapped or self._staging)  # type: ignore[arg-type]
-        self._own = own = client.allocate(device, 2 * WORD + places.nbytes)
+        self._own = own = client.allocate(device, 2 * WORD + ANSWERS * places.nbytes)
         self.done = Word(own, 0, self.channel)
         self._arrived = Word(own, WORD, self.channel)
-        self._answers = Consumer(self._arrived, slots=[memoryview(own)[2 * WORD :]])
+        answers = memoryview(own)[2 * WORD :]
+        slots = [answers[n * places.nbytes : (n + 1) * places.nbytes] for n in range(ANSWERS)]
+        self._answers = Consumer(self._arrived, slots=slots)
         self._number = self._asked = 0  # requests for the table, and those that are answered
-        self._taken = 0  # of the rows that were asked for
+        self._next = 1  # the answer that is to be read
+        self._wanted = self._taken = 0  # of the rows of a pull: those that were asked for, and those that were read
         show(member, client.name, self.name, own)
 
     def wait_for_room(self) -> None:
@@ -178,35 +181,45 @@ class _Server(StoreRequests):
         self.send(operation, options, (count, more), self._whole, transfers=transfers, nbytes=nbytes)
 
     def ask(self, indices: Array, options: bytes) -> None:
-        """Asks for the first of these rows, as many as an answer takes."""
-        self._taken = 0
-        if len(indices):
-            self.ask_for(RequestOperation.PULL, indices[: self._places.most], None, options)
+        """Asks for the first of these rows, as many as the places of answers take."""
+        self._wanted = self._taken = 0
+        self._next = self._asked + 1  # answers before it belong to a pull that was interrupted
+        for _ in range(ANSWERS):
+            self._ask_for_more(indices, options)
+
+    def _ask_for_more(self, indices: Array, options: bytes) -> None:
+        count = self._places.part(len(indices)) if self.mapped else self._places.most
+        part = indices[self._wanted : self._wanted + count]
+        if len(part):
+            self._wanted += len(part)
+            self.ask_for(RequestOperation.PULL, part, None, options)
 
     @property
     def answer_is_there(self) -> bool:
-        """Whether the last answer has come."""
-        return self._arrived.value >= self._asked
+        """Whether the next answer has come."""
+        return self._arrived.value >= self._next
 
     def wait_for_answer(self, timeout: float) -> None:
         """Returns when it has."""
-        self._arrived.wait(self._asked, timeout)
+        self._arrived.wait(self._next, timeout)
 
     def take(self, indices: Array, out: Array, options: bytes, timeout: float) -> None:
         """Copies the rows that were asked for, and asks for the rest."""
         while self._taken < len(indices):
-            _, rows, _ = self.changes(timeout)
+            _, rows, _ = self._answer(self._next, timeout)
             out[self._taken : self._taken + len(rows)] = rows
             counters.copied(rows.nbytes)
             with self._client.course.unit("a pull of rows"):
                 self._taken += len(rows)
-                rest = indices[self._taken : self._taken + self._places.most]
-                if len(rest):
-                    self.ask_for(RequestOperation.PULL, rest, None, options)
+                self._next += 1
+                self._ask_for_more(indices, options)
 
     def changes(self, timeout: float) -> tuple[Array, Array, bool]:
         """The answer to the last request, in its memory: numbers, rows, and whether there is more."""
-        place = self._answers.receive(self._asked, timeout)
+        return self._answer(self._asked, timeout)
+
+    def _answer(self, number: int, timeout: float) -> tuple[Array, Array, bool]:
+        place = self._answers.receive(number, timeout)
         assert place is not None
         count, more = self._places.answered(place)
         return self._places.indices(place, count), self._places.rows(place, count), more

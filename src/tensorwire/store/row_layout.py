@@ -3,8 +3,8 @@
 A table is divided over the servers at multiples of `BLOCK` rows. A request has two numbers: how many rows it is about,
 and whether more follow. The rows' own numbers, and the rows that are pushed, lie in the next of `DEPTH` places in the
 server's memory, each for at most ``most`` rows, of which only those that are there travel. A word in the worker's
-memory, *done*, says how many requests for the table the server has done. An answer lies in the worker's memory, in the
-form of such a place. A worker has one answer at a time on its way from each server.
+memory, *done*, says how many requests for the table the server has done. An answer lies in the worker's memory, in one
+of `ANSWERS` such places: no more are on their way from a server, so that it fills one while the other is read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tensorwire.store.request_link import Request, RequestOperation
 Array = np.ndarray[Any, Any]
 BLOCK = 1024  # rows: where tables are cut, and what is drawn from one seed
 DEPTH = 4  # requests for a table that a worker may be ahead of a server
+ANSWERS = 2
+LEAST_PART = 128 << 10  # bytes of rows: of fewer, the second request takes longer than it saves
 CARRYING = (RequestOperation.PUSH, RequestOperation.ASSIGN)
 _ALIGN = 64
 _ANSWER = struct.Struct("<II")  # before an answer: rows, and whether more follow
@@ -81,6 +83,10 @@ class RowPlaces:
         """Where so many rows are, in a place."""
         elements = count * self._row_bytes // self._dtype.itemsize
         return np.frombuffer(place, self._dtype, elements, self._rows_at(count)).reshape(count, *self._shape)
+
+    def part(self, count: int) -> int:
+        """How many of so many rows to ask for at once."""
+        return min(self.most, max(-(-count // ANSWERS), LEAST_PART // self._row_bytes, 1))
 
     def size(self, count: int, *, full: bool) -> int:
         """How many bytes of a place travel: with ``full``, those of the rows, too."""

@@ -22,7 +22,7 @@ from tensorwire.store.admission import check_memory
 from tensorwire.store.request_link import WORD, WORKER_0, Request, RequestOperation
 from tensorwire.store.request_store import RequestPeer, RequestStore
 from tensorwire.store.rounds import divisor, is_due, may_read
-from tensorwire.store.row_layout import DEPTH, Array, RowPlaces, RowRequest, divide, merge
+from tensorwire.store.row_layout import ANSWERS, DEPTH, Array, RowPlaces, RowRequest, divide, merge
 from tensorwire.store.row_rules import draw, make_row_rule
 from tensorwire.store.server_state import take_state
 from tensorwire.store.store_layout import StoreSpec
@@ -41,7 +41,7 @@ class RowServer(RequestStore):
         first, end = divide(tensor.shape[0], servers)[member.index :][:2]
         self.places = RowPlaces(self.table.most, tensor.shape[1:], tensor.dtype)
         kept = (end - first) * tensor.nbytes // max(1, tensor.shape[0])
-        check_memory(kept + 2 * workers * DEPTH * self.places.nbytes, member.name)
+        check_memory(kept + 2 * workers * (DEPTH + ANSWERS) * self.places.nbytes, member.name)
         self.values = np.empty((end - first, *tensor.shape[1:]), tensor.dtype)
         draw(self.table, self.values, first)
         self.rule = make_row_rule(spec, first, self.values)
@@ -178,7 +178,7 @@ class _Peer(RequestPeer):
 
     def __init__(self, server: RowServer, index: int) -> None:
         nbytes = server.places.nbytes
-        super().__init__(server.member, server.name, index, DEPTH * nbytes, nbytes)
+        super().__init__(server.member, server.name, index, DEPTH * nbytes, ANSWERS * nbytes)
         self._server, self._places = server, server.places
         memory = memoryview(self.inbox)
         self._slots = [memory[n * nbytes : (n + 1) * nbytes] for n in range(DEPTH)]
@@ -194,11 +194,12 @@ class _Peer(RequestPeer):
         """Makes the way back, once the worker has said where its memory is."""
         super().open()
         self._done = Producer(self.channel, self.theirs.view(0, 8))
+        nbytes, source = self._places.nbytes, self.source
         self._answers = Producer(
             self.channel,
             self.theirs.view(WORD, 8),
-            slots=[self.theirs.view(2 * WORD, self._places.nbytes)],
-            source=[] if self.source is None else [self.source.view()],
+            slots=[self.theirs.view(2 * WORD + n * nbytes, nbytes) for n in range(ANSWERS)],
+            source=[] if source is None else [source.view(n * nbytes, nbytes) for n in range(ANSWERS)],
             label=f"{self.name}, rows",
         )
 
