@@ -231,6 +231,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     run_job(misuse, workers=2).ok()
 
 
+def wait_twice(job: tw.Job) -> Array:
+    """A wait ends when the rows of server 0 have been read, and those of server 1 have not."""
+    kv = KeyValue(Async(), "sum")
+    kv.init_rows("table", (ROWS, WIDTH), values=first_values())
+    late = kv._tables["table"].client.servers[1]
+    pull = kv.row_sparse_pull("table", np.arange(ROWS))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(errors.WaitTimeout):
+        patch.setattr(late, "take", lambda *_: (_ for _ in ()).throw(errors.WaitTimeout("late")))
+        pull.wait()
+    found: Array = pull.wait(10)
+    return found
+
+
+def test_a_wait_for_rows_may_be_repeated() -> None:
+    (found,) = run_job(wait_twice, workers=1, servers=2).ok()
+    np.testing.assert_array_equal(found, first_values())
+
+
 def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:
     KeyValue(rule=rule, **options).init_rows("t", (3 + (job.rank if rule == "sum" else 0), 2))
 

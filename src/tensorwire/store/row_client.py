@@ -195,13 +195,18 @@ class _Server(StoreRequests):
             self.ask_for(RequestOperation.PULL, part, None, options)
 
     @property
+    def _awaited(self) -> int:
+        """The next answer of a pull, or the last one, if all have been read."""
+        return min(self._next, self._asked)
+
+    @property
     def answer_is_there(self) -> bool:
-        """Whether the next answer has come."""
-        return self._arrived.value >= self._next
+        """Whether it has come."""
+        return self._arrived.value >= self._awaited
 
     def wait_for_answer(self, timeout: float) -> None:
         """Returns when it has."""
-        self._arrived.wait(self._next, timeout)
+        self._arrived.wait(self._awaited, timeout)
 
     def take(self, indices: Array, out: Array, options: bytes, timeout: float) -> None:
         """Copies the rows that were asked for, and asks for the rest."""

@@ -22,7 +22,7 @@ from tensorwire.store.request_link import Request, RequestOperation
 Array = np.ndarray[Any, Any]
 BLOCK = 1024  # rows: where tables are cut, and what is drawn from one seed
 DEPTH = 4  # requests for a table that a worker may be ahead of a server
-ANSWERS = 2
+ANSWERS = 2  # places for answers of a server in a worker's memory
 LEAST_PART = 128 << 10  # bytes of rows: of fewer, the second request takes longer than it saves
 CARRYING = (RequestOperation.PUSH, RequestOperation.ASSIGN)
 _ALIGN = 64
