@@ -332,7 +332,7 @@ void Engine::leave(std::unique_lock<std::mutex>& lock, Outcome outcome) {
     left_ = now();
     lock.unlock();
     look_in(grace_seconds);  // only now: a timer that ends while somebody drives is left to the one who drives
-    if (beside_.load()) expect(0);
+    expect(0);               // whoever began to wait meanwhile found the lock taken
 }
 
 void Engine::expect(int more) {

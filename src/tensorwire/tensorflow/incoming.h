@@ -60,7 +60,7 @@ class Incoming {
     }
 
     void receive(int64_t step, const std::shared_ptr<Waiting>& waiting) {
-        absl::StatusOr<Tensor> result = Tensor();  // of one that need not wait
+        absl::StatusOr<Tensor> result;  // of one that need not wait
         bool waits = false, looks = false;
         {
             std::lock_guard<std::mutex> g(mutex_);
@@ -157,7 +157,7 @@ class Incoming {
     void arrived(int outcome) {
         const bool complete = outcome == TW_DONE;
         absl::Status failed = arriving_.refused.ok() ? status_of(*end_, outcome, "tensorwire: receiving " + key_) : prefixed(arriving_.refused);
-        absl::StatusOr<Tensor> result = Tensor();
+        absl::StatusOr<Tensor> result;
         if (complete) {
             result = arriving_.finish(dtype_);
             if (!result.ok()) result = prefixed(result.status());
