@@ -351,6 +351,7 @@ void Engine::look_in(double seconds) {
 
 Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_slice) {
     double last = now();
+    std::optional<Yields> yields(last);
     for (;;) {
         // At least one turn, however short the wait: polling must bring what it polls for.
         const Turn turn = progress(0);
@@ -358,8 +359,8 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         if (target.lost() || stop_) return Outcome::lost;
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
-        if (turn == Turn::busy) last = t;
-        if (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) {
+        if (turn == Turn::busy) yields.emplace(last = t);
+        if ((t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) && !(turn == Turn::idle && yields->between(t))) {
             if (turn == Turn::idle) rest(t);
             continue;
         }
@@ -373,7 +374,7 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         sleeping_.store(false, std::memory_order_relaxed);
         const double woken = now();
         waiting_.waited(woken - last);
-        if (slept == Turn::busy) last = woken;
+        if (slept == Turn::busy) yields.emplace(last = woken);
         if (slept == Turn::interrupted && !last_slice) return Outcome::interrupted;
     }
 }

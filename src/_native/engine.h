@@ -215,7 +215,7 @@ class Engine : public Progress, public std::enable_shared_from_this<Engine> {
     std::vector<std::weak_ptr<Connection>> recent_;  // with drive_mutex_: had traffic lately; asked without epoll
     u64 turns_ = 0;
     // With drive_mutex_: of waiters; of the engine's thread. When a message came is not known: a wake-up is in it.
-    Patience waiting_{15e-6, 150e-6, 200e-6}, lingering_{0, 30e-6, 100e-6};
+    Patience waiting_{15e-6, 400e-6, 400e-6}, lingering_{0, 30e-6, 100e-6};
     bool armed_ = true;  // with drive_mutex_: messages wake the engine's thread
     double left_ = 0;    // with drive_mutex_: when a waiter left last, to whose next wait messages are left
     std::atomic<bool> set_{false};  // the timer soon_

@@ -44,21 +44,23 @@ bool park(Futex& futex, u32 seen, double seconds) {
     return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
-// A poll that gives way does so after so long, once others have kept it from the processor for so long.
-constexpr double polite_seconds = 100e-6, crowded_seconds = 10e-6;
+bool Yields::between(double t) {
+    constexpr double polite_seconds = 100e-6, crowded_seconds = 10e-6;
+    if (t - last_ < spin_seconds) return false;
+    sched_yield();  // to whoever is to send it, where processes share a processor; more often would slow all others
+    last_ = now();
+    return last_ - t > crowded_seconds && last_ - start_ > polite_seconds;
+}
 
 bool spin(const Target& target, u64 at_least, double seconds, bool gives_way) {
     const double start = now();
-    double yielded = start;
+    Yields yields(start);
     for (double t = start; t - start < seconds; t = now()) {
         for (int i = 0; i < 16; i++) {
             if (target.reached(at_least)) return true;
             relax();
         }
-        if (t - yielded < spin_seconds) continue;
-        sched_yield();  // to whoever is to send it, where processes share a processor; more often would slow all others
-        yielded = now();
-        if (gives_way && yielded - t > crowded_seconds && yielded - start > polite_seconds) break;
+        if (yields.between(t) && gives_way) break;
     }
     return target.reached(at_least);
 }

@@ -153,8 +153,19 @@ class Patience {
     double seconds_;
 };
 
-// Looks again and again for about so long, and after 5 us yields the processor in between; one that `gives_way` ends early
-// where others need it.
+// Of a thread that polls: lets others use the processor, and finds out whether they need it.
+class Yields {
+  public:
+    explicit Yields(double start) : start_(start), last_(start) {}
+    // Between two looks. True where a long poll had better end: others have kept it from the processor.
+    bool between(double t);
+
+  private:
+    const double start_;
+    double last_;
+};
+
+// Looks again and again for about so long; one that `gives_way` ends early where others need the processor.
 bool spin(const Target& target, u64 at_least, double seconds, bool gives_way = false);
 // The same for as long as this thread's last waits have taught, then parks. Returns `interrupted` now and then so that the caller
 // may look for signals.
