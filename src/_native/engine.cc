@@ -20,6 +20,7 @@ namespace {
 constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4, soon_token = 5;
 constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
+constexpr double selfish_seconds = 150e-6;  // a longer poll gives way to others: a yield in a shorter one costs more than it brings
 constexpr double grace_seconds = 500e-6;  // after a short wait, for the next one to begin
 constexpr size_t most_recent = 4;
 constexpr double between_looks = 150e-9;  // each takes the socket's lock, for which the kernel waits when bytes arrive
@@ -360,7 +361,8 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
         if (turn == Turn::busy) yields.emplace(last = t);
-        if ((t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway())) && !(turn == Turn::idle && yields->between(t))) {
+        const bool crowded = turn == Turn::idle && t - last > selfish_seconds && yields->between(t);
+        if (!crowded && (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway()))) {
             if (turn == Turn::idle) rest(t);
             continue;
         }
