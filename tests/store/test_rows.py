@@ -252,6 +252,21 @@ def test_a_wait_for_rows_may_be_repeated() -> None:
     np.testing.assert_array_equal(found, first_values())
 
 
+def pull_short_answers(job: tw.Job, lacking: int) -> None:
+    kv = KeyValue(Async(), "sum")
+    kv.init_rows("table", (ROWS, WIDTH), values=first_values())
+    whole = RowPlaces.answered
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowPlaces, "answered", lambda *a: (whole(*a)[0] - lacking, False))
+        with pytest.raises(errors.ProtocolError, match=f"answered with {ROWS - lacking} rows, and was asked for {ROWS}"):
+            kv.row_sparse_pull("table", np.arange(ROWS)).wait(10)
+
+
+@pytest.mark.parametrize("lacking", [1, ROWS])
+def test_an_answer_of_other_rows_than_were_asked_for_is_refused(lacking: int) -> None:
+    run_job(pull_short_answers, lacking, workers=1).ok()
+
+
 def begin(job: tw.Job, rule: str, options: dict[str, Any]) -> None:
     KeyValue(rule=rule, **options).init_rows("t", (3 + (job.rank if rule == "sum" else 0), 2))
 

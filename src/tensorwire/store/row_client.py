@@ -11,6 +11,7 @@ import numpy as np
 
 from tensorwire.control import Member
 from tensorwire.edge import Consumer, Word
+from tensorwire.errors import ProtocolError
 from tensorwire.observe import counters
 from tensorwire.store.endpoints import show
 from tensorwire.store.request_client import RequestClient
@@ -187,9 +188,13 @@ class _Server(StoreRequests):
         for _ in range(ANSWERS):
             self._ask_for_more(indices, options)
 
-    def _ask_for_more(self, indices: Array, options: bytes) -> None:
+    def _part(self, indices: Array, start: int) -> Array:
+        """Those of a pull that are asked for at once, from that place on."""
         count = self._places.part(len(indices)) if self.mapped else self._places.most
-        part = indices[self._wanted : self._wanted + count]
+        return indices[start : start + count]
+
+    def _ask_for_more(self, indices: Array, options: bytes) -> None:
+        part = self._part(indices, self._wanted)
         if len(part):
             self._wanted += len(part)
             self.ask_for(RequestOperation.PULL, part, None, options)
@@ -212,6 +217,9 @@ class _Server(StoreRequests):
         """Copies the rows that were asked for, and asks for the rest."""
         while self._taken < len(indices):
             _, rows, _ = self._answer(self._next, timeout)
+            asked = len(self._part(indices, self._taken))
+            if len(rows) != asked:
+                raise ProtocolError(f"{self.name} answered with {len(rows)} rows, and was asked for {asked}")
             out[self._taken : self._taken + len(rows)] = rows
             counters.copied(rows.nbytes)
             with self._client.course.unit("a pull of rows"):
