@@ -258,7 +258,9 @@ def pull_short_answers(job: tw.Job, lacking: int) -> None:
     whole = RowPlaces.answered
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPlaces, "answered", lambda *a: (whole(*a)[0] - lacking, False))
-        with pytest.raises(errors.ProtocolError, match=f"answered with {ROWS - lacking} rows, and was asked for {ROWS}"):
+        with pytest.raises(
+            errors.ProtocolError, match=f"answered with {ROWS - lacking} rows, and was asked for {ROWS}"
+        ):
             kv.row_sparse_pull("table", np.arange(ROWS)).wait(10)
 
 
