@@ -308,6 +308,30 @@ void a_peer_that_reads_no_more() {
     for (int fd : fds) ::close(fd);
 }
 
+// The same while some of what is sent has left already: then splice() raises it, too, and tells of no error.
+void a_socket_that_is_shut_down_midway() {
+    auto source = region(16 * least_lent);
+    std::vector<char> room(1 << 20);
+    for (u64 round = 0; round < 300; round++) {
+        int fds[2];
+        connect_pair(fds);
+        std::thread reader([&] {
+            for (u64 got = 0; got < round << 14;) {
+                const ssize_t n = recv(fds[1], room.data(), room.size(), 0);
+                if (n <= 0) break;
+                got += static_cast<u64>(n);
+            }
+            shutdown(fds[0], SHUT_WR);
+        });
+        PagePipe pipe;
+        REQUIRE(pipe.open());
+        for (ssize_t n = 0; n >= 0 || errno == EAGAIN;) n = pipe.send(fds[0], source->base, source->nbytes);
+        REQUIRE(errno == EPIPE);
+        reader.join();
+        for (int fd : fds) ::close(fd);
+    }
+}
+
 // A hang-up wakes a waiter, from the monitor's thread.
 void a_hang_up() {
     for (int round = 0; round < 20; round++) {
@@ -467,6 +491,7 @@ int main(int argc, char** argv) {
     two_who_close();
     lent_pages();
     a_peer_that_reads_no_more();
+    a_socket_that_is_shut_down_midway();
     a_hang_up();
     words_of_life();
     ends_of_other_programs(false);
