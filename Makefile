@@ -85,8 +85,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_public_names.py
 
-# The fast tests once more, with the lines counted that run in their own process and in those of jobs. It keeps
-# files of its own, so those are left out in which a process may not leave or write any.
+# The fast tests once more, with the lines counted that run in their own process and in those of jobs. Coverage
+# keeps files of its own, so tests are left out in which a process may leave none, or can write none.
 check-coverage: setup
 	$(PYTEST) --ignore tests/examples --deselect "tests/launch/test_scarce.py::test_a_limit_that_stops_a_job_is_one_line_before_anything_starts[ulimit -f 0" \
 	  --cov --cov-report= --cov-fail-under=0 $(ARGS)

@@ -20,7 +20,7 @@ namespace {
 constexpr u64 wake_token = 1, inner_token = 2, stop_token = 3, timer_token = 4, soon_token = 5;
 constexpr double lock_spin_seconds = 15e-6;
 constexpr double midway_spin_seconds = 60e-6;  // a sleep in the middle of a transfer costs more than the wait
-constexpr double selfish_seconds = 150e-6;  // a longer poll gives way to others: a yield in a shorter one costs more than it brings
+constexpr double give_way_seconds = 150e-6;  // a longer poll does: a yield in a shorter one costs more than it brings
 constexpr double grace_seconds = 500e-6;  // after a short wait, for the next one to begin
 constexpr size_t most_recent = 4;
 constexpr double between_looks = 150e-9;  // each takes the socket's lock, for which the kernel waits when bytes arrive
@@ -351,8 +351,7 @@ void Engine::look_in(double seconds) {
 }
 
 Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_slice) {
-    double last = now();
-    std::optional<Yields> yields(last);
+    double last = now(), yielded = last;
     for (;;) {
         // At least one turn, however short the wait: polling must bring what it polls for.
         const Turn turn = progress(0);
@@ -360,9 +359,9 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         if (target.lost() || stop_) return Outcome::lost;
         const double t = now();
         if (t >= end) return last_slice ? Outcome::timed_out : Outcome::interrupted;
-        if (turn == Turn::busy) yields.emplace(last = t);
-        const bool crowded = turn == Turn::idle && t - last > selfish_seconds && yields->between(t);
-        if (!crowded && (t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway()))) {
+        if (turn == Turn::busy) last = t;
+        const bool polls = t - last < waiting_.seconds() || (t - last < midway_spin_seconds && midway());
+        if (polls && !(t - last > give_way_seconds && yield_to_others(t, yielded))) {
             if (turn == Turn::idle) rest(t);
             continue;
         }
@@ -376,7 +375,7 @@ Outcome Engine::drive(const Target& target, u64 at_least, double end, bool last_
         sleeping_.store(false, std::memory_order_relaxed);
         const double woken = now();
         waiting_.waited(woken - last);
-        if (slept == Turn::busy) yields.emplace(last = woken);
+        if (slept == Turn::busy) last = woken;
         if (slept == Turn::interrupted && !last_slice) return Outcome::interrupted;
     }
 }

@@ -44,23 +44,24 @@ bool park(Futex& futex, u32 seen, double seconds) {
     return futex_call(futex.bell, FUTEX_WAIT, seen, &t) == 0 || errno != EINTR;
 }
 
-bool Yields::between(double t) {
-    constexpr double polite_seconds = 100e-6, crowded_seconds = 10e-6;
-    if (t - last_ < spin_seconds) return false;
+bool yield_to_others(double t, double& yielded) {
+    constexpr double crowded_seconds = 10e-6;
+    if (t - yielded < spin_seconds) return false;
     sched_yield();  // to whoever is to send it, where processes share a processor; more often would slow all others
-    last_ = now();
-    return last_ - t > crowded_seconds && last_ - start_ > polite_seconds;
+    yielded = now();
+    return yielded - t > crowded_seconds;
 }
 
 bool spin(const Target& target, u64 at_least, double seconds, bool gives_way) {
+    constexpr double give_way_seconds = 100e-6;  // a shorter poll goes on
     const double start = now();
-    Yields yields(start);
+    double yielded = start;
     for (double t = start; t - start < seconds; t = now()) {
         for (int i = 0; i < 16; i++) {
             if (target.reached(at_least)) return true;
             relax();
         }
-        if (yields.between(t) && gives_way) break;
+        if (yield_to_others(t, yielded) && gives_way && yielded - start > give_way_seconds) break;
     }
     return target.reached(at_least);
 }

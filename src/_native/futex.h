@@ -153,17 +153,8 @@ class Patience {
     double seconds_;
 };
 
-// Of a thread that polls: lets others use the processor, and finds out whether they need it.
-class Yields {
-  public:
-    explicit Yields(double start) : start_(start), last_(start) {}
-    // Between two looks. True where a long poll had better end: others have kept it from the processor.
-    bool between(double t);
-
-  private:
-    const double start_;
-    double last_;
-};
+// Lets others use the processor, unless it did so less than 5 us before `t`, at `yielded`; true: they kept it for long.
+bool yield_to_others(double t, double& yielded);
 
 // Looks again and again for about so long; one that `gives_way` ends early where others need the processor.
 bool spin(const Target& target, u64 at_least, double seconds, bool gives_way = false);
