@@ -198,10 +198,13 @@ const char* AsyncConsumer::read(EdgeHeader& header) {
 
 void AsyncConsumer::release(u64 number) {
     std::lock_guard g(mutex_);
-    released_.insert(number);
-    const u64 before = last_;
+    if (number != last_ + 1) {
+        released_.insert(number);
+        return;
+    }
+    last_ = number;
     for (auto at = released_.begin(); at != released_.end() && *at == last_ + 1; at = released_.erase(at)) last_ = *at;
-    if (last_ != before && !peer_->lost()) credit_->raise(last_);
+    if (!peer_->lost()) credit_->raise(last_);
 }
 
 void AsyncConsumer::take(Allocate allocate, Taken taken) {

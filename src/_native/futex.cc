@@ -52,10 +52,10 @@ bool yield_to_others(double t, double& yielded) {
     return yielded - t > crowded_seconds;
 }
 
-bool spin(const Target& target, u64 at_least, double seconds, bool gives_way) {
+bool spin(const Target& target, u64 at_least, double seconds, double keeps, bool gives_way) {
     constexpr double give_way_seconds = 100e-6;  // a shorter poll goes on
     const double start = now();
-    double yielded = start;
+    double yielded = start + keeps - spin_seconds;
     for (double t = start; t - start < seconds; t = now()) {
         for (int i = 0; i < 16; i++) {
             if (target.reached(at_least)) return true;
@@ -69,7 +69,7 @@ bool spin(const Target& target, u64 at_least, double seconds, bool gives_way) {
 Outcome wait_parked(const Target& target, u64 at_least, double seconds) {
     thread_local Patience patience{spin_seconds, 400e-6, 400e-6};
     const double start = now();
-    if (spin(target, at_least, std::min(seconds, patience.seconds()), true)) return Outcome::reached;
+    if (spin(target, at_least, std::min(seconds, patience.seconds()), spin_seconds, true)) return Outcome::reached;
     Futex& futex = *target.futex;
     const double end = start + std::min(seconds, slice_seconds);
     Outcome outcome = Outcome::interrupted;

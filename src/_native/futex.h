@@ -153,17 +153,18 @@ class Patience {
     double seconds_;
 };
 
-// Lets others use the processor, unless it did so less than 5 us before `t`, at `yielded`; true: they kept it for long.
-bool yield_to_others(double t, double& yielded);
-
-// Looks again and again for about so long; one that `gives_way` ends early where others need the processor.
-bool spin(const Target& target, u64 at_least, double seconds, bool gives_way = false);
-// The same for as long as this thread's last waits have taught, then parks. Returns `interrupted` now and then so that the caller
-// may look for signals.
-Outcome wait_parked(const Target& target, u64 at_least, double seconds);
-
 constexpr double spin_seconds = 5e-6;
 constexpr double slice_seconds = 0.1;  // no sleep is longer: a peer may die between its store and its ring
 constexpr double nap_seconds = 50e-6;  // between looks at words that nobody announces
+
+// Lets others use the processor, unless it did so less than 5 us before `t`, at `yielded`; true: they kept it for long.
+bool yield_to_others(double t, double& yielded);
+
+// Looks again and again for about so long, and after `keeps` seconds yields now and then; one that `gives_way` ends early
+// where others need the processor.
+bool spin(const Target& target, u64 at_least, double seconds, double keeps = spin_seconds, bool gives_way = false);
+// The same for as long as this thread's last waits have taught, then parks. Returns `interrupted` now and then so that the caller
+// may look for signals.
+Outcome wait_parked(const Target& target, u64 at_least, double seconds);
 
 }  // namespace tw

@@ -4,6 +4,10 @@
 
 namespace tw {
 
+// A look keeps the processor so long: a framework's idle threads spin for about 20 us when they get it, and what comes
+// meanwhile is seen late.
+static constexpr double keep_seconds = 50e-6;
+
 Watcher::Watcher(std::shared_ptr<Span> words, bool naps) : words_(std::move(words)), naps_(naps) {}
 
 Watcher::~Watcher() { close(); }
@@ -24,7 +28,7 @@ bool Watcher::arrives(u64 offset, u64 at_least, const Liveness& peer, double sec
     if (seconds <= 0) return false;
     const Target target = words_->target(offset, &peer);
     const auto progress = words_->progress.lock();
-    if (!progress || naps_) return spin(target, at_least, seconds);
+    if (!progress || naps_) return spin(target, at_least, seconds, keep_seconds);
     for (const double begun = now();;) {
         const Outcome outcome = progress->wait(target, at_least, std::max(0.0, begun + seconds - now()));
         if (outcome != Outcome::interrupted) return outcome == Outcome::reached;

@@ -167,7 +167,7 @@ class Arriving {
         }
         if (header.dtype != number_of(dtype)) return errors::Aborted("a tensor of dtype number ", header.dtype, " came, and not of ", DataTypeString(dtype));
         TensorShape shape;
-        const absl::Status built = TensorShape::BuildTensorShape(std::vector<int64_t>(header.lengths, header.lengths + header.rank), &shape);
+        const absl::Status built = TensorShape::BuildTensorShape(absl::MakeConstSpan(reinterpret_cast<const int64_t*>(header.lengths), header.rank), &shape);
         if (!built.ok()) return errors::Aborted("a tensor came whose lengths cannot be: ", built.message());
         if (static_cast<uint64_t>(shape.num_elements()) * DataTypeSize(dtype) != header.nbytes) return errors::Aborted("a tensor came that does not lie contiguous");
         if (whole && header.nbytes) {

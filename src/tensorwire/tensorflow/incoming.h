@@ -5,6 +5,7 @@
 // a copy: others are copied, and kept until they are asked for.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -23,27 +24,12 @@ namespace tensorwire {
 struct Waiting {
     OpKernelContext* context;
     AsyncOpKernel::DoneCallback done;
-    std::string key;
-    PartialTensorShape shape;
+    const PartialTensorShape& shape;  // its kernel's, which outlives its runs
     bool copies;
-    std::shared_ptr<End> end;
     const std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
     CancellationToken token = CancellationManager::kInvalidToken;
-    bool cancelled = false;  // guarded by the mutex of `Incoming`
-    bool asked = false;      // the next tensor was asked for since it waits
-
-    void finish(const absl::StatusOr<Tensor>& result, bool deregisters = true) {
-        end->soon = std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count() < soon_seconds;
-        if (CancellationManager* manager = context->cancellation_manager(); manager && deregisters) manager->TryDeregisterCallback(token);
-        if (!result.ok()) context->SetStatus(result.status());
-        else if (!shape.IsCompatibleWith(result->shape()))
-            context->SetStatus(errors::Aborted("tensorwire: receiving ", key, " cannot happen: a tensor of shape ", result->shape().DebugString(), " came, and this takes ", shape.DebugString()));
-        else context->set_output(0, *result);
-        const AsyncOpKernel::DoneCallback call = std::move(done);
-        call();
-    }
-
-    absl::Status was_cancelled() const { return errors::Cancelled("tensorwire: receiving ", key, " was cancelled"); }
+    std::atomic<bool> looked{false};  // until `look_seconds` had passed, or its tensor came
+    bool asked = false;               // the next tensor was asked for since it waits
 };
 
 constexpr size_t most_kept = 256;  // tensors of other steps than those that are received, or they would fill memory
@@ -64,9 +50,7 @@ class Incoming {
         bool waits = false, looks = false;
         {
             std::lock_guard<std::mutex> g(mutex_);
-            if (waiting->cancelled) {
-                result = waiting->was_cancelled();
-            } else if (const auto found = kept_.find(step); found != kept_.end()) {
+            if (const auto found = kept_.find(step); found != kept_.end()) {
                 result = std::move(found->second);
                 kept_.erase(found);
             } else if (!broken_.ok()) {
@@ -79,34 +63,69 @@ class Incoming {
                 looks_ |= looks;
             }
         }
-        if (!waits) return waiting->finish(result);
-        if (looks) look();
+        if (!waits) return finish(*waiting, result);
+        if (looks) look(*waiting);
         when_known(*end_, [this] { end_->edge ? read() : fail(errors::Aborted(end_->failure)); });
-    }
-
-    void cancel(const std::shared_ptr<Waiting>& waiting) {
-        {
-            std::lock_guard<std::mutex> g(mutex_);
-            waiting->cancelled = true;
-            auto at = waiting_.begin();
-            while (at != waiting_.end() && at->second != waiting) ++at;
-            if (at == waiting_.end()) return;  // it is over, or has not begun
-            waiting_.erase(at);
-        }
-        waiting->finish(waiting->was_cancelled(), false);
+        let_cancel(step, waiting);
     }
 
   private:
     using Due = std::vector<std::pair<std::shared_ptr<Waiting>, absl::StatusOr<Tensor>>>;
 
+    void finish(Waiting& waiting, const absl::StatusOr<Tensor>& result) {
+        OpKernelContext* const context = waiting.context;
+        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - waiting.since;
+        end_->soon = waited.count() < (waiting.looked ? look_seconds : soon_seconds);
+        if (waiting.token != CancellationManager::kInvalidToken) context->cancellation_manager()->TryDeregisterCallback(waiting.token);
+        if (!result.ok()) context->SetStatus(result.status());
+        else if (!waiting.shape.IsCompatibleWith(result->shape()))
+            context->SetStatus(errors::Aborted("tensorwire: receiving ", key_, " cannot happen: a tensor of shape ", result->shape().DebugString(), " came, and this takes ", waiting.shape.DebugString()));
+        else context->set_output(0, *result);
+        const AsyncOpKernel::DoneCallback done = std::move(waiting.done);
+        done();
+    }
+
+    // A receive that still waits can be cancelled from now on.
+    void let_cancel(int64_t step, const std::shared_ptr<Waiting>& waiting) {
+        {
+            std::lock_guard<std::mutex> g(mutex_);
+            if (!waits(step, waiting)) return;
+            CancellationManager* manager = waiting->context->cancellation_manager();
+            if (!manager) return;
+            const CancellationToken token = manager->get_cancellation_token();
+            if (manager->RegisterCallback(token, [this, step, waiting] { cancel(step, waiting); })) {
+                waiting->token = token;
+                return;
+            }
+        }
+        cancel(step, waiting);  // the whole step was, already
+    }
+
+    void cancel(int64_t step, const std::shared_ptr<Waiting>& waiting) {
+        {
+            std::lock_guard<std::mutex> g(mutex_);
+            if (!waits(step, waiting)) return;
+            waiting_.erase(step);
+            waiting->token = CancellationManager::kInvalidToken;
+        }
+        finish(*waiting, errors::Cancelled("tensorwire: receiving ", key_, " was cancelled"));
+    }
+
+    // The mutex is held.
+    bool waits(int64_t step, const std::shared_ptr<Waiting>& waiting) const {
+        const auto found = waiting_.find(step);
+        return found != waiting_.end() && found->second == waiting;
+    }
+
     // Perhaps waits a moment for what comes next, which no other thread asks for meanwhile.
-    void look() {
+    void look(Waiting& waiting) {
         void* edge = nullptr;
         {
             std::lock_guard<std::mutex> g(end_->mutex);
             edge = end_->edge;
         }
         if (edge && end_->soon && !looking.test_and_set()) {
+            waiting.looked = true;
             edges->arrives(edge, look_seconds);
             looking.clear();
         }
@@ -127,7 +146,7 @@ class Incoming {
                 take_all(errors::FailedPrecondition("tensorwire: receiving ", key_, " cannot happen: ", most_kept, " tensors of other steps came, and nobody has received them"), true, due);
             reading_ = false;
         }
-        for (auto& [each, with] : due) each->finish(with);
+        for (auto& [each, with] : due) finish(*each, with);
     }
 
     // The caller holds the mutex.
@@ -174,7 +193,7 @@ class Incoming {
             if (!failed.ok()) take_all(failed, broken, due);
             asked_ = false;
         }
-        for (auto& [each, with] : due) each->finish(with);
+        for (auto& [each, with] : due) finish(*each, with);
         read();
     }
 
@@ -205,7 +224,7 @@ class Incoming {
             std::lock_guard<std::mutex> g(mutex_);
             take_all(status, true, due);
         }
-        for (auto& [each, with] : due) each->finish(with);
+        for (auto& [each, with] : due) finish(*each, with);
     }
 
     absl::Status prefixed(const absl::Status& status) const {
@@ -244,13 +263,7 @@ class ReceiveKernel : public KeyedKernel {
     void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
         int64_t number = 0;
         OP_REQUIRES_OK_ASYNC(c, step(c, 1, &number), done);
-        auto waiting = std::make_shared<Waiting>(Waiting{c, std::move(done), key_, shape_, copy_, end_});
-        if (CancellationManager* manager = c->cancellation_manager()) {
-            waiting->token = manager->get_cancellation_token();
-            if (!manager->RegisterCallback(waiting->token, [waiting, from = incoming_] { from->cancel(waiting); }))
-                return waiting->finish(waiting->was_cancelled(), false);
-        }
-        incoming_->receive(number, waiting);
+        incoming_->receive(number, std::shared_ptr<Waiting>(new Waiting{c, std::move(done), shape_, copy_}));
     }
 
   private:

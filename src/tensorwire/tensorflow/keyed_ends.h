@@ -30,13 +30,13 @@ struct End {
     int64_t runs = 0;                            // of operators without a step
     int64_t unsent = 0;                          // tensors that are kept until they have left
     absl::Status error;                          // of an earlier send
-    std::atomic<bool> soon{false};               // the last tensor was there within `soon_seconds`
+    std::atomic<bool> soon{false};               // a look would have found the last tensor, or did
 };
 
 // How long a receive looks for its tensor in TensorFlow's own thread, if the last one came as soon as that. Waking our
 // thread and then one of TensorFlow's would take longer. No more than one receive of a process does so at a time.
-constexpr double look_seconds = 100e-6;
-constexpr double soon_seconds = 200e-6;  // of a tensor that would have come while a receive looked: a wake-up is in it
+constexpr double look_seconds = 300e-6;
+constexpr double soon_seconds = 400e-6;  // so soon comes without a look what a look would have found: a wake-up is in it
 inline std::atomic_flag looking = ATOMIC_FLAG_INIT;
 
 constexpr int64_t most_unsent = 16;  // of a key: the next send is done when it has left, or memory would fill up
