@@ -10,7 +10,7 @@ import pytest
 
 from tensorwire.device import Completion
 from tensorwire.errors import RemoteAccessError
-from tensorwire.testing.fixtures import FarPair, InThread, Pair
+from tensorwire.testing.fixtures import FarPair, InThread, Pair, need_an_active_peer
 from tensorwire.testing.patterns import SECONDS, array, asleep, resident
 
 OPERATIONS = 12_000
@@ -41,6 +41,7 @@ class Poster:
 
 
 def test_a_stopped_peer_stops_who_sends_to_it(far: FarPair, in_thread: InThread) -> None:
+    need_an_active_peer(far)
     remote = far.peer.allocate(64)
     far.channel.signal(remote.view(8, 8), 0).wait(SECONDS)
     far.peer.stop()
